@@ -24,7 +24,8 @@ from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
 from data.recorded import threaded
 from data.sample_index import digest
-from data.storage import DataError, StorageFault, check_is_file, crc32_file, exclusive, make_folder, write_json_atomic
+from data.storage import (DataError, StorageFault, check_is_file, crc32_file, exclusive, make_folder, one_line,
+                          write_json_atomic)
 from data.tokenizer import Tokenizer
 
 TOKENS_SUFFIX = ".bin"
@@ -48,7 +49,8 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
         is_new = not prefix.with_name(prefix.name + ".idx").exists()
         if is_new:
             if size >= LARGE:
-                print(f"{source}: {doing} {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
+                print(one_line(f"{source}: {doing} {size / 1e9:.2f} GB into {prefix} (once)"), file=sys.stderr,
+                      flush=True)
             _build(found.files, prefix, tokenizer, reading)
             if _contents(found.files, Sums(None))[0] != contents:
                 prefix.with_name(prefix.name + ".idx").unlink()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.storage import DataError, StorageFault, UsageError
+from data.storage import DataError, StorageFault, UsageError, one_line
 
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flags())}
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {self.prog.removeprefix('python -m ')}: {message} (see --help)", file=sys.stderr)
+        print(f"error: {self.prog.removeprefix('python -m ')}: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -154,7 +154,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
         message = " ".join(str(error).split()) or "interrupted"
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {one_line(message)}", file=sys.stderr)
         code = next(code for kind, code in CODES if isinstance(error, kind))
     sys.exit(code)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.compressed import COMPRESSED, without_compression
 from data.recorded import STAGE_FILE, listed
-from data.storage import DataError
+from data.storage import DataError, one_line
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KINDS = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
@@ -69,7 +69,7 @@ class Found:
             if names:
                 more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
                 count = one if len(names) == 1 else f"{len(names)} {several}"
-                parts.append(f"{count} ({', '.join(names[:NAMES_SHOWN])}{more})")
+                parts.append(f"{count} ({one_line(', '.join(names[:NAMES_SHOWN]))}{more})")
         return f"left out: {', '.join(parts)}" if parts else ""
 
 

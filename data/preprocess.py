@@ -29,7 +29,7 @@ from data.parallel import ordered_map
 from data.plain_text import Separator, read_parts, texts_of
 from data.recorded import check_recorded
 from data.sample_index import digest
-from data.storage import DataError, check_not_over, make_folder, state_of, watched
+from data.storage import DataError, check_not_over, make_folder, one_line, state_of, watched
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter
 
@@ -149,7 +149,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
             raise DataError(f"{os.fspath(prefix)}: no tokens: {counted(at.skipped, 'malformed document')} skipped, and "
                             "no text beside; without --on-error skip the first is named")
     for damage in at.damaged:
-        print(f"skipped the rest of a file: {damage}", file=sys.stderr)
+        print(f"skipped the rest of a file: {one_line(damage)}", file=sys.stderr)
     return progress, at.skipped
 
 

@@ -24,7 +24,7 @@ from data.jsonl import lines_of, read_chunks
 from data.lock import alone, remove_leftovers
 from data.recorded import check_recorded
 from data.sampling import parse_split
-from data.storage import UsageError, check_not_over, leftovers, make_folder, staged_file, watched, writing
+from data.storage import UsageError, check_not_over, leftovers, make_folder, one_line, staged_file, watched, writing
 
 PARTS = ("train", "valid", "test")
 
@@ -66,7 +66,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
                 elif skip_malformed:
                     skipped += 1
                     if isinstance(text, Damage):
-                        print(f"skipped the rest of a file: {text.error(before)}; before the damage: "
+                        print(f"skipped the rest of a file: {one_line(text.error(before))}; before the damage: "
                               f"{counted(of_file, 'document')}", file=sys.stderr)
                 else:
                     raise text.error(before)

@@ -34,6 +34,20 @@ class DataError(Exception):
     """Data that cannot be used as it is (the user's to mend): names file, field, expected and found. Exit code 3."""
 
 
+# What a terminal obeys, what ends a line, what reverses the text around it, and halves of surrogate pairs.
+_CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def one_line(text: object, keep: str = "") -> str:
+    """Any text as one line for a terminal or a log: control characters but `keep` become escapes (`\\x1b`). A line of
+    JSON keeps its values."""
+    def escaped(found: re.Match[str]) -> str:
+        sign = found[0]
+        return sign if sign in keep else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
+
+    return _CONTROL.sub(escaped, str(text))
+
+
 def told(error: Exception) -> str:
     """An error of parsing, in words of what is parsed."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)

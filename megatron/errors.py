@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from data.storage import one_line
+
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
 EXIT_INTERRUPTED = 130
 
@@ -95,4 +97,4 @@ def folded(message: str) -> str:
             lines.append(line.rstrip() if is_listed(line) else line.strip())
         else:
             lines[-1] += f" {line.strip()}"
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))

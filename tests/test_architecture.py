@@ -59,8 +59,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.webtext.prescan data.webtext.legacy data.webtext.charset data.webtext.reading data.webtext.record
         data.webtext.folder data.webtext.shards data.webtext.runner
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
-        data.webtext.url_lists data.webtext.urls data.webtext.markup data.webtext.extract data.webtext.clean
-        data.webtext.samples data.webtext.codes data.webtext.language data.webtext.dedup data.webtext.decontaminate
+        data.webtext.urls data.webtext.extract data.webtext.clean
+        data.webtext.codes data.webtext.language data.webtext.dedup data.webtext.decontaminate
         data.webtext.shuffle data.webtext.split data.webtext.flags data.webtext.report data.webtext.pipeline
         data.webtext.sample data.webtext.__main__
     """),
@@ -159,7 +159,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.serve megatron.serve.limits megatron.serve.message megatron.serve.door megatron.serve.leader
         megatron.serve.asked megatron.serve.megatron_api megatron.serve.completions megatron.serve.metrics
         megatron.serve.desk megatron.serve.page megatron.serve.answers megatron.serve.front megatron.serve.command
-        megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
+        megatron.report megatron.report.read megatron.report.source megatron.report.history
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
         megatron.trace megatron.trace.stretches megatron.trace.recorder megatron.trace.events megatron.trace.shares
         megatron.trace.memory megatron.trace.tracks megatron.trace.page megatron.trace.files megatron.trace.window

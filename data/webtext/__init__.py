@@ -11,7 +11,7 @@ own, so memory does not grow with the corpus. From below upwards:
     record.py, folder.py, shards.py       `stage.json`, the folder of a stage, the lines in it
     runner.py                             one stage: workers, what is kept, what was done already
     external.py, words.py, minhash.py, signatures.py, near.py    large sorts, n-grams, near copies
-    urls.py (url_lists.py), extract.py (markup.py), clean.py, language.py (samples.py, codes.py), dedup.py,
+    urls.py, extract.py, clean.py, language.py (codes.py), dedup.py,
     decontaminate.py, shuffle.py, split.py    the stages
     flags.py, report.py, pipeline.py      their flags; what happened; all stages in order
     sample.py                             a small web to try them on

@@ -1,45 +1,63 @@
 """`extract`: the text of HTML pages. What is not HTML passes unchanged.
 
 A document is HTML when its source says so (`format` in `meta`, which that of an .html file has), or when it begins like
-a page. resiliparse (`pip install resiliparse`) finds the main content and leaves menus and footers out; `markup`, in
-this package, keeps all visible text. The one used is a parameter of the stage, never "whichever is there".
+a page. resiliparse parses it into the tree that a browser builds and writes the text of the tree, in paragraphs; lists
+of CSS selectors say what is left out. Their rules of the main content are not used: by its density of links and its
+depth they drop lists, tables and paragraphs of manuals.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import html
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
-from data.webtext.markup import visible_text
 
 EXTRACTORS = ("resiliparse", "markup")
+"""The main content; all visible text."""
 HTML = ("detect", "all", "none")
-_PAGE = re.compile(r"\ufeff?\s{0,100}(<\?xml[^>]{0,200}>\s{0,100})?<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_PAGE = re.compile(r"\ufeff?(?:\s++|<!--(?:-?>|.*?--!?>)|<\?xml[^>]*+>)*+"
+                   r"<(!doctype\s+html|html|head|body|title|meta|link|style|script|base)\b", re.IGNORECASE | re.DOTALL)
+
+# What the library writes otherwise than a browser shows it -> elements that are parsed by the same rules.
+_RENAMED = {"noscript": "noembed", "menu": "ul", "dir": "ul", "listing": "pre", "dialog": "div dialog",
+            **dict.fromkeys(("figure", "figcaption", "summary", "legend", "search"), "div")}
+_RENAME = re.compile(rf"(</?)({'|'.join(_RENAMED)})(?=[\s/>])", re.IGNORECASE)
+_XML_EMPTY = re.compile(r"""<(?!(?:area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr)\b)
+                            ([a-z][\w.:-]*+) ((?:[^<>"'/]|"[^"<]*"|'[^'<]*')*+) />""", re.IGNORECASE | re.VERBOSE)
+
+_NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation-xml button select datalist textarea "
+                 "input".split())
+_HIDDEN = ("[hidden]", "[dialog]:not([open])",
+           *(f'[style*="{style}" i]' for style in ("display:none", "display: none", "visibility:hidden",
+                                                   "visibility: hidden")))
+_AROUND = ("nav", "header", "footer", "aside:not([class*=footnote]):not([role*=note])")
+_BOILERPLATE = (
+    *(f"[role={role}]" for role in "navigation banner contentinfo complementary search menu menubar toolbar".split()),
+    *(f"[class~={name}]" for name in """nav navbar navigation navheader navfooter menu breadcrumb breadcrumbs pagination
+        pager related sidebar sphinxsidebar footer site-footer page-footer site-header masthead headerlink skip-link
+        cookie cookies cookie-banner cookie-consent cookie-notice consent newsletter social share sharing ad ads advert
+        advertisement sponsored banner popup modal""".split()),
+    "#footer", "#sidebar", "#nav", "#navbar", "#navigation", "#breadcrumbs")
+_KEPT = "body, :has(main, article, [role=main]), main header, article header"
+_TIME = 200_000_000
+"""Elements to look into for the main content, times characters of the page: a second or two."""
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
     """Flags of the command line."""
 
-    extractor: str = "markup"
+    extractor: str = EXTRACTORS[0]
     html: str = HTML[0]
     """Which documents are HTML."""
 
 
-def choose(wanted: str) -> str:
-    """The extractor that `auto` means here."""
-    installed = importlib.util.find_spec("resiliparse") is not None
-    if wanted == "resiliparse" and not installed:
-        raise DataError("--extractor resiliparse needs a package: pip install resiliparse")
-    return wanted if wanted != "auto" else EXTRACTORS[0] if installed else EXTRACTORS[1]
-
-
 def make(options: ExtractOptions) -> Function:
-    text_of = _resiliparse() if choose(options.extractor) == "resiliparse" else visible_text
+    text_of = page_text(main_content=options.extractor == "resiliparse")
 
     def extract(document: Document) -> Document | Drop:
         if options.html == "none" or options.html == "detect" and not is_page(document):
@@ -55,7 +73,38 @@ def is_page(document: Document) -> bool:
     return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
-def _resiliparse() -> Callable[[str], str]:
-    from resiliparse.extract.html2text import extract_plain_text
+def page_text(main_content: bool) -> Callable[[str], str]:
+    """The function that gives the text of a page."""
+    try:
+        from resiliparse.extract.html2text import extract_plain_text
+        from resiliparse.parse.html import HTMLTree
+    except ImportError as error:
+        raise DataError("extract needs a package: pip install resiliparse") from error
 
-    return lambda page: str(extract_plain_text(page, main_content=True, alt_texts=False))
+    names = _AROUND + _BOILERPLATE if main_content else _AROUND
+    around = f":is({', '.join(names)})"
+
+    def text_of(tree: HTMLTree, *left_out: str) -> str:
+        # Of forms it is the labels that are text.
+        return str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
+
+    def text(page: str) -> str:
+        tree = HTMLTree.parse(_in_known_elements(page))
+        # Looking into each of many nested elements would take quadratic time.
+        many = tree.document is not None and len(tree.document.query_selector_all(around)) * len(page) > _TIME
+        selector = around if many else f"{around}:not({_KEPT})"
+        # If nothing is left, all of the page is in an element like <nav>, or shown by a script.
+        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, selector), _HIDDEN, ()))
+        return next(filter(str.strip, texts), "")
+
+    return text
+
+
+def _in_known_elements(page: str) -> str:
+    """The page with the elements that the library knows; XML as HTML."""
+    if page.lstrip().startswith("<?xml"):
+        first, *rest = page.split("<![CDATA[")
+        sections = (part.partition("]]>") for part in rest)
+        page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
+        page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
+    return _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)

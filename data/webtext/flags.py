@@ -112,12 +112,13 @@ def build_unique(args: argparse.Namespace) -> GlobalStage:
 
 def add_extract(parser: Parser) -> None:
     parser.add_argument("--extractor", choices=("auto", *extract.EXTRACTORS), default="auto",
-                        help="default: resiliparse where it is installed")
+                        help="resiliparse (default): the main content; markup: all visible text")
     parser.add_argument("--html", choices=extract.HTML, default=extract.HTML[0], help="which documents are HTML")
 
 
 def build_extract(args: argparse.Namespace) -> Stage:
-    return MapStage("extract", extract.make, extract.ExtractOptions(extract.choose(args.extractor), args.html))
+    extractor = extract.EXTRACTORS[0] if args.extractor == "auto" else args.extractor
+    return MapStage("extract", extract.make, extract.ExtractOptions(extractor, args.html))
 
 
 def add_clean(parser: Parser) -> None:

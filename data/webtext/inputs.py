@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ LINES = ("jsonl", "urls")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html", ".htm": "html",
            ".xhtml": "html"}
 CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
+ARCHIVES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
+            ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"), ("bzip2", 4, b"1AY&SY"),
+            ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
+"""What is not one document: a name, and the bytes at a place by which it is known."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,9 @@ def format_of(name: str) -> str:
 
 def _source(path: Path, name: str, format: str) -> Source:
     check_is_file(path)  # it is read for its checksum, and then for good
-    if format == "auto":
+    if format in ("text", "html", "urls"):
+        _check_is_no_archive(path, format)
+    elif format == "auto":
         format = format_of(name)
     try:
         size = path.stat().st_size
@@ -124,6 +131,17 @@ def _source(path: Path, name: str, format: str) -> Source:
         return Source(str(path), name, _look(path) if format == "json" else format, size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
+
+
+def _check_is_no_archive(path: Path, format: str) -> None:
+    """All that is in one would become one document, the headers of records included."""
+    head = b""
+    with suppress(OSError), opened(str(path)) as file:  # what cannot be read is counted where it is read
+        head, _ = before_damage(file, 512)
+    for kind, start, mark in ARCHIVES:
+        if head.startswith(mark, start):
+            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; archives are not "
+                            "read; unpack it into a folder and give that")
 
 
 def _look(path: Path) -> str:

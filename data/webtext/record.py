@@ -18,7 +18,7 @@ from data.storage import CHUNK, DataError, write_json_atomic
 from data.webtext.counts import Counts
 
 WHOLE = (0, 1)
-REVISION = 2
+REVISION = 3
 """Raised whenever the same inputs and parameters would give another output."""
 
 

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data.storage import staged_file, write_json_atomic
+from data.storage import one_line, staged_file, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.record import Record
 
@@ -30,9 +30,10 @@ def line(record: Record) -> str:
     counts = record.counts
     dropped = ", ".join(f"{reason} {number}" for reason, number in _largest(counts))
     repaired = ", ".join(f"{reason} {number}" for reason, number in sorted(counts.repaired.items()))
-    return (f"{record.stage}: {counts.documents_in} documents ({_size(counts.bytes_in)}) in, {counts.documents_kept} "
-            f"({_size(counts.bytes_kept)}) kept" + (f"; dropped: {dropped}" if dropped else "") +
-            (f"; repaired: {repaired}" if repaired else "") + "".join(f"; {note}" for note in record.notes))
+    return one_line(
+        f"{record.stage}: {counts.documents_in} documents ({_size(counts.bytes_in)}) in, {counts.documents_kept} "
+        f"({_size(counts.bytes_kept)}) kept" + (f"; dropped: {dropped}" if dropped else "") +
+        (f"; repaired: {repaired}" if repaired else "") + "".join(f"; {note}" for note in record.notes))
 
 
 def write_report(folder: Path, records: Sequence[Record], corpora: Sequence[dict[str, Any]]) -> None:
@@ -60,9 +61,12 @@ def table(records: Sequence[Record], corpora: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
              for row in rows]
-    lines += [f"{corpus['name']}: {corpus['documents']:,} documents, {corpus['tokens']:,} tokens of "
-              f"{corpus['tokenizer']}" for corpus in corpora]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(line.rstrip() for line in [*lines, *map(_of_corpus, corpora)]) + "\n"
+
+
+def _of_corpus(corpus: dict[str, Any]) -> str:
+    return one_line(f"{corpus['name']}: {corpus['documents']:,} documents, {corpus['tokens']:,} tokens of "
+                    f"{corpus['tokenizer']}")
 
 
 def page(records: Sequence[Record], corpora: Sequence[dict[str, Any]]) -> str:
@@ -73,8 +77,7 @@ def page(records: Sequence[Record], corpora: Sequence[dict[str, Any]]) -> str:
                for record in records for reason, number in _largest(record.counts)]
     sizes = [(f"{_size(1 << power - 1)} to {_size(1 << power)}" if power else "0 B", number, KEPT)
              for power, number in sorted(last.sizes.items())]
-    tokens = "".join(f"<p>{escape(corpus['name'])}: {corpus['documents']:,} documents, {corpus['tokens']:,} tokens of "
-                     f"{escape(corpus['tokenizer'])}</p>" for corpus in corpora)
+    tokens = "".join(f"<p>{escape(_of_corpus(corpus))}</p>" for corpus in corpora)
     return (f"<!doctype html><html lang=en><meta charset=utf-8><title>Web text report</title><style>{STYLE}</style>"
             f"<h1>Web text report</h1><p>{first.documents_in:,} documents in, {last.documents_kept:,} kept "
             f"({_share(last.documents_kept, first.documents_in)}).</p>{tokens}"

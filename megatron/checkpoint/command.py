@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.storage import one_line
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
@@ -40,7 +41,7 @@ def list_tags(root: Path, tag: str | None) -> None:
         print(_line(manifest) + ("  latest" if manifest.tag == latest else ""))
     sys.stdout.flush()
     for name, error in damaged.items():
-        print(f"warning: {error}{'  latest' if name == latest else ''}", file=sys.stderr)
+        print(f"warning: {one_line(error)}{'  latest' if name == latest else ''}", file=sys.stderr)
     if tag is not None:
         return
     if not manifests and latest is None:
@@ -52,13 +53,13 @@ def list_tags(root: Path, tag: str | None) -> None:
                                   f"name another tag ({root}:{manifests[-1].tag}), or put a whole copy of {chosen} in "
                                   "its place" if manifests else "no tag here is complete"))
     if latest is None and (warning := explain_choice(root, chosen)):
-        print(warning, file=sys.stderr)
+        print(one_line(warning), file=sys.stderr)
 
 
 def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
     signed = "  signed" if manifest.is_signed else ""
-    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}"
+    return one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}")
 
 
 def _bytes(manifest: Manifest) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from data.storage import one_line
 from megatron.checkpoint.content import check_files, check_pieces
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest, safe_name, step_of
 from megatron.checkpoint.part import part_name, read_part, writer_of
@@ -28,7 +29,7 @@ ASIDE = ".aside-"
 
 
 def say_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def folder_of(root: Path, tag: str) -> Path:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import starmap
 from typing import IO, final
 
+from data.storage import one_line
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import on_rank_0
 from megatron.config.tree import require
@@ -132,13 +133,15 @@ class _Page:
         prompt = self._prompts[self._turn]
         if self._jsonl:
             if text.ended is not None:
-                out.write(self._line(prompt, text) + "\n")
+                line = self._line(prompt, text)
+                out.write((one_line(line) if out.isatty() else line) + "\n")
             return
         if self._begun < self._turn:
             out.write(BETWEEN)
             self._begun = self._turn
         found = prompt + self._wording.settled(text)
-        out.write(found[len(self._printed):])
+        new = found[len(self._printed):]
+        out.write(one_line(new, keep="\n") if out.isatty() else new)
         self._printed = found
         if text.ended is not None:
             out.write("\n")

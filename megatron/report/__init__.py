@@ -3,8 +3,7 @@
     source.py       what was typed -> a metrics file
     read.py         a metrics file -> its records, whatever state it was left in
     history.py      records -> one line of steps: what a resume repeated counts once
-    thin.py         a curve of any length -> as many points as a page can show, with every peak
-    charts.py       histories -> what the page draws
+    charts.py       histories -> what the page draws: curves of as many points as it can show, with every peak
     tables.py       histories -> figures, differences of configuration, starts
     page.py         all of it -> one file of HTML, with page.css and page.js (which draws)
     command.py      `python -m megatron.report`

@@ -1,5 +1,6 @@
 """Histories -> what the page draws, as plain data: axes, charts and, of each run, its curves and its marks.
 
+A curve has at most MOST_POINTS points: of each bucket of neighbouring steps the mean, the lowest and the highest value.
 A number that is not known is null. Not here: how it looks (page.js, page.css).
 """
 
@@ -13,10 +14,11 @@ from itertools import accumulate
 from typing import Any
 
 from megatron.report.history import History
-from megatron.report.thin import ends, thinned
 
 GIB = 2**30
 DIGITS = 6
+MOST_POINTS = 1000
+"""Of a curve: about as many as a screen has columns for it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,35 @@ def _curve(history: History, chart: Chart, cuts: Sequence[int]) -> dict[str, lis
     if len(cuts) == len(values):
         parts = {"mean": curve.mean}
     return {name: short(value * chart.scale for value in part) for name, part in parts.items()}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A value per bucket; nan where no step of it has one."""
+
+    mean: array[float]
+    low: array[float]
+    high: array[float]
+
+
+def ends(count: int, most: int = MOST_POINTS) -> list[int]:
+    """Where buckets end, as equal as they can be: the first begins at 0, each at the end of the one before."""
+    buckets = min(count, most)
+    return [count * number // buckets for number in range(1, buckets + 1)]
+
+
+def thinned(values: Sequence[float], cuts: Sequence[int]) -> Curve:
+    curve, begin = Curve(array("d"), array("d"), array("d")), 0
+    for end in cuts:
+        part: Sequence[float] = values[begin:end]
+        total, begin = sum(part), end
+        if not math.isfinite(total):  # a value is not
+            part = [value for value in part if math.isfinite(value)] or [math.nan]
+            total = sum(part)
+        curve.mean.append(total / len(part))
+        curve.low.append(min(part))
+        curve.high.append(max(part))
+    return curve
 
 
 def _place(history: History, step: int) -> dict[str, float | None]:

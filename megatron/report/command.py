@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.cli import counted
-from data.storage import check_not_over, named_by, staged_file
+from data.storage import check_not_over, named_by, one_line, staged_file
 from megatron.config.help import CommandParser
 from megatron.errors import ConfigError
 from megatron.report.history import History
@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     histories, told = list[History](), list[str]()
     for source in found:
         lines = MetricsLines(source.path)
-        history = History(source.name).read(lines)
+        history = History(one_line(source.name)).read(lines)
         histories.append(history)
         told += notes(history, lines)
-    text = page(histories, told).encode(errors="backslashreplace")  # a name need not be text
+    text = page(histories, told).encode(errors="backslashreplace")  # a setting need not be text
     with named_by("--output"), staged_file(asked.output) as file:
         file.write(text)
     for note in told:
         print(f"note: {note}", file=sys.stderr)
     steps = counted(sum(len(history.steps) for history in histories), "step")
-    print(f"{asked.output}: {counted(len(histories), 'run')}, {steps}, {len(text):,} bytes")
+    print(f"{one_line(asked.output)}: {counted(len(histories), 'run')}, {steps}, {len(text):,} bytes")
     return 0

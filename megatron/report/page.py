@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from data.storage import one_line
 from megatron.report import tables
 from megatron.report.charts import drawing
 from megatron.report.history import History
@@ -56,13 +57,13 @@ def document(title: str, main: str, *, beside_title: str = "", scripts: str = ""
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
+<title>{_text(title)}</title>
 <style>
 {_beside("page.css")}</style>
 </head>
 <body>
 <header>
-<h1>{escape(title)}</h1>
+<h1>{_text(title)}</h1>
 {beside_title}</header>
 <main>
 {main}</main>
@@ -77,25 +78,29 @@ def _sections(histories: Sequence[History]) -> str:
         parts.append(_section("Settings that differ", tables.differences(histories), "None."))
     parts += [_section(f"Starts of {history.name}", tables.starts(history))
               for history in histories if len(history.starts) > 1]
-    parts += [f"<details><summary>All settings of {escape(history.name)}</summary>\n"
+    parts += [f"<details><summary>All settings of {_text(history.name)}</summary>\n"
               f"{html_table(tables.configuration(history))}</details>\n" for history in histories if history.settings]
     return "".join(parts)
 
 
 def _section(title: str, table: Table, empty: str = "") -> str:
-    shown = html_table(table) if table.rows else f"<p>{escape(empty)}</p>\n"
-    return f"<section><h2>{escape(title)}</h2>\n{shown}</section>\n"
+    shown = html_table(table) if table.rows else f"<p>{_text(empty)}</p>\n"
+    return f"<section><h2>{_text(title)}</h2>\n{shown}</section>\n"
 
 
 def html_table(table: Table) -> str:
-    head = "".join(f"<th scope=\"col\">{escape(cell)}</th>" for cell in table.head)
-    rows = "".join(f"<tr><th scope=\"row\">{escape(first)}</th>"
-                   + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in table.rows)
+    head = "".join(f"<th scope=\"col\">{_text(cell)}</th>" for cell in table.head)
+    rows = "".join(f"<tr><th scope=\"row\">{_text(first)}</th>"
+                   + "".join(f"<td>{_text(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in table.rows)
     return f"<div class=\"wide\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
 
 
 def html_notes(notes: Iterable[str]) -> str:
-    return "".join(f"<p class=\"note\">{escape(note)}</p>\n" for note in notes)
+    return "".join(f"<p class=\"note\">{_text(note)}</p>\n" for note in notes)
+
+
+def _text(text: str) -> str:
+    return escape(one_line(text))
 
 
 def _data(value: dict[str, Any]) -> str:

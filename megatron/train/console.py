@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.cli import counted
+from data.storage import one_line
 from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
 from megatron.zero.homes.used import DriveUse
@@ -92,7 +93,7 @@ class Console:
         """One line, above the progress bar."""
         if self._writes:
             with self._reader():
-                _Bar.write(line, file=sys.stdout)
+                _Bar.write(one_line(line), file=sys.stdout)
                 sys.stdout.flush()
 
     def close(self) -> None:

@@ -15,10 +15,9 @@ from data.storage import UsageError
 from data.webtext import flags, language
 from data.webtext.__main__ import build_parser, main
 from data.webtext.document import Document, Drop, parse
-from data.webtext.language import LanguageOptions, scores_of
+from data.webtext.language import SAMPLE, SAMPLES, WINDOW, LanguageOptions, samples_of, scores_of
 from data.webtext.reading import Reading
 from data.webtext.runner import MapStage, Work, run_map
-from data.webtext.samples import SAMPLE, SAMPLES, WINDOW, samples_of
 
 ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
            "the wall. Nobody had told the keeper that a storm was on its way, so he sat in front of his house and "

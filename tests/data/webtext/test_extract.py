@@ -1,0 +1,205 @@
+"""extract: of any page, however it is written, the text that a browser shows, with either extractor."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from data.storage import DataError
+from data.webtext import extract
+from data.webtext.document import Document, Drop
+from data.webtext.extract import EXTRACTORS, ExtractOptions
+from data.webtext.inputs import find
+from tests.data.webtext.test_map_stages import GOOD
+
+pytest.importorskip("resiliparse")
+
+PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p{}</style></head><body><nav><a href=/>Menu</a></nav>
+<main><h1>A &amp; B</h1><p>First   <b>para</b>graph,
+one line.</p><script>if (a < b) alert("x")</script><p>Second&nbsp;one &lt;b&gt;</p><ul><li>one</li><li>two</li></ul>
+<pre>a
+  b</pre></main><footer>All rights</footer></body></html>"""
+
+CONTEXTS = {  # what a page may be around its text
+    "body": "<!DOCTYPE html><html><body>{}</body></html>",
+    "form": "<html><body><form action=/x><input type=hidden name=state>{}</form></body></html>",
+    "head never closed": "<html><head><title>T</title><meta name=a content=b>{}",
+    "comment first": "<!-- made by hand --><!--><html><body>{}</body></html>",
+    "nothing but a title": "<title>T</title>{}",
+    "nav never closed": "<body><nav><a href=/>Menu</a><main>{}</main></body>",
+    "all in a header": "<body><header>{}</header></body>",
+    "shown by a script": "<html><body style='visibility: hidden'>{}</body></html>",
+    "classes of the body": "<html><body class='sidebar menu footer'>{}</body></html>",
+    "table": "<html><body><table><tr><td>{}</td><td>x</td></tr></table></body></html>",
+    "list": "<html><body><ul><li>{}</li></ul></body></html>",
+    "links": "<html><body><div><div><div><div><ul><li><a href=/>{}</a> <a href=/>x</a></li></ul></div></div></body>",
+    "deep": "<html><body>" + "<div>" * 3000 + "{}</html>",
+    "XML": '<?xml version="1.0"?><!-- x --><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0//EN"><html><head><title/>'
+           '<script src="a/b>c.js"/></head><body><a id="top"/>{}</body></html>',
+}
+CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, and what is not
+    "nothing": ("", "", ""),
+    "self-closing svg": ("<svg/>", "", ""),
+    "self-closing svg in a paragraph": ("<p>one <svg width='1'/> two", "one two", ""),
+    "svg": ("<svg><title>HIDDEN</title><path d='M0'/></svg>", "", "HIDDEN"),
+    "svg closed by a paragraph": ("<svg><g><p>out", "out", ""),
+    "empty comment": ("a<!-->b", "ab", ""),
+    "short comment": ("a<!--->b", "ab", ""),
+    "comment with an odd end": ("a<!-- HIDDEN --!>b", "ab", "HIDDEN"),
+    "comment with tags": ("a<!-- <p>HIDDEN</p> -- > -->b", "ab", "HIDDEN"),
+    "declaration": ("a<!ELEMENT HIDDEN>b<?HIDDEN?>c", "abc", "HIDDEN"),
+    "CDATA in svg": ("a<svg><desc><![CDATA[</p>]]></desc></svg>b", "ab", ""),
+    "form": ("<form><p>words</p><input value=HIDDEN></form>", "words", "HIDDEN"),
+    "controls": ("<label>Name</label><button>HIDDEN</button><select><option>HIDDEN</select><textarea>HIDDEN</textarea>",
+                 "Name", "HIDDEN"),
+    "template": ("a<template><p>HIDDEN</p></template>b", "ab", "HIDDEN"),
+    "noscript": ("a<noscript><p>HIDDEN</noscript>b", "ab", "HIDDEN"),
+    "script": ("a<script>x = '</p><b>HIDDEN'</script>b", "ab", "HIDDEN"),
+    "script with a comment": ("a<script><!-- <script>HIDDEN</script> --></script>b", "ab", "HIDDEN"),
+    "style": ("a<style>p::after { content: '<HIDDEN>' }</style>b", "ab", "HIDDEN"),
+    "nested tables": ("<table><tr><td>a<table><tr><td>b<td>c</table><td>d</table>", "a b c d", ""),
+    "text between rows": ("<table><tr><td>b</td></tr>a</table>", "a b", ""),
+    "captions": ("<table><caption>one</caption><tr><td>two</table><figure><img alt=HIDDEN><figcaption>three"
+                 "</figcaption></figure>", "one two three", "HIDDEN"),
+    "pre": ("<pre>\nx\n\ty   z\n</pre>", "x\n\ty   z", ""),
+    "hidden elements": ("a<p hidden>HIDDEN</p><p style='color: red; display:none'>HIDDEN</p>"
+                        "<p style='visibility: hidden'>HIDDEN</p><p>b", "a b", "HIDDEN"),
+    "dialogs": ("<dialog>HIDDEN</dialog><dialog open>shown</dialog>", "shown", "HIDDEN"),
+    "details": ("<details><summary>one</summary>two</details>", "one two", ""),
+    "entities": ("&lt;p&gt; &amp;amp; caf&eacute;&#x20AC; &copy 5 &notanentity;", "<p> &amp; caf\u00e9\u20ac \u00a9 5 "
+                 "\u00acanentity;", ""),
+    "windows-1252 by number": ("&#150;&#147;", "\u2013\u201c", ""),
+    "unclosed tags": ("<p>a<b>b<p>c<i>d<li>e<dd>f</b>", "ab cd e f", ""),
+    "a tag that never ends": ("a <b title='", "a", ""),
+    "less than": ("a < b and 1<2", "a < b and 1<2", ""),
+    "end tags alone": ("</p></div></span></table>x</form></nav>", "x", ""),
+    "plaintext": ("a<plaintext>b</plaintext>", "ab</plaintext>", ""),
+    "frames inside": ("<iframe>HIDDEN</iframe><noframes>HIDDEN</noframes>x", "x", "HIDDEN"),
+    "MathML": ("<math><semantics><mi>x</mi><annotation>HIDDEN</annotation></semantics></math>", "x", "HIDDEN"),
+    "ruby": ("<ruby>\u6f22<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>", "\u6f22(kan)", ""),
+    "one character of Chinese": ("<b>\u4e2d</b>\u6587", "\u4e2d\u6587", ""),
+    "custom elements": ("<my-card><x:y>words</x:y></my-card><blink>more</blink>", "wordsmore", ""),
+    "article": ("<article><header><h2>one</h2></header><p>two</article>", "one two", ""),
+    "footnotes": ("<aside class=footnote role=note>one</aside>", "one", ""),
+    "list of links": ("<ul><li><a href=/>one</a><li><a href=/>two</a></ul>", "one two", ""),
+    "time": ("<time>2020</time>", "2020", ""),
+}
+SWALLOWS = {"a tag that never ends": "the rest of the page is its attribute"}
+
+
+@pytest.mark.few(90)
+@pytest.mark.parametrize(("extractor", "context", "construct"),
+                         [*product(EXTRACTORS, CONTEXTS, CONSTRUCTS)])
+def test_what_a_browser_shows_is_kept(extractor: str, context: str, construct: str) -> None:
+    markup, shown, hidden = CONSTRUCTS[construct]
+    page = CONTEXTS[context].format(f"<p>Before it.</p>{markup}<p>After it.</p>")
+    found = extract.make(ExtractOptions(extractor))(Document(page))
+    assert isinstance(found, Document)
+    text = found.text if "\n" in shown else without_signs(found.text)
+    expected = ["Before it.", shown, *([] if construct in SWALLOWS else ["After it."])]
+    if context == "shown by a script":  # without styles, all that could be shown
+        hidden = hidden if construct not in ("hidden elements", "dialogs") else ""
+        expected = expected[:1] if not hidden else expected
+    at = 0
+    for part in expected:
+        at = text.find(part, at)
+        assert at >= 0, (part, found.text)
+    assert not hidden or hidden not in found.text
+
+
+def without_signs(text: str) -> str:
+    """One line, without the signs of lists."""
+    return " ".join(text.replace("\u2022", " ").split())
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_the_text_of_a_page_in_paragraphs(extractor: str) -> None:
+    found = extract.make(ExtractOptions(extractor))(Document(PAGE, "u", {"a": 1}))
+    assert found == Document("A & B\n\nFirst paragraph, one line.\n\nSecond\xa0one <b>\n\n  \u2022 one\n  \u2022 two\n"
+                             "a\n  b", "u", {"a": 1})
+
+
+@pytest.mark.parametrize("page", [
+    "<div class=navbar>{}</div>", "<div role=navigation>{}</div>", "<div class='left sidebar'>{}</div>",
+    "<ul class=menu><li>{}</ul>", "<div id=footer>{}</div>", "<a class=headerlink>{}</a>"])
+def test_the_main_content_is_without_what_is_around_it(page: str) -> None:
+    document = Document(f"<html><body><p>Text.</p>{page.format('AROUND')}</body></html>")
+    main, everything = (extract.make(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
+    assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
+
+
+def test_manuals_keep_their_lists_tables_and_links() -> None:
+    """Of a page made like Debian's manuals, no word is lost with either extractor."""
+    rows = "".join(f"<tr><td><a href='p{k}'><code>package{k}</code></a></td><td><a href='c{k}'>V:{k}, I:{k}</a></td>"
+                   for k in range(30))
+    page = ("<html><body><div class=navheader>AROUND</div><div class=chapter><div class=section><div class=titlepage>"
+            "<h2 class=title>Chapter</h2></div><p>See <a href=m>bash(1)</a>, <a href=m>sh(1)</a>.</p><div class=note>"
+            "<ul class=itemizedlist><li class=listitem><p><a href=x>First link</a></p></li><li><p>Second.</p></li></ul>"
+            f"</div><div class=table><div class=table-contents><table>{rows}</table></div></div></div></div>"
+            "<div class=navfooter>AROUND</div></body></html>")
+    for extractor in EXTRACTORS:
+        found = extract.make(ExtractOptions(extractor))(Document(page))
+        assert isinstance(found, Document)
+        for part in ("Chapter", "See bash(1), sh(1).", "First link", "Second.", "package29\t\tV:29, I:29"):
+            assert part in found.text, found.text
+        assert ("AROUND" in found.text) == (extractor == "markup")
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_only_pages_are_touched(extractor: str) -> None:
+    function = extract.make(ExtractOptions(extractor))
+    for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", "",
+                 "<!-- a comment --> and no page", "<header file>"):
+        assert function(Document(text)) == Document(text)
+    assert function(Document("<p>x", None, {"file": "b", "format": "html"})) == Document("x", None, {"file": "b"})
+    for page in (Document("\ufeff \n<!doctype HTML><p>x"), Document("<!-- a\n-->\n<!--><html><p>x"),
+                 Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
+        assert function(page) == Document("x", None, page.meta)
+    assert function(Document("<html><script>1</script></html>")) == Drop("no text in the page")
+    assert extract.make(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
+    assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
+
+
+@pytest.mark.few(9)
+@pytest.mark.parametrize("hostile", [
+    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
+    "<script>" + "</script " * 50_000, "<div>" * 100_000, "<nav>" * 100_000, "&" * 300_000, " " * 300_000,
+    "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000, "<header>" * 100_000,
+    "<main><header>" * 50_000, "<div class=sidebar>" * 100_000, "<ul><li>" * 50_000, "<table><tr><td>" * 30_000,
+    "<p><b><i>" * 30_000, "<font><p>" * 30_000, "<template>" * 100_000, "<?xml?>" + "<![CDATA[" * 50_000,
+    "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000,
+], ids=range(26))
+def test_no_page_takes_long(hostile: str) -> None:
+    """What is quadratic in any of these does not come to its end here."""
+    for extractor in EXTRACTORS:
+        for html in ("all", "detect"):
+            extract.make(ExtractOptions(extractor, html))(Document(hostile))
+
+
+def archived(name: str, content: bytes) -> bytes:
+    if name.endswith((".warc", ".wet")):
+        return b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 20\r\n\r\n" + content
+    file = io.BytesIO()
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(file, "w") as zipped:
+            zipped.writestr("a.html", content)
+    else:
+        with tarfile.open(fileobj=file, mode="w:gz" if name.endswith("gz") else "w") as tar:
+            member = tarfile.TarInfo("a.html")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["html", "text", "urls"])
+@pytest.mark.parametrize("name", ["a.warc", "a.wet", "a.tar", "a.tar.gz", "a.tgz", "a.zip"])
+def test_an_archive_is_not_read_as_one_document(tmp_path: Path, name: str, format: str) -> None:
+    (tmp_path / name).write_bytes(archived(name, PAGE.encode()))
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=rf"{name}: expected one file of --format {format}, found \w+ data"):
+            find([path], format)

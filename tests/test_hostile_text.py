@@ -1,0 +1,239 @@
+"""Text that commands a terminal, breaks lines or is HTML, wherever a program shows text of others: it stays one line,
+moves no cursor, and adds no element to a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from data import cli
+from data.inputs import Found
+from data.storage import DataError
+from data.webtext import report
+from data.webtext.counts import Counts
+from data.webtext.record import Record
+from megatron.checkpoint import command as checkpoint
+from megatron.checkpoint.tags import say_stderr
+from megatron.config.tree import LogConfig
+from megatron.errors import ConfigError
+from megatron.inference.answers import _Page
+from megatron.inference.terminal import Terminal
+from megatron.launch import exits
+from megatron.report.command import main as report_command
+from megatron.report.history import History
+from megatron.report.page import page
+from megatron.serve import command as serve
+from megatron.serve.page import Page
+from megatron.train.console import Console
+from megatron.train.log import RunLog
+from tests.megatron.report.written import CONFIG, evaluation, step, write
+
+TEXTS = {
+    "colour": "a\x1b[31mb", "clear screen": "a\x1b[2J\x1b[Hb", "link": "\x1b]8;;http://a.org\x1b\\a\x1b]8;;\x1b\\",
+    "clipboard": "a\x1b]52;c;aGk=\x07b", "bell": "a\x07b", "C1": "a\x9b31mb\x85c\x90d", "backspace": "abc\b\b\bxyz",
+    "carriage return": "abc\rxyz", "new line": "abc\nerror: x\r\n{\"iteration\": 1}\x0bd\x0ce\x1cf", "delete": "a\x7fb",
+    "line separator": "a\u2028b\u2029c", "right to left": "a\u202eb\u202dc\u2066d\u2069e", "no text": "a\udcffb",
+    "script": "</script><script>alert(1)</script>", "image": "\"'><img src=x onerror=alert(1)>",
+    "end of everything": "</pre></style></title></textarea>--><b>&lt;", "entity": "&amp;&#27;[31m", "null": "a\0b",
+}
+FORBIDDEN = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A),
+             *range(0xD800, 0xE000)]
+
+
+class Screen(io.StringIO):
+    """What a person sees."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def of_errors(text: str, capfd: Any) -> str:
+    exits.write_error(f"--tag {text}: no such tag")
+    return str(capfd.readouterr().err)
+
+
+def of_data_errors(text: str, capfd: Any) -> str:
+    def fail() -> NoReturn:
+        raise DataError(f"{text}: cannot read")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(cli, "_interrupt_when_asked", lambda: None)
+        cli.run(fail)
+    return str(capfd.readouterr().err)
+
+
+def of_usage_errors(text: str, capfd: Any) -> str:
+    with pytest.raises(SystemExit):
+        cli.Parser("data.verify", "").parse_args([text])
+    return str(capfd.readouterr().err)
+
+
+def of_flags(text: str, capfd: Any) -> str:
+    def refuse() -> NoReturn:
+        raise ConfigError(f"unknown flag {text}")
+
+    exits.run(refuse)
+    return str(capfd.readouterr().err)
+
+
+def of_console(text: str, capfd: Any) -> str:
+    console = Console(1, 1, 0, writes=True)
+    console.say(f" saved global_step1 to {text}")
+    console.close()
+    return str(capfd.readouterr().out)
+
+
+def of_checkpoint_list(text: str, capfd: Any) -> str:
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, is_signed=False, has_parts=True, nbytes=1)
+    return f"{checkpoint._line(found)}\n"
+
+
+def of_checkpoint_warnings(text: str, capfd: Any) -> str:
+    say_stderr(f"warning: {text} is damaged")
+    return str(capfd.readouterr().err)
+
+
+def of_files_left_out(text: str, capfd: Any) -> str:
+    return f"{Found(unknown=[text]).left_out}\n"
+
+
+def of_a_webtext_stage(text: str, capfd: Any) -> str:
+    return f"{report.line(Record({'stage': 'read'}, Counts(), (), (f'{text}: left out',)))}\n"
+
+
+def of_the_webtext_table(text: str, capfd: Any) -> str:
+    return report.table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
+
+
+def of_the_server(text: str, capfd: Any) -> str:
+    serve._say(f"127.0.0.1 GET {text} 404")
+    return str(capfd.readouterr().err)
+
+
+def of_a_session(text: str, capfd: Any) -> str:
+    screen = Screen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", Screen())
+        patch.setattr(sys, "stdout", screen)
+        patch.setattr("megatron.inference.terminal._history", lambda: None)
+        Terminal().show(text)
+    return screen.getvalue()
+
+
+def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
+    """The prompt and its answer in two steps."""
+    parts = [text[:3], text]
+    wording: Any = SimpleNamespace(settled=lambda _: parts.pop(0), of=lambda _: text)
+    shown = _Page(wording, out, jsonl)
+    shown.expect(0, text, 1)
+    for ended in (None, "length"):
+        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), ended=ended, tokens=[1], logprobs=[0.0])
+        shown.show(now)
+    return out.getvalue()
+
+
+def of_answers(text: str, capfd: Any) -> str:
+    return answered(Screen(), text, jsonl=False)
+
+
+def of_json_answers(text: str, capfd: Any) -> str:
+    return answered(Screen(), text, jsonl=True)
+
+
+PLACES: list[Callable[[str, Any], str]] = [
+    of_errors, of_data_errors, of_usage_errors, of_flags, of_console, of_checkpoint_list, of_checkpoint_warnings,
+    of_files_left_out, of_a_webtext_stage, of_the_webtext_table, of_the_server, of_a_session, of_answers,
+    of_json_answers]
+MANY_LINES = (of_a_session, of_answers)
+"""Where a model's text is shown, with its lines."""
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("place", PLACES, ids=[place.__name__ for place in PLACES])
+def test_a_terminal_gets_one_line_without_commands(place: Callable[[str, Any], str], text: str,
+                                                   capfd: pytest.CaptureFixture[str]) -> None:
+    found = place(text, capfd)
+    if place not in MANY_LINES:
+        assert found.endswith("\n") and len(found.splitlines()) == 1, found
+    for character in found.replace("\n", ""):
+        assert ord(character) not in FORBIDDEN, (character, found)
+    assert all(word in found for word in ("a", "b")) or not text.startswith("a"), "it is shown, not left out"
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_files_and_pipes_get_it_as_it_is(text: str, tmp_path: Path) -> None:
+    assert json.loads(answered(io.StringIO(), text, jsonl=True))["text"] == text
+    assert answered(io.StringIO(), text, jsonl=False) == f"{text}{text}\n"
+    assert json.loads(of_json_answers(text, None)) == json.loads(answered(io.StringIO(), text, jsonl=True))
+    path = tmp_path / "metrics.jsonl"
+    with RunLog(LogConfig(metrics_file=str(path)), 1, 0, writes=True) as log:
+        log._append({"config": True, "values": {"data": {"train_data": [text]}}})
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["values"]["data"]["train_data"] == [text]
+
+
+class Elements(HTMLParser):
+    """The elements and attributes of a page, and its text outside of scripts and styles."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self.text = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, [name for name, _ in attrs]))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.found[-1:] not in ([("style", [])], [("script", [])]) else ""
+
+
+def of_the_report(text: str) -> str:
+    values = {**CONFIG["values"], "data": {"train_data": [text], "seq_length": 8}}
+    history = History(text).read([{**CONFIG, "began": text, "device": text, "values": values}, step(1),
+                                  {**evaluation(1, 5.0), "split": text}])
+    return page([history, history], [f"{text}: note"])
+
+
+def of_the_webtext_report(text: str) -> str:
+    counts = Counts(2, 10, 1, 5)
+    counts.dropped[text], counts.dropped_bytes[text] = 1, 5
+    return report.page([Record({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
+                                                               "tokenizer": text}])
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("made", [of_the_report, of_the_webtext_report])
+def test_a_page_has_the_same_elements_whatever_it_shows(made: Callable[[str], str], text: str) -> None:
+    found, plain = Elements(made(text)), Elements(made("plain"))
+    assert found.found == plain.found
+    if made is of_the_report:
+        assert not any(ord(character) in FORBIDDEN for character in found.text.replace("\n", ""))
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if not set("\0/") & set(text)])
+def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
+                                                   capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / TEXTS[name]
+    folder.mkdir()
+    write(folder / "metrics.jsonl", CONFIG, step(1), end="{")
+    assert exits.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    assert exits.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
+    assert len(capfd.readouterr().out.splitlines()) == 1
+
+
+def test_the_page_of_the_server_writes_text_only() -> None:
+    shown = Page()
+    for way in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval(", b"srcdoc"):
+        assert way not in shown.body
+    policy = dict(shown.headers)["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe-inline" not in policy
