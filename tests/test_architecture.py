@@ -100,8 +100,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.knock
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.signature megatron.checkpoint.strict megatron.checkpoint.cut
-        megatron.checkpoint.manifest megatron.checkpoint.origin
-        megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
+        megatron.checkpoint.lineage megatron.checkpoint.manifest megatron.checkpoint.origin
+        megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
         megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state

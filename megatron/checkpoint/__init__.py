@@ -5,10 +5,10 @@ Read in this order. The first seventeen need no torch, so `list` and `verify` do
     signature.py   a key, and what is signed with it
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     cut.py         local index <-> logical index under any tensor-parallel cut, and which shard holds an element
+    lineage.py     from which saves a save continues
     manifest.py    what a checkpoint is: logical tensors and how they are cut
     origin.py      which checkpoint a file is of
     part.py        what one rank says about its own files: sizes, checksums
-    stamp.py       tag, time and checksum of a manifest, without parsing it
     header.py      what is in a safetensors file, and where
     content.py     is a file what its manifest and its part say
     recognise.py   what a folder of another program is, and which command reads it

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
+from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.signature import Key, read_key
@@ -29,27 +31,31 @@ if TYPE_CHECKING:
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses. A
-    warning for each that cannot be read; an error where that is the one."""
-    manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
+    """One line a complete tag, by step: name, iteration, layout, bytes, the tag it was saved after; `latest` marks the
+    one that a load uses, `other branch` those that this one does not continue from. A warning for each that cannot be
+    read; an error where that is the one."""
+    manifests = complete(root)
+    records = {manifest.tag: manifest.record for manifest in manifests}
+    manifests = manifests if tag is None else [manifest_of(root, held(root, tag))]
     if not manifests and recognise(root):  # its tags are not ours, and not damaged
         raise CheckpointError(nothing_under(root))
     damaged = unreadable(root) if tag is None else {}
     latest = latest_tag(root)
+    chosen, *others = candidates(root) if manifests or latest is not None else [""]
     for manifest in manifests:
-        print(_line(manifest) + ("  latest" if manifest.tag == latest else ""))
+        print(_line(manifest) + _descent(manifest.record, records, records.get(chosen))
+              + ("  latest" if manifest.tag == latest else ""))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {error}{'  latest' if name == latest else ''}", file=sys.stderr)
     if tag is not None:
         return
-    if not manifests and latest is None:
+    if not chosen:
         raise CheckpointError(nothing_under(root))
-    chosen = latest or candidates(root)[0]
     if chosen in damaged:
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
                               f"which cannot be read: a load of {root} ends with this error too; " + (
-                                  f"name another tag ({root}:{manifests[-1].tag}), or put a whole copy of {chosen} in "
+                                  f"name another tag ({root}:{(*others, manifests[-1].tag)[0]}), or put a whole copy of {chosen} in "
                                   "its place" if manifests else "no tag here is complete"))
     if latest is None and (warning := explain_choice(root, chosen)):
         print(warning, file=sys.stderr)
@@ -59,6 +65,17 @@ def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
     signed = "  signed" if manifest.is_signed else ""
     return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}"
+
+
+def _descent(record: SaveRecord, records: Mapping[str, SaveRecord], used: SaveRecord | None) -> str:
+    """The tag that it was saved after, and whether the one that a load uses is of another branch."""
+    text = ""
+    if record.history:
+        parent = record.history[-1]
+        there = parent.tag in records and records[parent.tag].as_ancestor == parent
+        text = f"  after {parent.tag}" + ("" if there else " (deleted or replaced)")
+    is_other = used is not None and not used.continues(record) and not record.continues(used)
+    return text + ("  other branch" if is_other else "")
 
 
 def _bytes(manifest: Manifest) -> int:

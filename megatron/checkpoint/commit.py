@@ -22,7 +22,6 @@ import errno
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from data.storage import StorageFault, fsync_directory, staged_file, write_json_
 from megatron.checkpoint.choice import (
     PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
 from megatron.checkpoint.flock import abandoned, alone, held
-from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
-from megatron.checkpoint.stamp import saved_at_of, seal_of
-from megatron.checkpoint.strangers import named, no_link, of_no_save
-from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
+from megatron.checkpoint.lineage import SaveRecord
+from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name, seal_of
+from megatron.checkpoint.strangers import named, no_link, of_no_save, target_outside
+from megatron.checkpoint.tags import ASIDE, Say, folder_of, folders, manifest_of, say_stderr
 from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
 from megatron.errors import CheckpointError, StorageError
 from megatron.launch.distributed import is_in_a_hurry
@@ -238,10 +237,9 @@ def _write_latest(root: Path, tag: str) -> None:
     (root / PENDING).unlink(missing_ok=True)
 
 
-def time_of_commit(root: Path) -> int:
-    """Now, in microseconds since 1970; just after the last commit under `root` where the clock is behind that."""
-    last = latest_tag(root)
-    return max(time.time_ns() // 1000, saved_at_of(folder_of(root, last)) + 1 if last is not None else 0)
+def last_commit(root: Path) -> int:
+    """The largest number of a commit in the root."""
+    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None), default=0)
 
 
 def _place_script(root: Path) -> None:
@@ -252,14 +250,14 @@ def _place_script(root: Path) -> None:
             file.write(text)
 
 
-def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr,
-          delete: Delete = delete_now, run_id: str | None = None) -> list[str]:
-    """Delete the complete step tags of this run (None: of any) that `keep` does not name; the names deleted.
+def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, delete: Delete = delete_now) -> list[str]:
+    """Delete the complete step tags that `keep` does not name, after the save `saved`; the names deleted.
 
-    The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
-    deleted: what `latest` names, tags of the user's own and of other runs, and those after step `saved` (of a branch
-    that this run has not reached yet), which do not count either; nor do links to elsewhere. `say` is told of what goes
-    with a tag and is of no save, and by the first save of a run of the tags of others.
+    The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
+    oldest of these. Of the earlier ones those of this run are deleted, an abandoned branch first. Never deleted: what
+    `latest` names, tags of the user's own and of other runs, those after the step of `saved` (of a branch that this run
+    has not reached yet), and links to elsewhere. `say` is told of what goes with a tag and is of no save, and by the
+    first save of a run of the tags of others.
     """
     if keep.last is None:
         return []
@@ -268,15 +266,16 @@ def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stder
             steps = steps_oldest_first(root)
         except CheckpointError as error:  # the folder cannot be listed
             raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
-        mine = [(step, tag) for tag, step, run in steps if run_id in (None, run)]
-        others = [tag for tag, _, run in steps if run_id not in (None, run)]
-        if others and len(mine) == 1:
+        line = [record for record in steps if saved.continues(record)]
+        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in line]
+        if others and len(line) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
                 "checkpoints of this run only")
-        own, latest = [(step, tag) for step, tag in mine if saved is None or step <= saved], latest_tag(root)
-        doomed = [tag for step, tag in own[:-keep.last]
-                  if tag != latest and not (keep.every and step % keep.every == 0)]
+        before, latest = line[-keep.last].order if len(line) >= keep.last else (), latest_tag(root)
+        doomed = [record.tag for record in steps if record.order < before and record.iteration <= saved.iteration
+                  and record.tag not in (latest, *others)
+                  and not (keep.every and record.iteration % keep.every == 0)]
         for tag in doomed:
             if strangers := of_no_save(folder_of(root, tag)):
                 say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(strangers)}")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
-from megatron.checkpoint.manifest import FORMAT, FileEntry, Manifest, files_from_json
+from megatron.checkpoint.lineage import SaveRecord, lineage_in, lineage_to_json
+from megatron.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, files_from_json
 from megatron.checkpoint.origin import Origin, check_origin, origin_of
 from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
@@ -34,6 +35,8 @@ class Part:
     """This file is not among them: it ends with its own checksum."""
     state: Any
     """The rank's own state, encoded (state.py)."""
+    lineage: Mapping[str, Any] | None = None
+    """Rank 0: that of the manifest again, for the case that the manifest is damaged."""
 
     @property
     def tensor_files(self) -> list[str]:
@@ -41,7 +44,8 @@ class Part:
 
     def to_bytes(self, key: Key | None) -> bytes:
         files = {name: entry.as_dict() for name, entry in self.files.items()}
-        return seal({"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state}, key)
+        said = {"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state}
+        return seal(said if self.lineage is None else {**said, "lineage": self.lineage}, key)
 
 
 def part_name(rank: int) -> str:
@@ -74,8 +78,26 @@ def read_part(folder: Path, manifest: Manifest, rank: int) -> tuple[Part, FileEn
     elif (found := (record.take("save_id", str), record.count("rank"))) != (origin.save_id, rank):
         raise CheckpointError(f"{where}: expected rank {rank} of save {origin.save_id}, found rank {found[1]} of "
                               f"save {found[0]:.40}: it is of another checkpoint")
-    part = Part(origin, files_from_json(record.take("files", dict), where), record.fields.pop("state", None))
+    lineage = record.take("lineage", dict) if rank == 0 and manifest.format > 4 else None
+    if lineage not in (None, lineage_to_json(manifest.branch, manifest.history)):
+        raise CheckpointError(f"{where}: its lineage is not the one that {MANIFEST} states")
+    part = Part(origin, files_from_json(record.take("files", dict), where), record.fields.pop("state", None), lineage)
     record.done()
     if strange := [file for file in part.files if file == name or writer_of(file) != rank]:
         raise CheckpointError(f"{where}: lists {strange[0]!r}, which rank {rank} does not write")
     return part, FileEntry(len(data), f"{crc32(data):08x}")
+
+
+def record_in_part(folder: Path) -> SaveRecord | None:
+    """What the part of rank 0 says of the save, where the manifest is damaged; None where it says nothing. It does not
+    know the number, which no descendant asks for here, nor in format 4 the time: all other tags count as earlier."""
+    where = part_name(0)
+    try:
+        record = Record(unseal(read_bytes(folder / where, where), where), where)
+        origin = Record(record.take("origin", dict), where)
+        branch, history = lineage_in(Record(record.take("lineage", dict), where)) if "lineage" in record.fields \
+            else ("", ())
+        return SaveRecord(origin.take("tag", str), origin.count("iteration"), origin.take("run_id", str),
+                          saved_at=10**18, branch=branch, history=history)
+    except CheckpointError:
+        return None

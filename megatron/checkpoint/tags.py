@@ -66,7 +66,7 @@ def tag_names(root: Path) -> list[str]:
 def steps_of(root: Path) -> dict[str, int]:
     """The same with their steps, in the order of the steps."""
     found: dict[str, int] = {}
-    for name in _folders(root):
+    for name in folders(root):
         tag = name.removeprefix(ASIDE)
         step = step_of(tag)
         if step is None and (root / name / MANIFEST).is_file():
@@ -76,7 +76,8 @@ def steps_of(root: Path) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
 
 
-def _folders(root: Path) -> Iterator[str]:
+def folders(root: Path) -> Iterator[str]:
+    """Names of what may be tags."""
     try:
         with os.scandir(root) as entries:
             yield from (entry.name for entry in entries

@@ -46,7 +46,7 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-FORMATS = (1, 2, 3, 4)
+FORMATS = (1, 2, 3, 4, 5)
 LONGEST = 256 << 20
 """Bytes of a file of JSON."""
 ORIGIN = ("save_id", "rank", "run_id", "tag", "iteration")
@@ -273,7 +273,14 @@ def open_tag(folder: Path, tag: str | None = None, key: bytes | None = None) -> 
             or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
-    return max(tags, key=lambda other: (int(other.manifest.get("saved_at", 0)), int(other.manifest["iteration"])))
+    return max(tags, key=order)
+
+
+def order(tag: Tag) -> tuple[int, int, int, str]:
+    """Sorts as they were committed: by number; before format 5, which has it, by the time that was recorded."""
+    said = tag.manifest
+    number = int(said.get("commit", 0))
+    return number, 0 if number else int(said.get("saved_at", 0)), int(said["iteration"]), str(said["tag"])
 
 
 def tag_in(folder: Path, found: Mapping[str, Path], name: str, key: bytes | None) -> Tag:

@@ -25,6 +25,7 @@ from megatron.checkpoint.agree import agree, refuse_call, unlike_each
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign, same_weights
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
@@ -93,6 +94,7 @@ class Identity:
     run_id: str
     config: Mapping[str, Any]
     layout: Mapping[str, int]
+    lineage: Lineage
 
 
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
@@ -150,7 +152,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest, key=key, trash=trash)
+                  keep=keep, hold=hold, latest=latest, key=key, trash=trash, lineage=who.lineage)
 
 
 def _data_of(run: Run) -> Tensor | Deferred:
