@@ -16,7 +16,9 @@ import torch
 from data.storage import staged_file
 from megatron.checkpoint.commit import SCRIPT, check_parent, storing
 from megatron.checkpoint.manifest import LATEST, MANIFEST
+from megatron.checkpoint.part import SHARED_STATE
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tensorfile import Item, write_items
 from megatron.errors import CheckpointError, ConfigError
 
@@ -55,7 +57,10 @@ def merge(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, which appears complete or not at all; its size in bytes."""
     if not checkpoint.has("weight"):
         raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
-    items = [_weight(checkpoint, name) for name in checkpoint.names("weight")]
+    names = {name: name for name in checkpoint.names("weight")}
+    with sense_of(f"tag {checkpoint.tag}: file {SHARED_STATE}: field 'tied'"):
+        names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
+    items = [_weight(checkpoint, name, names[name]) for name in sorted(names)]  # safetensors has no two names for bytes
     path = Path(output)
     check_parent(path, "--output")
     if path.name in (LATEST, SCRIPT) or any((folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
@@ -64,6 +69,6 @@ def merge(checkpoint: Checkpoint, output: str | Path) -> int:
         return write_items(file, items).size
 
 
-def _weight(checkpoint: Checkpoint, name: str) -> Item:
-    shape = checkpoint.shape("weight", name)
-    return Item(name, torch.float32, shape, lambda: logical(checkpoint, "weight", name, 0, prod(shape)))
+def _weight(checkpoint: Checkpoint, name: str, saved_as: str) -> Item:
+    shape = checkpoint.shape("weight", saved_as)
+    return Item(name, torch.float32, shape, lambda: logical(checkpoint, "weight", saved_as, 0, prod(shape)))

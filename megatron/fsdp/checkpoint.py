@@ -37,7 +37,7 @@ from megatron.fsdp.sharding import plain_name, the_member
 from megatron.fsdp.state_dict import inside, ready
 from megatron.fsdp.whole import own_masters
 from megatron.zero.api.hyper import check_groups, hyper_parameters, restore_groups
-from megatron.zero.api.saved import check_client_state
+from megatron.zero.api.saved import check_client_state, tied_names
 from megatron.zero.api.shared import check_shared
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import WEIGHT
@@ -77,6 +77,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {bare: buffer.detach().cpu() for bare, buffer in _buffers(module).items()},
+        "tied": tied_names(module, root.buckets, plain_name),
         "loop": {},
         "client_state": dict(client_state or {}),
     }

@@ -77,6 +77,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], Array]
+    saved_as: str
+    """The name that it has in the checkpoint; a tied tensor has several in the output."""
 
     @property
     def nbytes(self) -> int:
@@ -118,9 +120,14 @@ class Tag:
         else:
             for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
                 self.verify(name)
-        weights = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor))
-                   for tensor in tensors]
-        return sorted([*weights, *self._buffers()], key=lambda entry: entry.name)
+        shared = self._shared()
+        found = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor),
+                       tensor["name"]) for tensor in tensors]
+        found += self._buffers(shared.get("buffers", {}))
+        by_name = {entry.name: entry for entry in found}
+        found += [by_name[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items()
+                  if saved in by_name]
+        return sorted(found, key=lambda entry: (entry.saved_as, entry.name))
 
     def weight(self, tensor: Mapping[str, Any]) -> Array:
         """The whole tensor as fp32, put together from its pieces a block at a time."""
@@ -188,16 +195,19 @@ class Tag:
                 raise Damaged(f"{path}: is of another checkpoint: {name} expected {expected}, found "
                               f"{str(found.get(name)):.80}; choose another tag with -t")
 
-    def _buffers(self) -> Iterator[Entry]:
-        """What the model registers besides parameters; whole numbers stay what they are."""
+    def _shared(self) -> dict[str, Any]:
+        """The state that all ranks share."""
         if self.manifest["format"] >= 3:
             self._files_of(0)
         self.verify("shared.json")
-        shared = json.loads(content_of(self.folder / "shared.json"))
+        shared: dict[str, Any] = json.loads(content_of(self.folder / "shared.json"))
         if self.manifest["format"] > 3:
             self._check_origin(self.folder / "shared.json", shared["origin"], 0)
             shared = shared["state"]
-        buffers = shared.get("buffers", {})
+        return shared
+
+    def _buffers(self, buffers: Mapping[str, Any]) -> Iterator[Entry]:
+        """What the model registers besides parameters; whole numbers stay what they are."""
         files = sorted(name for name in self.files if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
         for name in files if buffers else ():
             self.verify(name)
@@ -215,7 +225,7 @@ class Tag:
             data, dtype = self._read(file, key, 0, prod(shape))
             return (as_fp32(data, dtype) if floats else data).reshape(shape)
 
-        return Entry(name, shape, "<f4" if floats else DTYPES[said["dtype"]], load)
+        return Entry(name, shape, "<f4" if floats else DTYPES[said["dtype"]], load, name)
 
     def verify(self, name: str) -> None:
         """Size and checksum of one file."""
@@ -452,7 +462,7 @@ def split(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
     """The entries of each file, in order; at least one."""
     shard: list[Entry] = []
     for entry in entries:
-        if shard and sum(other.nbytes for other in shard) + entry.nbytes > limit:
+        if shard and shard[-1].saved_as != entry.saved_as and sum(other.nbytes for other in shard) + entry.nbytes > limit:
             yield shard
             shard = []
         shard.append(entry)
@@ -463,7 +473,8 @@ def write_shard(file: IO[bytes], entries: list[Entry], suffix: str) -> None:
     if suffix != ".safetensors":
         import torch
 
-        torch.save({entry.name: torch.from_numpy(entry.load()) for entry in entries}, file)
+        loaded = {entry.saved_as: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
+        torch.save({entry.name: loaded[entry.saved_as] for entry in entries}, file)  # which writes each tensor once
         return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

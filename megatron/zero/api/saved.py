@@ -10,7 +10,7 @@ On another layout random streams are derived anew from the seed and the step; ev
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.agree import agree, refuse_call, unlike_each
 from megatron.checkpoint.commit import Keep
@@ -146,6 +146,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
+        "tied": tied_names(engine.module, (*engine.buckets, *engine.frozen)),
         "loop": dict(loop),
         "client_state": dict(client_state),
     }
@@ -153,6 +154,16 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
                   keep=keep, hold=hold, latest=latest, key=key, trash=trash, lineage=who.lineage)
+
+
+def tied_names(module: nn.Module, buckets: Iterable[FlatBucket], plain: Callable[[str], str] = str) -> dict[str, str]:
+    """Names of parameters and buffers that are saved under another one -> that one."""
+    saved = {id(buffer): plain(name) for name, buffer in module.named_buffers()}
+    saved |= {id(parameter): slot.name for bucket in buckets
+              for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)}
+    named = {plain(name): id(tensor) for name, tensor in (*module.named_parameters(remove_duplicate=False),
+                                                          *module.named_buffers(remove_duplicate=False))}
+    return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
 def _data_of(run: Run) -> Tensor | Deferred:

@@ -108,6 +108,7 @@ class Story:
         latest, name, keep = self.random.random() < 0.9, next(self.names), self.random.choice((None, None, 1, 2, 3))
         step = self.engine.global_steps
         tag, before = own or f"global_step{step}", dict(self.reference.there)
+        self.engine._trash.wait()  # a thread of it would not die with the save
         try:
             with dying_at(dies_at, kill):
                 self.engine.save_checkpoint(self.root, own, {"id": name}, latest, keep=Keep(keep),
@@ -116,7 +117,7 @@ class Story:
         except Killed:
             pass
         is_there = tag in tag_names(self.root) and self.at_id(tag) == name
-        assert is_there or dies_at < 10**6
+        assert is_there or dies_at < 10**6, (tag, tag_names(self.root), self.said)
         if is_there:
             self.at = self.reference.commit(self.at, tag, step, self.run, latest)
             doomed = [] if keep is None else self.reference.pruned(self.at, keep)
