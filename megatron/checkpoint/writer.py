@@ -140,8 +140,8 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
             with storing(root / tag, 0), alone(root):
                 if replaced := _replaced(root, tag):
                     say(replaced)
-                made = replace(manifest, nbytes=written, saved_at=time.time_ns() // 1000,
-                               commit=lineage.number(last_commit(root)))
+                now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
+                made = replace(manifest, nbytes=written, saved_at=now, commit=lineage.number(last_commit(root)))
                 size = _commit(staging, root, made, latest, delete)
                 lineage.follow(made.record)
                 prune(root, keep, made.record, say, delete)

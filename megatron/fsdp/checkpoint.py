@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import TensorEntry, step_tag
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -83,7 +84,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     }
     save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds), tensors=_tensors(optimizer, root, kinds),
          place=root.dp.rank, rank_state={"rng": capture_rng()}, shared_state=shared, config={"fsdp": True},
-         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep)
+         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep,
+         lineage=root.lineage)
     return name
 
 
@@ -97,6 +99,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     agree(lambda: _check(found, root, optimizer), root.dp)
     agree(partial(_read_all, found, root), root.dp)
     root.note_edits()
+    root.lineage = Lineage(found.manifest.record)
     for name, buffer in _buffers(module).items():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])
