@@ -61,22 +61,33 @@ def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
     try:
         yield
     except StorageFault as error:  # names its file itself
-        raise StorageError(f"{flag}: {error}{kept}") from error
+        raise StorageError(f"{flag}: {error}{_lack_of_inodes(path)}{kept}") from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
-                           f"{kept}") from error
+                           f"{_lack_of_inodes(path)}{kept}") from error
 
 
 def _free(path: Path) -> int | str:
     with suppress(OSError):
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        disk = shutil.disk_usage(path)
+        disk = shutil.disk_usage(_existing(path))
         return disk.free if disk.total else "unknown"  # some network file systems do not say
     return "unknown"
+
+
+def _lack_of_inodes(path: Path) -> str:
+    with suppress(OSError):
+        found = os.statvfs(_existing(path))
+        if found.f_files and not found.f_favail:
+            return f"; no free inodes: its file system holds at most {found.f_files} files; delete some"
+    return ""
+
+
+def _existing(path: Path) -> Path:
+    """It, or the nearest folder above it that is there."""
+    return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
 def probe(root: Path, flag: str = "--save") -> None:
