@@ -53,10 +53,10 @@ def list_tags(root: Path, tag: str | None) -> None:
     if not chosen:
         raise CheckpointError(nothing_under(root))
     if chosen in damaged:
+        advice = (f"name another tag ({root}:{[*others, manifests[-1].tag][0]}), or put a whole copy of {chosen} in its "
+                  "place" if manifests else "no tag here is complete")
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
-                              f"which cannot be read: a load of {root} ends with this error too; " + (
-                                  f"name another tag ({root}:{(*others, manifests[-1].tag)[0]}), or put a whole copy of {chosen} in "
-                                  "its place" if manifests else "no tag here is complete"))
+                              f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):
         print(warning, file=sys.stderr)
 
@@ -114,40 +114,34 @@ def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) ->
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
-def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-            version: float | None, key: Key | None) -> None:
-    from megatron.checkpoint.interchange.convert import import_weights, open_foreign
+def convert(source: Path, tag: str | None, chosen: argparse.Namespace, key: Key | None) -> None:
+    """To or from another program's files; with --dtype int8 from either to int8 weights."""
+    from megatron.checkpoint.interchange.convert import import_weights, open_foreign, quantise_weights
     from megatron.checkpoint.interchange.huggingface import export
     from megatron.checkpoint.reader import open_checkpoint
 
+    output = chosen.output
     if tag is not None or tag_names(source):
         checkpoint = open_checkpoint(source, tag, key=key)
         _tell_of_masters(checkpoint)
-        for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
-            print(f"{path}: {path.stat().st_size} bytes")
-        return
-    found = open_foreign(source, vocab_size, heads, version)
-    for note in found.notes:
-        print(f"note: {found.where}: {note}")
-    report = import_weights(found, output, key)
-    shape = found.model
-    print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
-          f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
-          f"--max-position-embeddings {shape.max_position_embeddings} --vocab-size {shape.vocab_size} "
-          f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
-
-
-def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-             version: float | None, key: Key | None) -> None:
-    from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
-    from megatron.checkpoint.reader import open_checkpoint
-
-    if tag is not None or tag_names(source):
-        found = open_checkpoint(source, tag, key=key)
-        _tell_of_masters(found)
-        report = quantise_weights(found, output, key)
+        if chosen.dtype is None:
+            for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
+                print(f"{path}: {path.stat().st_size} bytes")
+            return
+        report = quantise_weights(checkpoint, output, key)
     else:
-        report = quantise_weights(open_foreign(source, vocab_size, heads, version), output, key)
+        found = open_foreign(source, chosen.vocab_size, chosen.num_attention_heads, chosen.checkpoint_version)
+        if chosen.dtype is None:
+            for note in found.notes:
+                print(f"note: {found.where}: {note}")
+            report, shape = import_weights(found, output, key), found.model
+            print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
+                  f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
+                  f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
+                  f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
+                  "--finetune")
+            return
+        report = quantise_weights(found, output, key)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 
@@ -207,8 +201,7 @@ def run(arguments: list[str]) -> None:
     if chosen.command == "merge":
         merge_weights(chosen.dir, chosen.tag, chosen.output, key)
     elif chosen.command == "convert":
-        (convert if chosen.dtype is None else quantise)(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size,
-                                                        chosen.num_attention_heads, chosen.checkpoint_version, key)
+        convert(chosen.dir, chosen.tag, chosen, key)
     elif chosen.command == "list":
         list_tags(chosen.dir, chosen.tag)
     else:

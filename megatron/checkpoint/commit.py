@@ -19,15 +19,17 @@ was left, at the next start or save. Several saves may be under way in one folde
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
+from data.storage import StorageFault, fsync_directory, letting_go, staged_file, write_json_atomic
 from megatron.checkpoint.choice import (
     PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
 from megatron.checkpoint.flock import abandoned, alone, held
@@ -36,10 +38,13 @@ from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name,
 from megatron.checkpoint.strangers import named, no_link, of_no_save, target_outside
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, folders, manifest_of, say_stderr
 from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.launch.distributed import is_in_a_hurry
 
 STAGING = ".staging-"
+LOCK = ".lock"
+"""Held by the one training job that saves into a folder; the content names it, for people. The kernel's lock goes with
+its process, so that a dead job does not block the next one."""
 SCRIPT = "zero_to_fp32.py"
 """Placed beside the tags: it turns them into one state dict where this program is not installed."""
 
@@ -107,6 +112,31 @@ def probe(root: Path, flag: str = "--save") -> None:
         objection = f"cannot be written ({error.strerror})"
     if objection is not None:
         raise StorageError(f"{flag} {root}: {objection}")
+
+
+def _no_link(path: str, flags: int) -> int:
+    """The file is emptied below: a symbolic link in its place must not lead to another one."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextmanager
+def locked(root: str | Path) -> Iterator[None]:
+    """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
+    path = Path(root) / LOCK
+    with storing(path, 0):
+        file = open(path, "a+", encoding="utf-8", errors="replace", opener=_no_link)
+    with file, letting_go(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = " ".join(file.read(200).split()) or "another process"
+            raise ConfigError(f"--save {root}: locked by {holder}; stop it or choose another folder") from error
+        with storing(path, 0):
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
 
 
 def check_parent(path: Path, flag: str) -> None:
@@ -250,7 +280,8 @@ def _write_latest(root: Path, tag: str) -> None:
 
 def last_commit(root: Path) -> int:
     """The largest number of a commit in the root."""
-    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None), default=0)
+    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None),
+               default=0)
 
 
 def _place_script(root: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from data.storage import crc32_file
 from megatron.checkpoint.header import Header, Place, read_header
 from megatron.checkpoint.manifest import FileEntry, Manifest, key_of
-from megatron.checkpoint.origin import Origin, check_origin, origin_of
-from megatron.checkpoint.part import CONFIG, writer_of
+from megatron.checkpoint.part import CONFIG, Origin, check_origin, origin_of, writer_of
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.errors import CheckpointError
 

@@ -22,7 +22,7 @@ MOST = 1000
 
 
 class Ancestor(NamedTuple):
-    """A save, as the history of a later one names it. Formats 1 to 4: branch "", and the time in place of the number."""
+    """A save, as the history of a later one names it. Formats 1 to 4: branch "", and the time instead of the number."""
 
     branch: str
     commit: int

@@ -9,7 +9,7 @@ Vocabulary
 The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
 elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts end with the crc32 of
 every byte before, so one flipped bit anywhere in a tag is found. They hold the same `save_id`, as every file does
-(origin.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
+(part.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
 
 Format 4 has no lineage (lineage.py). Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2
 have no parts: the manifest lists every file and every piece. They are read as they were.

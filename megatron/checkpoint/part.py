@@ -1,21 +1,23 @@
 """The part of a manifest that one rank writes, `rank<k>.json`: its files with size and checksum, and its own state.
 
-Nobody reads them all: a rank that verifies a checkpoint reads its share of them, and a rank that loads one those of
-the ranks whose files hold what it needs. A part that was copied from another save is known by its origin. No torch.
+A rank that verifies a checkpoint reads its share of them, and a rank that loads one those of the ranks that wrote what
+it needs. No torch.
+
+From format 4 on every file of a tag states its *origin*: a checksum says that a file is whole, not that it belongs here.
+The header of a file of tensors, `shared.json` and the parts hold it, and `config.json` repeats what the manifest says.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
 from megatron.checkpoint.lineage import SaveRecord, lineage_in, lineage_to_json
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, files_from_json
-from megatron.checkpoint.origin import Origin, check_origin, origin_of
 from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
@@ -24,6 +26,41 @@ CONFIG = "config.json"
 SHARED_STATE = "shared.json"
 SHARED = (SHARED_STATE, CONFIG)
 """Files that rank 0 writes beside its own."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Save, and rank in it. The save's name ends with a digest of the manifest; run, tag and step are for people."""
+
+    save_id: str
+    rank: int
+    run_id: str
+    tag: str
+    iteration: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def as_metadata(self) -> dict[str, str]:
+        """In the header of a safetensors file, which holds texts."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
+
+def origin_of(manifest: Manifest, rank: int) -> Origin:
+    return Origin(manifest.save_id, rank, manifest.run_id, manifest.tag, manifest.iteration)
+
+
+def check_origin(found: object, expected: Origin, where: str) -> None:
+    """`found` is the origin that a file has, as a dict or as metadata."""
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where}: does not say which checkpoint it is of")
+    for field in fields(Origin):
+        said, right = found.get(field.name), getattr(expected, field.name)
+        if type(said) not in (str, type(right)) or str(said) != str(right):
+            raise CheckpointError(f"{where}: is of another checkpoint: {field.name} expected {right}, found "
+                                  f"{str(said):.80}")
+    if strange := set(found) - {field.name for field in fields(Origin)}:
+        raise CheckpointError(f"{where}: unknown field {min(map(str, strange))!r} in its origin")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from megatron.checkpoint.content import state_in
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.int8 import LEVELS
 from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
-from megatron.checkpoint.origin import origin_of
-from megatron.checkpoint.part import SHARED_STATE, Part, part_name, read_part
+from megatron.checkpoint.part import SHARED_STATE, Part, origin_of, part_name, read_part
 from megatron.checkpoint.piece import sharding_of
 from megatron.checkpoint.signature import Key
 from megatron.checkpoint.state import decode
@@ -58,28 +57,24 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, k
                           world))
     try:
         found = _open_verified(root, first, world, say, key)
+        if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
+            say(warning)
+        return found
     except CheckpointError as error:
-        others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
-        if not fallback or not others:
-            advice = "; --resume-fallback takes the newest good one before it" if others else ""
-            raise CheckpointError(f"{error}{advice}") from error
-        return _fall_back(root, error, others, world, say, key)
-    if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
-        say(warning)
-    return found
-
-
-def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say,
-               key: Key | None) -> Checkpoint:
-    """The first of the other tags that is good; the last one's error where none is."""
+        last = error
+    others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
+    if not fallback or not others:
+        advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
+                  "; no tag is there that it continues from: name another one" if fallback and tag is None else "")
+        raise CheckpointError(f"{last}{advice}") from last
     for name in others:
         if world.rank == 0:
-            say(f"warning: {error}; falling back to an older tag, {name}")
+            say(f"warning: {last}; falling back to an older tag, {name}")
         try:
             return _open_verified(root, name, world, say, key)
-        except CheckpointError as found:
-            error = found
-    raise error
+        except CheckpointError as error:
+            last = error
+    raise last
 
 
 def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:

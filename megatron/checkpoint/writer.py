@@ -43,8 +43,7 @@ from megatron.checkpoint.commit import Keep, commit, last_commit, prune, stage, 
 from megatron.checkpoint.flock import alone
 from megatron.checkpoint.lineage import Lineage, lineage_to_json
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, record_of
-from megatron.checkpoint.origin import Origin, origin_of
-from megatron.checkpoint.part import CONFIG, SHARED_STATE, Part, part_name, tensor_file_name
+from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_of, part_name, tensor_file_name
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.signature import FLAG, Key
 from megatron.checkpoint.state import encode

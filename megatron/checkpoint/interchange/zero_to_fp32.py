@@ -473,7 +473,7 @@ def write_shard(file: IO[bytes], entries: list[Entry], suffix: str) -> None:
     if suffix != ".safetensors":
         import torch
 
-        loaded = {entry.saved_as: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
+        loaded = {entry.name: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
         torch.save({entry.name: loaded[entry.saved_as] for entry in entries}, file)  # which writes each tensor once
         return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

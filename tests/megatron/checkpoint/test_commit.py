@@ -230,7 +230,8 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
 def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     for step in range(1, 10):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
+    assert prune(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == \
+        [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 

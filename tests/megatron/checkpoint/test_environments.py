@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.choice import candidates
-from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.commit import Keep, locked
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.lock import locked
 from megatron.checkpoint.tags import complete, tag_names, verify
 from megatron.errors import ConfigError, StorageError
 from tests.distributed import run_ranks

@@ -1,6 +1,6 @@
-"""Random histories of a save root against a slow reference that remembers every commit and its parent: saves, also in the
-background and with --keep-last, loads of older tags, restarts, kills, a second run, an edited or missing `latest`, and a
-clock that jumps. Which tag comes next is what the reference says, and never a tag of an abandoned branch."""
+"""Random histories of a save root against a slow reference that remembers every commit and its parent: saves, some in
+the background or with --keep-last, loads of older tags, restarts, kills, a second run, an edited or missing `latest`,
+and a clock that jumps. Which tag comes next is what the reference says, and never one of an abandoned branch."""
 
 from __future__ import annotations
 
