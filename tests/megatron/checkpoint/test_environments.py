@@ -29,7 +29,6 @@ SURROUNDINGS: dict[str, tuple[str, Mapping[str, str], list[str]]] = {
     "LC_ALL=C": ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, []),
     "LC_ALL=tr_TR.UTF-8": ("", {"LC_ALL": "tr_TR.UTF-8"}, []),
     "python -O": ("", {}, ["-O"]),
-    "python -OO": ("", {}, ["-OO"]),
     "no standard streams": ("exec 0<&- 1>&- 2>&-;", {}, []),
     "no standard input and output": ("exec 0<&- 1>&-;", {}, []),
     "no standard error": ("exec 2>&-;", {}, []),
@@ -58,6 +57,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_a_run_saves_and_resumes_in_any_surroundings(surroundings: str, reference: tuple[list[str], str],
                                                      tmp_path: Path) -> None:
+    if "tr_TR" in surroundings and "tr_TR.utf8" not in subprocess.check_output(["locale", "-a"], text=True):
+        pytest.skip("this system has no Turkish locale")
     folder = tmp_path / "çağrı ı"
     folder.mkdir()
     flags = ["--save", folder / "s", "--load", folder / "s", "--metrics-file", folder / "m", "--keep-last", 2]
@@ -69,7 +70,7 @@ def test_a_run_saves_and_resumes_in_any_surroundings(surroundings: str, referenc
     assert candidates(folder / "s") == ["global_step4", "global_step3"]
     modes = {path.stat().st_mode & 0o777 for path in (folder / "s").rglob("*") if path.is_file()}
     assert modes == {{"umask 000": 0o666, "umask 077": 0o600}.get(surroundings, 0o666 & ~umask())}
-    again = train_in(surroundings, *flags, "--hidden-size", 32)
+    again = train_in(surroundings, *flags, "--hidden-size", 64)
     assert again.returncode == 4 and ("standard" in surroundings or again.stderr.count("\n") == 1), again.stderr
 
 
