@@ -99,10 +99,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
         megatron.launch.knock
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
-        megatron.checkpoint megatron.checkpoint.signature megatron.checkpoint.strict megatron.checkpoint.cut
+        megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut
         megatron.checkpoint.lineage megatron.checkpoint.manifest
         megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
-        megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers
+        megatron.checkpoint.recognise megatron.checkpoint.strangers
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.tensorfile
         megatron.checkpoint.state
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.trash

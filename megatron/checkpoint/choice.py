@@ -7,16 +7,16 @@
 
 `latest` decides because a step number cannot: after going back to step 4, step 6 of the new branch follows step 8 of
 the abandoned one. *Newest* means committed last, by the number in the manifest (lineage.py): neither copying a folder
-nor a clock changes that order. Where the tag that was chosen so is damaged, only its ancestors may take its place.
+nor a clock changes that order. Where the tag chosen so is damaged, only its ancestors may take its place.
 
-A kill between the commit of a tag and the writing of `latest` is covered by `.latest-pending`, which commit.py writes
-before: it identifies the manifest about to be committed. Where that manifest is in place, its tag is the latest.
+For a kill between the commit of a tag and the writing of `latest`, commit.py writes `.latest-pending` before: it
+identifies the manifest about to be committed. Where that manifest is in place, its tag is the latest.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.lineage import SaveRecord
@@ -40,9 +40,6 @@ class Pending:
     """The checksum that the manifest of the new tag ends with: an older tag of that name has another."""
     was: str | None
     """What `latest` said before; a file edited since then wins."""
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 # ---- what the user names --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from megatron.checkpoint.choice import all_tags, candidates, explain_choice, lat
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.signature import Key, read_key
+from megatron.checkpoint.strict import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import typed
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
@@ -53,8 +53,8 @@ def list_tags(root: Path, tag: str | None) -> None:
     if not chosen:
         raise CheckpointError(nothing_under(root))
     if chosen in damaged:
-        advice = (f"name another tag ({root}:{[*others, manifests[-1].tag][0]}), or put a whole copy of {chosen} in its "
-                  "place" if manifests else "no tag here is complete")
+        advice = "no tag here is complete" if not manifests else (
+            f"name another tag ({root}:{[*others, manifests[-1].tag][0]}), or put a copy of {chosen} in its place")
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):

@@ -26,7 +26,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.storage import StorageFault, fsync_directory, letting_go, staged_file, write_json_atomic
@@ -99,7 +99,12 @@ def probe(root: Path, flag: str = "--save") -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
     try:
-        objection = _objection(root)
+        if root.is_symlink() and not root.exists():
+            objection: str | None = f"dangling symbolic link to {os.readlink(root)}"
+        elif root.exists() and not root.is_dir():
+            objection = "is a file; a folder is needed"
+        else:
+            objection = _without_parent(root)
         if objection is None:
             root.mkdir(exist_ok=True)
             trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
@@ -114,17 +119,13 @@ def probe(root: Path, flag: str = "--save") -> None:
         raise StorageError(f"{flag} {root}: {objection}")
 
 
-def _no_link(path: str, flags: int) -> int:
-    """The file is emptied below: a symbolic link in its place must not lead to another one."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 @contextmanager
 def locked(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
     path = Path(root) / LOCK
-    with storing(path, 0):
-        file = open(path, "a+", encoding="utf-8", errors="replace", opener=_no_link)
+    with storing(path, 0):  # the file is emptied below: a symbolic link in its place must not lead to another one
+        file = open(path, "a+", encoding="utf-8", errors="replace",
+                    opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     with file, letting_go(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,15 +154,6 @@ def _without_parent(path: Path) -> str | None:
     if not there.is_dir():
         return f"{there} is a file, where a folder is needed; choose another"
     return f"parent folder {path.parent} does not exist; create it or choose another"
-
-
-def _objection(root: Path) -> str | None:
-    """Why the folder cannot be used, where that can be said better than by the system's message."""
-    if root.is_symlink() and not root.exists():
-        return f"dangling symbolic link to {os.readlink(root)}"
-    if root.exists() and not root.is_dir():
-        return "is a file; a folder is needed"
-    return _without_parent(root)
 
 
 @contextmanager
@@ -256,7 +248,7 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True, delete: Del
         try:
             if latest:
                 pending = Pending(tag, str(seal_of(staging)), read_latest(root))
-                write_json_atomic(no_link(root / PENDING), pending.as_dict())
+                write_json_atomic(no_link(root / PENDING), asdict(pending))
             if folder.exists() and aside.exists():
                 discard(folder, delete)  # `sweep` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):

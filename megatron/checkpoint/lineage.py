@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.strict import Record
 
-MOST = 1000
-"""Branches in a history. Ancestors before them are forgotten."""
-
 
 class Ancestor(NamedTuple):
     """A save, as the history of a later one names it. Formats 1 to 4: branch "", and the time instead of the number."""
@@ -62,21 +59,18 @@ class SaveRecord:
 
 
 class Lineage:
-    """What the next save of an engine continues from. Saves are numbered by rank 0, whose lineage is the one recorded.
-    """
+    """What the next save of an engine continues from; the lineage of rank 0 is the one recorded."""
 
     def __init__(self, parent: SaveRecord | None = None) -> None:
         """`parent`: what was loaded; None at the start of a run."""
-        self.branch = secrets.token_hex(8)
-        self.history: History = ()
+        self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
         if parent is not None:
-            self.history = parent.history
             self.follow(parent)
 
     def follow(self, parent: SaveRecord) -> None:
         """From here on the next save continues from this one."""
-        earlier = [known for known in self.history if known.branch != parent.branch]
-        self.history = (*earlier, parent.as_ancestor)[-MOST:]
+        earlier = (known for known in self.history if known.branch != parent.branch)
+        self.history = *earlier, parent.as_ancestor
 
     def number(self, last: int) -> int:
         """Of the next commit into a root whose last one has the number `last`."""

@@ -32,8 +32,7 @@ from zlib import crc32
 
 from megatron.checkpoint.cut import Sharding, Spread
 from megatron.checkpoint.lineage import History, SaveRecord, lineage_in, lineage_to_json
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import CHECKSUM, Record, ending, read_bytes, says_signed, seal, unseal
+from megatron.checkpoint.strict import CHECKSUM, Key, Record, ending, read_bytes, says_signed, seal, unseal
 from megatron.errors import CheckpointError
 
 FORMAT = 5

@@ -3,8 +3,8 @@
 A rank that verifies a checkpoint reads its share of them, and a rank that loads one those of the ranks that wrote what
 it needs. No torch.
 
-From format 4 on every file of a tag states its *origin*: a checksum says that a file is whole, not that it belongs here.
-The header of a file of tensors, `shared.json` and the parts hold it, and `config.json` repeats what the manifest says.
+A checksum says that a file is whole, not that it belongs here. So from format 4 on the header of a file of tensors,
+`shared.json` and the parts hold the *origin* of what is in them; `config.json` repeats what the manifest says.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 from data.storage import crc32
 from megatron.checkpoint.lineage import SaveRecord, lineage_in, lineage_to_json
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, files_from_json
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
+from megatron.checkpoint.strict import Key, Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -37,9 +36,6 @@ class Origin:
     run_id: str
     tag: str
     iteration: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def as_metadata(self) -> dict[str, str]:
         """In the header of a safetensors file, which holds texts."""
@@ -81,7 +77,7 @@ class Part:
 
     def to_bytes(self, key: Key | None) -> bytes:
         files = {name: entry.as_dict() for name, entry in self.files.items()}
-        said = {"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state}
+        said = {"format": FORMAT, "origin": asdict(self.origin), "files": files, "state": self.state}
         return seal(said if self.lineage is None else {**said, "lineage": self.lineage}, key)
 
 

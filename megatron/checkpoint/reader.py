@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,15 @@ import torch
 
 from megatron.checkpoint.agree import agree, alike, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
-from megatron.checkpoint.content import state_in
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.int8 import LEVELS
 from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
 from megatron.checkpoint.part import SHARED_STATE, Part, origin_of, part_name, read_part
 from megatron.checkpoint.piece import sharding_of
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.state import decode
-from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
+from megatron.checkpoint.strict import Key, parse_json, read_bytes, sense_of
 from megatron.checkpoint.strangers import unread
-from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr
+from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr, state_in
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -79,25 +77,21 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, k
 
 def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
     """Every rank checks its share of the files, and the first one whether there are others. Collective."""
-    manifest, checked = agree(partial(_check_share, root, tag, world, key), world)
+    def check() -> tuple[Manifest, int]:
+        with _reading(root, tag):
+            manifest = manifest_of(root, tag, key)
+            return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
+
+    def find_others() -> list[str]:
+        with _reading(root, tag):
+            return other_names(folder_of(root, tag), manifest, count) if world.rank == 0 else []
+
+    manifest, checked = agree(check, world)
     alike({f"tag {tag}": manifest.name_of_save}, world, "the ranks find different checkpoints")
     count = total(checked, world)
-    if others := agree(partial(_other_names, root, tag, manifest, count if world.rank == 0 else None), world):
+    if others := agree(find_others, world):
         say(unread(tag, others))
     return Checkpoint(folder_of(root, tag), manifest)
-
-
-def _check_share(root: Path, tag: str, world: Group, key: Key | None) -> tuple[Manifest, int]:
-    with _reading(root, tag):
-        manifest = manifest_of(root, tag, key)
-        return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
-
-
-def _other_names(root: Path, tag: str, manifest: Manifest, count: int | None) -> list[str]:
-    if count is None:
-        return []
-    with _reading(root, tag):
-        return other_names(folder_of(root, tag), manifest, count)
 
 
 @contextmanager

@@ -12,12 +12,11 @@
 A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
 
 What a rank does depends on its own part and on the number of tensors, not on the number of ranks: the manifest follows
-from how tensors are cut, each rank checks that its pieces are those that the manifest promises of it, and so together
-they are everything, once. No rank is told what the others wrote.
+from how tensors are cut, and each rank checks that its pieces are those that the manifest promises of it.
 
-The protocol is written once, as the generator `saving`: it yields its slow parts, writing and commit, as *jobs*. A job
-talks to no other rank, so it may run anywhere: `save` does each at once, background.py in a thread while training goes
-on. Whoever drives the generator calls `answer` on every rank when the job is done there; the rest is in that call.
+The protocol is the generator `saving`, which yields its slow parts, writing and commit, as *jobs*. A job talks to no
+other rank: `save` does each at once, background.py in a thread while training goes on. The caller of the generator
+calls `answer` on every rank when the job is done there.
 
 Memory of a save: one tensor of a rank's share (on the CPU none: it is written in place), two blocks of 8 MB and the
 manifest.
@@ -32,7 +31,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,12 @@ from megatron.checkpoint.lineage import Lineage, lineage_to_json
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, record_of
 from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_of, part_name, tensor_file_name
 from megatron.checkpoint.piece import Piece
-from megatron.checkpoint.signature import FLAG, Key
 from megatron.checkpoint.state import encode
 from megatron.checkpoint.strangers import named, of_no_save
-from megatron.checkpoint.strict import readable
+from megatron.checkpoint.strict import FLAG, Key, readable
 from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
-from megatron.checkpoint.trash import BehindTheRun, Delete, delete_now
+from megatron.checkpoint.trash import BehindTheRun, delete_now
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
@@ -141,14 +139,17 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
                     say(replaced)
                 now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
                 made = replace(manifest, nbytes=written, saved_at=now, commit=lineage.number(last_commit(root)))
-                size = _commit(staging, root, made, latest, delete)
+                data = made.to_bytes()  # the last of all files
+                with storing(staging / MANIFEST, len(data)):
+                    write_blob(staging / MANIFEST, data)
+                commit(staging, root, tag, latest, delete)
                 lineage.follow(made.record)
                 prune(root, keep, made.record, say, delete)
-                return size
+                return len(data)
 
         try:
             written = yield partial(fits, partial(_write_rank, staging, share))
-            size = yield partial(fits, publish) if world.rank == 0 else _nothing
+            size = yield partial(fits, publish) if world.rank == 0 else lambda: 0
         except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -208,11 +209,6 @@ def _replaced(root: Path, tag: str) -> str | None:
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
 
 
-def _nothing() -> int:
-    """What the other ranks do while rank 0 commits."""
-    return 0
-
-
 @dataclass(frozen=True)
 class _Share:
     """What one rank is to write."""
@@ -241,7 +237,7 @@ def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: M
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": origin.as_dict(), "state": encode(shared_state, "shared", items)}
+        shared = {"origin": asdict(origin), "state": encode(shared_state, "shared", items)}
         texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
     items += [piece.item() for piece in pieces]
     return _Share(origin, manifest.key, items if hold is None else hold(items), texts, own, lineage)
@@ -262,15 +258,6 @@ def _write_rank(staging: Path, share: _Share) -> int:
     with storing(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)
-
-
-def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool, delete: Delete) -> int:
-    """The manifest, last of all files, then the rename; its bytes."""
-    data = manifest.to_bytes()
-    with storing(staging / MANIFEST, len(data)):
-        write_blob(staging / MANIFEST, data)
-    commit(staging, root, manifest.tag, latest, delete)
-    return len(data)
 
 
 def _text(value: object) -> bytes:

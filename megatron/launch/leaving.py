@@ -68,8 +68,8 @@ def raise_when_asked() -> None:
 
 
 def ignore_at_the_end() -> None:
-    """Requests change nothing once the main program is over: they would be raised in what the interpreter calls then
-    (threads, atexit), which prints a traceback."""
+    """Requests after the end of the main program change nothing: raised in a callback of atexit, they would print a
+    traceback."""
     def ask(number: int, frame: FrameType | None) -> None:
         while frame is not None and (frame := frame.f_back) is not None:
             if frame.f_globals.get("__name__") == "__main__":  # it goes on

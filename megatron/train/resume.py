@@ -338,8 +338,6 @@ def _in_flags(schedule: Schedule, field: str) -> object:
     return f"{value / schedule.decay_steps:.4g} ({value} steps)" if field == "warmup_steps" else value
 
 
-# ---- where a saved run was ------------------------------------------------------------------------------------------
-
 OWN = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
 """Fields of the client state that are of it."""
 
@@ -390,8 +388,8 @@ Tree = Mapping[str, Mapping[str, Any]]
 
 
 def changed_methods(saved: Tree, config: Config, rule: Mapping[str, Any]) -> list[str]:
-    """What a resumed run does otherwise than that of its checkpoint (`saved`: its configuration; `rule`: what it says of
-    its optimizer, where that is loaded), in one line. What must not differ is refused elsewhere."""
+    """One line on what a resumed run does otherwise than that of its checkpoint. `saved` is its configuration, `rule`
+    what it says of its optimizer, where that is loaded. What must not differ is refused elsewhere."""
     present = config.as_dict()
     changes = [change for section, switch in SWITCHES.items() for change in _of_method(saved, present, section, switch)]
     changes += _of_warm_up(saved, present, rule)

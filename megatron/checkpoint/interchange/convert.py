@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.recognise import recognise
-from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strict import Key
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.config.hf_shape import CONFIG

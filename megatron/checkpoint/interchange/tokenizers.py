@@ -146,13 +146,11 @@ WRITERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], Tokeni
     "SentencePieceTokenizer": _sentencepiece}
 
 
-# ---- protocol buffers, read without a schema: what is needed of a SentencePiece model -------------------------------
-
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def fields_of(data: bytes) -> dict[int, list[Any]]:
-    """Field number -> its values: integers, floats (32 bits) and bytes (strings and messages alike), in their order."""
+    """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in their order."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(data):

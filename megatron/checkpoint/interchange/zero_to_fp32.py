@@ -283,12 +283,11 @@ def open_tag(folder: Path, tag: str | None = None, key: bytes | None = None) -> 
             or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
-    return max(tags, key=order)
+    return max(tags, key=lambda other: commit_order(other.manifest))
 
 
-def order(tag: Tag) -> tuple[int, int, int, str]:
-    """Sorts as they were committed: by number; before format 5, which has it, by the time that was recorded."""
-    said = tag.manifest
+def commit_order(said: Mapping[str, Any]) -> tuple[int, int, int, str]:
+    """By number; before format 5, which has it, by time."""
     number = int(said.get("commit", 0))
     return number, 0 if number else int(said.get("saved_at", 0)), int(said["iteration"]), str(said["tag"])
 
@@ -462,7 +461,8 @@ def split(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
     """The entries of each file, in order; at least one."""
     shard: list[Entry] = []
     for entry in entries:
-        if shard and shard[-1].saved_as != entry.saved_as and sum(other.nbytes for other in shard) + entry.nbytes > limit:
+        is_tied = bool(shard) and shard[-1].saved_as == entry.saved_as
+        if shard and not is_tied and sum(other.nbytes for other in shard) + entry.nbytes > limit:
             yield shard
             shard = []
         shard.append(entry)

@@ -30,8 +30,7 @@ from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import sense_of
+from megatron.checkpoint.strict import Key, sense_of
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving

@@ -26,8 +26,7 @@ from megatron.checkpoint.manifest import (
     MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
 from megatron.checkpoint.part import part_name, read_part
 from megatron.checkpoint.piece import Piece, sharding_of
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import ending, seal, unseal
+from megatron.checkpoint.strict import Key, ending, seal, unseal
 from megatron.checkpoint.tags import manifest_of, verify
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ from megatron import zero
 from megatron.checkpoint.choice import candidates, latest_tag, oldest_first
 from megatron.checkpoint.command import main
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.lineage import MOST, Lineage, SaveRecord
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import step_of
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import manifest_of, tag_names
@@ -195,13 +195,6 @@ def test_an_engine_that_saves_into_two_folders_numbers_its_saves_in_both(tmp_pat
         save_solo(tmp_path / folder, step, lineage=lineage)
     (tmp_path / "b" / "global_step2").rename(tmp_path / "a" / "global_step2")
     assert candidates(tmp_path / "a") == ["global_step3", "global_step2", "global_step1"]
-
-
-def test_a_history_forgets_the_oldest_branches() -> None:
-    record = SaveRecord("x", 1, "run", branch="0", commit=1)
-    for branch in range(1, MOST + 5):
-        record = replace(record, branch=str(branch), commit=branch, history=Lineage(record).history)
-    assert [known.branch for known in record.history] == [str(branch) for branch in range(4, MOST + 4)]
 
 
 def test_list_shows_parents_and_other_branches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

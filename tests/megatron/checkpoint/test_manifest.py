@@ -31,7 +31,8 @@ MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 3}, {"a": [1, None
                     (Ancestor("0c", 9, "global_step5"),), "0123", 100)
 MANIFEST = replace(MANIFEST, save_id=f"0123-{MANIFEST.digest()}")
 LISTED = replace(MANIFEST, format=2, branch="", commit=0, history=(), save_id="", nbytes=0,
-                 files={"rank0.safetensors": FileEntry(100, "0123abcd")}, tensors=(TensorEntry("weight", "w", "F32", CUT, pieces=WHOLE),))
+                 files={"rank0.safetensors": FileEntry(100, "0123abcd")},
+                 tensors=(TensorEntry("weight", "w", "F32", CUT, pieces=WHOLE),))
 """In format 2."""
 
 

@@ -17,7 +17,7 @@ from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST, commit_of, record_of
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.signature import Key, read_key
+from megatron.checkpoint.strict import Key, read_key
 from megatron.checkpoint.tags import verify
 from megatron.errors import EXIT_CHECKPOINT, EXIT_CONFIG, CheckpointError, ConfigError
 from tests.megatron.checkpoint.made import Grid, make_format_3, redigest, reseal, rewrite, save_grid
