@@ -150,7 +150,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def fields_of(data: bytes) -> dict[int, list[Any]]:
-    """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in their order."""
+    """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in order."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(data):
