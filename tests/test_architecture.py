@@ -98,20 +98,19 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
         megatron.launch.knock
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
-        megatron.checkpoint megatron.checkpoint.signature megatron.checkpoint.strict megatron.checkpoint.cut
-        megatron.checkpoint.manifest megatron.checkpoint.origin
-        megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
-        megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers
-        megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
+        megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut
+        megatron.checkpoint.lineage megatron.checkpoint.manifest
+        megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
+        megatron.checkpoint.recognise megatron.checkpoint.strangers
+        megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.tensorfile
         megatron.checkpoint.state
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.trash
         megatron.checkpoint.commit
         megatron.checkpoint.writer
-        megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
+        megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
         megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.names
         megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.recorded
-        megatron.checkpoint.interchange.protobuf
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
@@ -168,7 +167,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts
-        megatron.train.sample megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
+        megatron.train.sample megatron.train.build megatron.train.loop
         megatron.train.resume
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models
         megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates

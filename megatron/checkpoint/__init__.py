@@ -1,29 +1,24 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first seventeen need no torch, so `list` and `verify` do not either.
+Read in this order. Those before agree.py need no torch, so `list` and `verify` do not either.
 
-    signature.py   a key, and what is signed with it
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     cut.py         local index <-> logical index under any tensor-parallel cut, and which shard holds an element
+    lineage.py     from which saves a save continues
     manifest.py    what a checkpoint is: logical tensors and how they are cut
-    origin.py      which checkpoint a file is of
-    part.py        what one rank says about its own files: sizes, checksums
-    stamp.py       tag, time and checksum of a manifest, without parsing it
+    part.py        what one rank says about its own files: sizes, checksums, and which checkpoint a file is of
     header.py      what is in a safetensors file, and where
-    content.py     is a file what its manifest and its part say
     recognise.py   what a folder of another program is, and which command reads it
     strangers.py   links that lead out of a save root, and files that no save wrote
     tags.py        which checkpoints there are under a folder, and are they intact
     choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest
     flock.py       which folder a save holds, and one save at a time commits
     trash.py       how one is deleted: out of the way first, then taken apart while training goes on
-    commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
-    lock.py        one training job at a time saves into a folder
+    commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind; one job at a time
     agree.py       all ranks succeed, or all raise the same error
     tensorfile.py  safetensors files, written piece by piece and read by position
     state.py       nested dicts of JSON values and tensors (random streams, schedules)
     piece.py       what the engine hands over: consecutive elements of one parameter's state
-    sink.py        the bytes of a new file on their way to the disk, counted and checksummed
     int8.py        weights of 8 bits: the rule
     writer.py      save: every rank its own pieces, one commit
     background.py  save while training goes on

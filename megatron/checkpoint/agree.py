@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.checkpoint.signature import FLAG, Key, read_key
+from megatron.checkpoint.strict import FLAG, Key, read_key
 from megatron.config.setting import place_told
 from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError,
                              TrainerError)
@@ -123,13 +123,9 @@ def same_key(path: str | None, world: Group) -> Key | None:
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:
     """`action` on rank 0 alone; its JSON value, or its error, on every rank."""
-    return broadcast_json(agree(action if world.rank == 0 else _nothing, world), world)
+    return broadcast_json(agree(action if world.rank == 0 else lambda: None, world), world)
 
 
 def total(count: int, world: Group) -> int:
     """The sum over the ranks of a count below 2**53."""
     return int(reduce_number(count, world, "sum"))
-
-
-def _nothing() -> None:
-    """What the other ranks do."""

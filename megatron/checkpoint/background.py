@@ -5,17 +5,15 @@
              their `progress`)? Then give the next to a thread; after the last it is complete       all ranks
     wait     the same without asking first: the thread is waited for                               all ranks
 
-A job sends nothing to other ranks, and `progress` travels with the sums of a step: nothing waits for the save. The
-commit rule is that of every save: a kill at any moment leaves the older tags, or the new one. When a job fails on one
-rank, the next poll raises its error on all. There is one save at a time: start a second one after `wait`.
+`progress` travels with the sums of a step: nothing waits for the save. When a job fails on one rank, the next poll
+raises its error on all. There is one save at a time: start a second one after `wait`.
 
 A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
-an error, or has left its process group, waits for nobody, and says what is not complete. What another engine of the
-program has under way in the same folder, one too that nobody has any more, is complete before a save of an engine
-begins there (`under_way_in`): or else it would come after, and be the newest.
+an error, or has left its process group, does not wait, and says what is not complete. A save of another engine under
+way in the same folder is completed before one begins there (`under_way_in`): or else it would be the newest.
 
-Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
-(torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
+Memory: one copy of what this rank writes, used again by the next saves. On CUDA it is pinned (torch rounds pinned
+blocks up to a power of two), so that the copy runs at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -173,7 +171,8 @@ class Background:
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._process:  # a fork of it
             return
-        if _ended_by(BaseException if not self.world.is_solo else KeyboardInterrupt):
+        uncaught = getattr(sys, "last_value", None)  # what the program ends by
+        if isinstance(uncaught, KeyboardInterrupt if self.world.is_solo else BaseException):
             print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
                   "before; a load takes the one before it", file=sys.stderr)
             return
@@ -211,11 +210,6 @@ def _are_same(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return False
-
-
-def _ended_by(kind: type[BaseException]) -> bool:
-    """The program ends by an error of this kind, which nobody caught."""
-    return isinstance(getattr(sys, "last_value", None), kind)
 
 
 def _in_thread(job: Job) -> Future[Any]:

@@ -6,22 +6,23 @@
     or it names no tag
 
 `latest` decides because a step number cannot: after going back to step 4, step 6 of the new branch follows step 8 of
-the abandoned one. *Newest* means committed last. The manifest records that time, so copying or restoring a folder does
-not change the order, and within a save root it always increases, whatever the clocks say (commit.py).
+the abandoned one. *Newest* means committed last, by the number in the manifest (lineage.py): neither copying a folder
+nor a clock changes that order. Where the tag chosen so is damaged, only its ancestors may take its place.
 
-A kill between the commit of a tag and the writing of `latest` is covered by `.latest-pending`, which commit.py writes
-before: it identifies the manifest about to be committed. Where that manifest is in place, its tag is the latest.
+For a kill between the commit of a tag and the writing of `latest`, commit.py writes `.latest-pending` before: it
+identifies the manifest about to be committed. Where that manifest is in place, its tag is the latest.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, step_of
+from megatron.checkpoint.lineage import SaveRecord
+from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, record_of, seal_of, step_of
+from megatron.checkpoint.part import record_in_part
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.stamp import seal_of, stamp_of
 from megatron.checkpoint.strangers import check_latest_inside, target_outside
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.checkpoint.tags import ASIDE, complete, folder_of, manifest_of, steps_of, tag_names
@@ -39,9 +40,6 @@ class Pending:
     """The checksum that the manifest of the new tag ends with: an older tag of that name has another."""
     was: str | None
     """What `latest` said before; a file edited since then wins."""
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 # ---- what the user names --------------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
 
 def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
     """The tag of iteration `step`, and a note where there are several: the one committed last is used."""
-    found = sorted((m for m in complete(root) if m.iteration == step), key=lambda m: _order(root, m))
+    found = [manifest for manifest in oldest_first(root) if manifest.iteration == step]
     if not found:
         held = ", ".join(tag_names(root)) or "none"
         raise CheckpointError(f"--ckpt-step {step}: no complete checkpoint of it under {root}, which holds {held}")
@@ -112,28 +110,14 @@ def latest_tag(root: Path) -> str | None:
 
 def oldest_first(root: Path) -> list[Manifest]:
     """The manifests of all complete tags in the order of their commits."""
-    return sorted(complete(root), key=lambda manifest: _order(root, manifest))
+    return sorted(complete(root), key=lambda manifest: manifest.record.order)
 
 
-def steps_oldest_first(root: Path) -> list[tuple[str, int, str]]:
-    """(tag, step, run id) of all complete tags named by their step, in order of commit. Nothing is parsed."""
-    found = []
-    for tag, step in steps_of(root).items():
-        if target_outside(folder_of(root, tag), root) is not None:
-            continue  # of somebody else's
-        stamp = stamp_of(folder_of(root, tag))
-        if step_of(tag) is not None and stamp is not None and stamp.tag == tag:
-            found.append((stamp.saved_at, step, tag, stamp.run_id))
-    return [(tag, step, run_id) for _, step, tag, run_id in sorted(found)]
-
-
-def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:
-    """By time of commit. Manifests of format 1 do not record it: those are older, and ordered by step."""
-    try:
-        written = (folder_of(root, manifest.tag) / MANIFEST).stat().st_mtime_ns
-    except OSError:
-        written = 0
-    return manifest.saved_at, manifest.iteration, written
+def steps_oldest_first(root: Path) -> list[SaveRecord]:
+    """Of all complete tags named by their step, in order of commit, without their histories. Nothing is parsed."""
+    found = [record_of(folder_of(root, tag)) for tag in steps_of(root)
+             if step_of(tag) is not None and target_outside(folder_of(root, tag), root) is None]
+    return sorted((record for record in found if record is not None), key=lambda record: record.order)
 
 
 def is_empty(root: Path) -> bool:
@@ -180,19 +164,20 @@ def unreadable(root: Path) -> dict[str, CheckpointError]:
 def candidates(root: Path) -> list[str]:
     """The tags that a load may use, the best first, at least one. Any may be damaged: the caller finds out.
 
-    First the tag of `latest`, then tags of at most its step, those committed last first; without a `latest`, all tags.
+    First the tag of `latest`, or else the newest one; then its ancestors, those committed last first.
     """
-    there, latest = set(all_tags(root)), latest_tag(root)
-    steps = {tag: step for tag, step in steps_of(root).items() if tag in there}
-    good = [manifest.tag for manifest in reversed(oldest_first(root))]
+    there, steps = all_tags(root), steps_of(root)
+    good = {manifest.tag: manifest.record for manifest in reversed(oldest_first(root))}
+    newest = next(iter(good.values()), None)
     # A damaged manifest does not say when it was committed: here the step decides.
-    newest = steps[good[0]] if good else -1
-    damaged = [tag for tag in reversed(steps) if tag not in good]
-    order = [*(tag for tag in damaged if steps[tag] > newest), *good, *(tag for tag in damaged if steps[tag] <= newest)]
-    if latest is None:
-        return order
-    limit = steps.get(latest)
-    return [latest, *(tag for tag in order if tag != latest and (limit is None or steps[tag] <= limit))]
+    damaged = [tag for tag in there if tag not in good and (newest is None or steps.get(tag, 0) > newest.iteration)]
+    first = latest_tag(root) or (damaged[-1] if damaged or newest is None else newest.tag)
+    known, folder = good.get(first), folder_of(root, first)
+    if known is None and target_outside(folder, root) is None:
+        known = record_in_part(folder)
+    if known is None and newest is not None:  # nothing in it can be read: it counts as following the newest
+        known = replace(newest, iteration=steps.get(first, newest.iteration))
+    return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
 
 
 def _holds_files(folder: Path) -> bool:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.storage import one_line
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
+from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.signature import Key, read_key
+from megatron.checkpoint.strict import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import CommandParser
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
@@ -30,28 +32,32 @@ if TYPE_CHECKING:
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses. A
-    warning for each that cannot be read; an error where that is the one."""
-    manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
+    """One line a complete tag, by step: name, iteration, layout, bytes, the tag it was saved after; `latest` marks the
+    one that a load uses, `other branch` those that this one does not continue from. A warning for each that cannot be
+    read; an error where that is the one."""
+    manifests = complete(root)
+    records = {manifest.tag: manifest.record for manifest in manifests}
+    manifests = manifests if tag is None else [manifest_of(root, held(root, tag))]
     if not manifests and recognise(root):  # its tags are not ours, and not damaged
         raise CheckpointError(nothing_under(root))
     damaged = unreadable(root) if tag is None else {}
     latest = latest_tag(root)
+    chosen, *others = candidates(root) if manifests or latest is not None else [""]
     for manifest in manifests:
-        print(_line(manifest) + ("  latest" if manifest.tag == latest else ""))
+        print(_line(manifest) + _descent(manifest.record, records, records.get(chosen))
+              + ("  latest" if manifest.tag == latest else ""))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {one_line(error)}{'  latest' if name == latest else ''}", file=sys.stderr)
     if tag is not None:
         return
-    if not manifests and latest is None:
+    if not chosen:
         raise CheckpointError(nothing_under(root))
-    chosen = latest or candidates(root)[0]
     if chosen in damaged:
+        advice = "no tag here is complete" if not manifests else (
+            f"name another tag ({root}:{[*others, manifests[-1].tag][0]}), or put a copy of {chosen} in its place")
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
-                              f"which cannot be read: a load of {root} ends with this error too; " + (
-                                  f"name another tag ({root}:{manifests[-1].tag}), or put a whole copy of {chosen} in "
-                                  "its place" if manifests else "no tag here is complete"))
+                              f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):
         print(one_line(warning), file=sys.stderr)
 
@@ -60,6 +66,17 @@ def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
     signed = "  signed" if manifest.is_signed else ""
     return one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}")
+
+
+def _descent(record: SaveRecord, records: Mapping[str, SaveRecord], used: SaveRecord | None) -> str:
+    """The tag that it was saved after, and whether the one that a load uses is of another branch."""
+    text = ""
+    if record.history:
+        parent = record.history[-1]
+        there = parent.tag in records and records[parent.tag].as_ancestor == parent
+        text = f"  after {parent.tag}" + ("" if there else " (deleted or replaced)")
+    is_other = used is not None and not used.continues(record) and not record.continues(used)
+    return text + ("  other branch" if is_other else "")
 
 
 def _bytes(manifest: Manifest) -> int:
@@ -98,40 +115,34 @@ def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) ->
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
-def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-            version: float | None, key: Key | None) -> None:
-    from megatron.checkpoint.interchange.convert import import_weights, open_foreign
+def convert(source: Path, tag: str | None, chosen: argparse.Namespace, key: Key | None) -> None:
+    """To or from another program's files; with --dtype int8 from either to int8 weights."""
+    from megatron.checkpoint.interchange.convert import import_weights, open_foreign, quantise_weights
     from megatron.checkpoint.interchange.huggingface import export
     from megatron.checkpoint.reader import open_checkpoint
 
+    output = chosen.output
     if tag is not None or tag_names(source):
         checkpoint = open_checkpoint(source, tag, key=key)
         _tell_of_masters(checkpoint)
-        for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
-            print(f"{path}: {path.stat().st_size} bytes")
-        return
-    found = open_foreign(source, vocab_size, heads, version)
-    for note in found.notes:
-        print(f"note: {found.where}: {note}")
-    report = import_weights(found, output, key)
-    shape = found.model
-    print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
-          f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
-          f"--max-position-embeddings {shape.max_position_embeddings} --vocab-size {shape.vocab_size} "
-          f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
-
-
-def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-             version: float | None, key: Key | None) -> None:
-    from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
-    from megatron.checkpoint.reader import open_checkpoint
-
-    if tag is not None or tag_names(source):
-        found = open_checkpoint(source, tag, key=key)
-        _tell_of_masters(found)
-        report = quantise_weights(found, output, key)
+        if chosen.dtype is None:
+            for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
+                print(f"{path}: {path.stat().st_size} bytes")
+            return
+        report = quantise_weights(checkpoint, output, key)
     else:
-        report = quantise_weights(open_foreign(source, vocab_size, heads, version), output, key)
+        found = open_foreign(source, chosen.vocab_size, chosen.num_attention_heads, chosen.checkpoint_version)
+        if chosen.dtype is None:
+            for note in found.notes:
+                print(f"note: {found.where}: {note}")
+            report, shape = import_weights(found, output, key), found.model
+            print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
+                  f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
+                  f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
+                  f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
+                  "--finetune")
+            return
+        report = quantise_weights(found, output, key)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 
@@ -183,8 +194,7 @@ def run(arguments: list[str]) -> None:
     if chosen.command == "merge":
         merge_weights(chosen.dir, chosen.tag, chosen.output, key)
     elif chosen.command == "convert":
-        (convert if chosen.dtype is None else quantise)(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size,
-                                                        chosen.num_attention_heads, chosen.checkpoint_version, key)
+        convert(chosen.dir, chosen.tag, chosen, key)
     elif chosen.command == "list":
         list_tags(chosen.dir, chosen.tag)
     else:

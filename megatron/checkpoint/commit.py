@@ -19,28 +19,32 @@ was left, at the next start or save. Several saves may be under way in one folde
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
-import time
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
+from data.storage import StorageFault, fsync_directory, letting_go, staged_file, write_json_atomic
 from megatron.checkpoint.choice import (
     PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
 from megatron.checkpoint.flock import abandoned, alone, held
-from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
-from megatron.checkpoint.stamp import saved_at_of, seal_of
-from megatron.checkpoint.strangers import named, no_link, of_no_save
-from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
+from megatron.checkpoint.lineage import SaveRecord
+from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name, seal_of
+from megatron.checkpoint.strangers import named, no_link, of_no_save, target_outside
+from megatron.checkpoint.tags import ASIDE, Say, folder_of, folders, manifest_of, say_stderr
 from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.launch.distributed import is_in_a_hurry
 
 STAGING = ".staging-"
+LOCK = ".lock"
+"""Held by the one training job that saves into a folder; the content names it, for people. The kernel's lock goes with
+its process, so that a dead job does not block the next one."""
 SCRIPT = "zero_to_fp32.py"
 """Placed beside the tags: it turns them into one state dict where this program is not installed."""
 
@@ -62,29 +66,45 @@ def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
     try:
         yield
     except StorageFault as error:  # names its file itself
-        raise StorageError(f"{flag}: {error}{kept}") from error
+        raise StorageError(f"{flag}: {error}{_lack_of_inodes(path)}{kept}") from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
-                           f"{kept}") from error
+                           f"{_lack_of_inodes(path)}{kept}") from error
 
 
 def _free(path: Path) -> int | str:
     with suppress(OSError):
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        disk = shutil.disk_usage(path)
+        disk = shutil.disk_usage(_existing(path))
         return disk.free if disk.total else "unknown"  # some network file systems do not say
     return "unknown"
+
+
+def _lack_of_inodes(path: Path) -> str:
+    with suppress(OSError):
+        found = os.statvfs(_existing(path))
+        if found.f_files and not found.f_favail:
+            return f"; no free inodes: its file system holds at most {found.f_files} files; delete some"
+    return ""
+
+
+def _existing(path: Path) -> Path:
+    """It, or the nearest folder above it that is there."""
+    return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
 def probe(root: Path, flag: str = "--save") -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
     try:
-        objection = _objection(root)
+        if root.is_symlink() and not root.exists():
+            objection: str | None = f"dangling symbolic link to {os.readlink(root)}"
+        elif root.exists() and not root.is_dir():
+            objection = "is a file; a folder is needed"
+        else:
+            objection = _without_parent(root)
         if objection is None:
             root.mkdir(exist_ok=True)
             trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
@@ -97,6 +117,27 @@ def probe(root: Path, flag: str = "--save") -> None:
         objection = f"cannot be written ({error.strerror})"
     if objection is not None:
         raise StorageError(f"{flag} {root}: {objection}")
+
+
+@contextmanager
+def locked(root: str | Path) -> Iterator[None]:
+    """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
+    path = Path(root) / LOCK
+    with storing(path, 0):  # the file is emptied below: a symbolic link in its place must not lead to another one
+        file = open(path, "a+", encoding="utf-8", errors="replace",
+                    opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    with file, letting_go(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = " ".join(file.read(200).split()) or "another process"
+            raise ConfigError(f"--save {root}: locked by {holder}; stop it or choose another folder") from error
+        with storing(path, 0):
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
 
 
 def check_parent(path: Path, flag: str) -> None:
@@ -113,15 +154,6 @@ def _without_parent(path: Path) -> str | None:
     if not there.is_dir():
         return f"{there} is a file, where a folder is needed; choose another"
     return f"parent folder {path.parent} does not exist; create it or choose another"
-
-
-def _objection(root: Path) -> str | None:
-    """Why the folder cannot be used, where that can be said better than by the system's message."""
-    if root.is_symlink() and not root.exists():
-        return f"dangling symbolic link to {os.readlink(root)}"
-    if root.exists() and not root.is_dir():
-        return "is a file; a folder is needed"
-    return _without_parent(root)
 
 
 @contextmanager
@@ -216,7 +248,7 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True, delete: Del
         try:
             if latest:
                 pending = Pending(tag, str(seal_of(staging)), read_latest(root))
-                write_json_atomic(no_link(root / PENDING), pending.as_dict())
+                write_json_atomic(no_link(root / PENDING), asdict(pending))
             if folder.exists() and aside.exists():
                 discard(folder, delete)  # `sweep` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
@@ -238,10 +270,10 @@ def _write_latest(root: Path, tag: str) -> None:
     (root / PENDING).unlink(missing_ok=True)
 
 
-def time_of_commit(root: Path) -> int:
-    """Now, in microseconds since 1970; just after the last commit under `root` where the clock is behind that."""
-    last = latest_tag(root)
-    return max(time.time_ns() // 1000, saved_at_of(folder_of(root, last)) + 1 if last is not None else 0)
+def last_commit(root: Path) -> int:
+    """The largest number of a commit in the root."""
+    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None),
+               default=0)
 
 
 def _place_script(root: Path) -> None:
@@ -252,14 +284,14 @@ def _place_script(root: Path) -> None:
             file.write(text)
 
 
-def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr,
-          delete: Delete = delete_now, run_id: str | None = None) -> list[str]:
-    """Delete the complete step tags of this run (None: of any) that `keep` does not name; the names deleted.
+def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, delete: Delete = delete_now) -> list[str]:
+    """Delete the complete step tags that `keep` does not name, after the save `saved`; the names deleted.
 
-    The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
-    deleted: what `latest` names, tags of the user's own and of other runs, and those after step `saved` (of a branch
-    that this run has not reached yet), which do not count either; nor do links to elsewhere. `say` is told of what goes
-    with a tag and is of no save, and by the first save of a run of the tags of others.
+    The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
+    oldest of these. Of the earlier ones those of this run are deleted, an abandoned branch first. Never deleted: what
+    `latest` names, tags of the user's own and of other runs, those after the step of `saved` (of a branch that this run
+    has not reached yet), and links to elsewhere. `say` is told of what goes with a tag and is of no save, and by the
+    first save of a run of the tags of others.
     """
     if keep.last is None:
         return []
@@ -268,15 +300,16 @@ def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stder
             steps = steps_oldest_first(root)
         except CheckpointError as error:  # the folder cannot be listed
             raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
-        mine = [(step, tag) for tag, step, run in steps if run_id in (None, run)]
-        others = [tag for tag, _, run in steps if run_id not in (None, run)]
-        if others and len(mine) == 1:
+        line = [record for record in steps if saved.continues(record)]
+        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in line]
+        if others and len(line) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
                 "checkpoints of this run only")
-        own, latest = [(step, tag) for step, tag in mine if saved is None or step <= saved], latest_tag(root)
-        doomed = [tag for step, tag in own[:-keep.last]
-                  if tag != latest and not (keep.every and step % keep.every == 0)]
+        before, latest = line[-keep.last].order if len(line) >= keep.last else (), latest_tag(root)
+        doomed = [record.tag for record in steps if record.order < before and record.iteration <= saved.iteration
+                  and record.tag not in (latest, *others)
+                  and not (keep.every and record.iteration % keep.every == 0)]
         for tag in doomed:
             if strangers := of_no_save(folder_of(root, tag)):
                 say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(strangers)}")

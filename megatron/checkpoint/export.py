@@ -7,6 +7,7 @@ and give the same bytes for every layout that holds the same state.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 from data.storage import staged_file
 from megatron.checkpoint.commit import SCRIPT, check_parent, storing
 from megatron.checkpoint.manifest import LATEST, MANIFEST
+from megatron.checkpoint.part import SHARED_STATE
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tensorfile import Item, write_items
 from megatron.errors import CheckpointError, ConfigError
 
@@ -30,17 +33,13 @@ def digest(checkpoint: Checkpoint) -> Iterator[str]:
     for kind in checkpoint.kinds:
         for name in checkpoint.names(kind):
             shape = "x".join(map(str, checkpoint.shape(kind, name)))
-            line = f"{_tensor_digest(checkpoint, kind, name)} {kind} {shape} {name}"
+            numel, hashed = prod(checkpoint.shape(kind, name)), sha256()
+            for start in range(0, numel, BLOCK):
+                hashed.update(logical(checkpoint, kind, name, start, min(BLOCK, numel - start)).numpy().data)
+            line = f"{hashed.hexdigest()} {kind} {shape} {name}"
             total.update(f"{line}\n".encode())
             yield line
     yield f"total {total.hexdigest()}"
-
-
-def _tensor_digest(checkpoint: Checkpoint, kind: str, name: str) -> str:
-    numel, hashed = prod(checkpoint.shape(kind, name)), sha256()
-    for start in range(0, numel, BLOCK):
-        hashed.update(logical(checkpoint, kind, name, start, min(BLOCK, numel - start)).numpy().data)
-    return hashed.hexdigest()
 
 
 def logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count: int) -> torch.Tensor:
@@ -55,15 +54,16 @@ def merge(checkpoint: Checkpoint, output: str | Path) -> int:
     """Write all weights as one fp32 safetensors file, which appears complete or not at all; its size in bytes."""
     if not checkpoint.has("weight"):
         raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
-    items = [_weight(checkpoint, name) for name in checkpoint.names("weight")]
+    names = {name: name for name in checkpoint.names("weight")}
+    with sense_of(f"tag {checkpoint.tag}: file {SHARED_STATE}: field 'tied'"):
+        names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
+    items = []
+    for name, saved in sorted(names.items()):  # one tensor under two names is stored twice: safetensors wants that
+        shape = checkpoint.shape("weight", saved)
+        items.append(Item(name, torch.float32, shape, partial(logical, checkpoint, "weight", saved, 0, prod(shape))))
     path = Path(output)
     check_parent(path, "--output")
     if path.name in (LATEST, SCRIPT) or any((folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
         raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
     with storing(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
         return write_items(file, items).size
-
-
-def _weight(checkpoint: Checkpoint, name: str) -> Item:
-    shape = checkpoint.shape("weight", name)
-    return Item(name, torch.float32, shape, lambda: logical(checkpoint, "weight", name, 0, prod(shape)))

@@ -1,8 +1,8 @@
 """The kernel's locks on folders: several programs, and several engines of one, may save into one folder at a time.
 
-A save *holds* its staging folder until it has ended, so that nobody takes it for one that a killed save left. Who
-renames, deletes or writes directly in the save root is *alone* there meanwhile. A lock goes with the process that has
-it. Where the file system has none, or keeps it from other machines (NFS), nobody is waited for. No torch.
+A save *holds* its staging folder until it has ended: a folder that no process holds was left by a killed save. Renames,
+deletions and writes in the save root itself are made *alone*. A lock goes with its process. Where the file system has
+no locks, or keeps them from other machines (NFS), there is no waiting. No torch.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ Vocabulary
 The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
 elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts end with the crc32 of
 every byte before, so one flipped bit anywhere in a tag is found. They hold the same `save_id`, as every file does
-(origin.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
+(part.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
 
-Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2 have no parts: the manifest lists
-every file and every piece. They are read as they were.
+Format 4 has no lineage (lineage.py). Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2
+have no parts: the manifest lists every file and every piece. They are read as they were.
 
 The partition is kept as plain numbers (not mpu's record), so that verifying needs neither mpu nor torch.
 """
@@ -20,6 +20,7 @@ The partition is kept as plain numbers (not mpu's record), so that verifying nee
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -30,14 +31,19 @@ from typing import Any
 from zlib import crc32
 
 from megatron.checkpoint.cut import Sharding, Spread
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import Record, read_bytes, says_signed, seal, unseal
+from megatron.checkpoint.lineage import History, SaveRecord, lineage_in, lineage_to_json
+from megatron.checkpoint.strict import CHECKSUM, Key, Record, ending, read_bytes, says_signed, seal, unseal
 from megatron.errors import CheckpointError
 
-FORMAT = 4
-"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they and 3 are read as well."""
+FORMAT = 5
+"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they, 3 and 4 are read as well."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
+_BEGIN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)","iteration":([0-9]{1,18})')
+_END = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
+                  rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
+_LAST = 250
+"""Bytes that hold the end."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
 
@@ -151,8 +157,11 @@ class Manifest:
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
-    """Time of the commit in microseconds since 1970, later than that of any tag committed before under the same root;
-    0 in format 1, which does not record it."""
+    """Time of the commit in microseconds since 1970, for people; 0 in format 1, which does not record it."""
+    branch: str = ""
+    commit: int = 0
+    """The number of the commit; 0 in formats 1 to 4, which have no branch and no history either (lineage.py)."""
+    history: History = ()
     save_id: str = ""
     """What this save wrote into each of its files of JSON; empty in formats 1 and 2."""
     nbytes: int = 0
@@ -169,6 +178,10 @@ class Manifest:
     def name_of_save(self) -> str:
         """Differs from save to save; before format 3, where its files do."""
         return self.save_id or f"{crc32(repr(sorted(self.files.items())).encode()):08x}"
+
+    @property
+    def record(self) -> SaveRecord:
+        return SaveRecord(self.tag, self.iteration, self.run_id, self.saved_at, self.branch, self.commit, self.history)
 
     @property
     def has_parts(self) -> bool:
@@ -216,11 +229,11 @@ class Manifest:
         return sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """The tag is at the beginning and the time at the end, for stamp.py."""
+        """What `record_of` reads is at the beginning and at the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
-        body["saved_at"] = self.saved_at
+        body |= lineage_to_json(self.branch, self.history) | {"commit": self.commit, "saved_at": self.saved_at}
         return seal(body, self.key)
 
     def check(self) -> None:
@@ -245,16 +258,55 @@ def read_manifest(folder: Path, key: Key | None = None) -> Manifest:
     return from_bytes(read_bytes(folder / MANIFEST, where), where, key)
 
 
+def record_of(folder: Path) -> SaveRecord | None:
+    """Of the manifest in `folder`, without its history, if its bytes match its checksum. It is read and not parsed: one
+    of format 2 can be hundreds of megabytes, and each save asks this of every tag."""
+    try:
+        data = read_bytes(folder / MANIFEST, MANIFEST)
+    except CheckpointError:
+        return None
+    text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
+    begin, end = _BEGIN.match(data), _END.search(data[-_LAST:])
+    if data[len(text):] != ending(text) or begin is None:
+        return None
+    run_id, tag = (begin[group].decode("utf-8", "replace") for group in (1, 2))
+    branch, commit, saved_at = (None, None, None) if end is None else end.groups()
+    return SaveRecord(tag, int(begin[3]), run_id, int(saved_at or 0), (branch or b"").decode(), int(commit or 0))
+
+
+def seal_of(folder: Path) -> str | None:
+    """The checksum that the manifest in `folder` ends with, which identifies one save; None without a manifest."""
+    return None if (end := _end_of(folder)) is None else end[-len(ending(b"")):][len(CHECKSUM):-3].decode(
+        "ascii", "replace")
+
+
+def commit_of(folder: Path) -> int:
+    """The number of the commit, from the last bytes alone; 0 where there is none."""
+    found = _END.search(_end_of(folder) or b"")
+    return int(found[2] or 0) if found else 0
+
+
+def _end_of(folder: Path) -> bytes | None:
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
+            return file.read(_LAST)
+    except OSError:
+        return None
+
+
 def from_bytes(data: bytes, where: str = MANIFEST, key: Key | None = None) -> Manifest:
     """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
     record = Record(unseal(data, where, key), where)
     if (version := record.count("format")) not in range(1, FORMAT + 1):
         raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
+    branch, history = lineage_in(record) if version > 4 else ("", ())
     manifest = Manifest(run_id=record.take("run_id", str), tag=safe_name(record.take("tag", str), f"{where}: tag"),
                         iteration=record.count("iteration"), layout=record.take("layout", dict),
                         config=record.take("config", dict),
                         tensors=tuple(_tensor(value, where, version < 3) for value in record.take("tensors", list)),
                         saved_at=record.count("saved_at", 10**18) if version > 1 else 0,
+                        branch=branch, history=history, commit=record.count("commit") if version > 4 else 0,
                         save_id=record.take("save_id", str) if version > 2 else "",
                         nbytes=record.count("nbytes") if version > 2 else 0,
                         files=files_from_json(record.take("files", dict), where) if version < 3 else {},

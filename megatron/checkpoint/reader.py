@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,15 @@ import torch
 
 from megatron.checkpoint.agree import agree, alike, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
-from megatron.checkpoint.content import state_in
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.int8 import LEVELS
 from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
-from megatron.checkpoint.origin import origin_of
-from megatron.checkpoint.part import SHARED_STATE, Part, part_name, read_part
+from megatron.checkpoint.part import SHARED_STATE, Part, origin_of, part_name, read_part
 from megatron.checkpoint.piece import sharding_of
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.state import decode
-from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
+from megatron.checkpoint.strict import Key, parse_json, read_bytes, sense_of
 from megatron.checkpoint.strangers import unread
-from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr
+from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr, state_in
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -58,51 +55,43 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, k
                           world))
     try:
         found = _open_verified(root, first, world, say, key)
+        if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
+            say(warning)
+        return found
     except CheckpointError as error:
-        others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
-        if not fallback or not others:
-            advice = "; --resume-fallback takes the newest good one before it" if others else ""
-            raise CheckpointError(f"{error}{advice}") from error
-        return _fall_back(root, error, others, world, say, key)
-    if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
-        say(warning)
-    return found
-
-
-def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say,
-               key: Key | None) -> Checkpoint:
-    """The first of the other tags that is good; the last one's error where none is."""
+        last = error
+    others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
+    if not fallback or not others:
+        advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
+                  "; no tag is there that it continues from: name another one" if fallback and tag is None else "")
+        raise CheckpointError(f"{last}{advice}") from last
     for name in others:
         if world.rank == 0:
-            say(f"warning: {error}; falling back to an older tag, {name}")
+            say(f"warning: {last}; falling back to an older tag, {name}")
         try:
             return _open_verified(root, name, world, say, key)
-        except CheckpointError as found:
-            error = found
-    raise error
+        except CheckpointError as error:
+            last = error
+    raise last
 
 
 def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
     """Every rank checks its share of the files, and the first one whether there are others. Collective."""
-    manifest, checked = agree(partial(_check_share, root, tag, world, key), world)
+    def check() -> tuple[Manifest, int]:
+        with _reading(root, tag):
+            manifest = manifest_of(root, tag, key)
+            return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
+
+    def find_others() -> list[str]:
+        with _reading(root, tag):
+            return other_names(folder_of(root, tag), manifest, count) if world.rank == 0 else []
+
+    manifest, checked = agree(check, world)
     alike({f"tag {tag}": manifest.name_of_save}, world, "the ranks find different checkpoints")
     count = total(checked, world)
-    if others := agree(partial(_other_names, root, tag, manifest, count if world.rank == 0 else None), world):
+    if others := agree(find_others, world):
         say(unread(tag, others))
     return Checkpoint(folder_of(root, tag), manifest)
-
-
-def _check_share(root: Path, tag: str, world: Group, key: Key | None) -> tuple[Manifest, int]:
-    with _reading(root, tag):
-        manifest = manifest_of(root, tag, key)
-        return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
-
-
-def _other_names(root: Path, tag: str, manifest: Manifest, count: int | None) -> list[str]:
-    if count is None:
-        return []
-    with _reading(root, tag):
-        return other_names(folder_of(root, tag), manifest, count)
 
 
 @contextmanager

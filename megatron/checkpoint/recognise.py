@@ -39,10 +39,8 @@ def _deepspeed(path: Path) -> str | None:
 
 
 def _megatron_lm(path: Path) -> str | None:
-    tracker = path / "latest_checkpointed_iteration.txt"
-    if tracker.is_file() or _any(path.glob("mp_rank_*/model_optim_rng.pt")):
-        return f"a Megatron-LM checkpoint: {_read_by(path)}"
-    return None
+    is_one = (path / "latest_checkpointed_iteration.txt").is_file() or _any(path.glob("mp_rank_*/model_optim_rng.pt"))
+    return f"a Megatron-LM checkpoint: {_read_by(path)}" if is_one else None
 
 
 def _torch_distributed(path: Path) -> str | None:
@@ -65,9 +63,7 @@ def _huggingface(path: Path) -> str | None:
 
 
 def _nanogpt(path: Path) -> str | None:
-    if (path / "ckpt.pt").is_file():
-        return f"a nanoGPT folder: {_read_by(path)}"
-    return None
+    return f"a nanoGPT folder: {_read_by(path)}" if (path / "ckpt.pt").is_file() else None
 
 
 def _file(path: Path) -> str | None:

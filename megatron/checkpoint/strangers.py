@@ -1,8 +1,7 @@
 """What lies in a save root or a tag and is none of ours: links that lead elsewhere, files that no save wrote. No torch.
 
-A link is not followed out of the save root: what is there may be another run's, and is neither read, written nor
-deleted. (A save root may itself be a link, and so may a single file of a tag, whose bytes are checked.) Other people's
-files are named, and left alone while the tag is there.
+A link is not followed out of the save root: what is there is neither read, written nor deleted. (A save root may itself
+be a link, and so may a single file of a tag, whose bytes are checked.) Other files are named, and stay with the tag.
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from hashlib import file_digest
 from pathlib import Path
 
-from data.storage import one_line
-from megatron.checkpoint.content import check_files, check_pieces
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest, safe_name, step_of
-from megatron.checkpoint.part import part_name, read_part, writer_of
+from data.storage import crc32_file, one_line
+from megatron.checkpoint.header import Header, Place, read_header
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, key_of, read_manifest, safe_name, step_of
+from megatron.checkpoint.part import CONFIG, Origin, check_origin, origin_of, part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strict import Key, Record, parse_json, read_bytes
 from megatron.checkpoint.strangers import check_tag_inside, unread
 from megatron.errors import CheckpointError
 
@@ -67,7 +68,7 @@ def tag_names(root: Path) -> list[str]:
 def steps_of(root: Path) -> dict[str, int]:
     """The same with their steps, in the order of the steps."""
     found: dict[str, int] = {}
-    for name in _folders(root):
+    for name in folders(root):
         tag = name.removeprefix(ASIDE)
         step = step_of(tag)
         if step is None and (root / name / MANIFEST).is_file():
@@ -77,7 +78,8 @@ def steps_of(root: Path) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
 
 
-def _folders(root: Path) -> Iterator[str]:
+def folders(root: Path) -> Iterator[str]:
+    """Names of what may be tags."""
     try:
         with os.scandir(root) as entries:
             yield from (entry.name for entry in entries
@@ -150,3 +152,100 @@ def _expected(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterato
     for rank in {rank for name in names if (rank := writer_of(name)) is not None and rank < manifest.ranks}:
         yield part_name(rank)
         yield from read_part(folder, manifest, rank)[0].files
+
+
+# ---- the files of one rank ------------------------------------------------------------------------------------------
+
+def check_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
+    """Those of one rank. All sizes first: they cost nothing."""
+    for name, entry in files.items():
+        _check_size(folder / name, entry.size, manifest)
+    for name, entry in files.items():
+        where = f"tag {manifest.tag}: file {name}"
+        try:
+            _check_sums(folder / name, entry, manifest, where)
+            if manifest.has_origins:
+                _check_origin(folder / name, manifest, where)
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+
+
+def check_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
+    """The rank's files of tensors hold each piece that the manifest says it wrote, once and as it says, and nothing
+    twice."""
+    found: dict[str, Place] = {}
+    for name in names:
+        where = f"tag {manifest.tag}: file {name}"
+        for key, place in header_of(folder / name, where).places.items():
+            if key in found:
+                raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
+            found[key] = place
+    for tensor in manifest.tensors:
+        piece = manifest.piece_of(tensor, rank)
+        if piece is None:
+            continue
+        key, expected = key_of(tensor, rank % manifest.grid[0], piece[0]), (tensor.dtype, (piece[1],))
+        there = found.get(key)
+        if there is None or (there.dtype, there.shape) != expected:
+            held = "nothing" if there is None else f"{there.dtype} {str(list(there.shape)):.80}"
+            raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
+                                  f"{tensor.dtype:.20} {list(expected[1])}, found {held}")
+
+
+def header_of(path: Path, where: str) -> Header:
+    try:
+        with open(path, "rb") as file:
+            return read_header(file, where)
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+
+
+def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"tag {manifest.tag}: {_describe(path.name, manifest)} missing")
+    if (found := path.stat().st_size) != expected:
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
+
+
+def _check_sums(path: Path, entry: FileEntry, manifest: Manifest, where: str) -> None:
+    if (found := crc32_file(path)) != entry.crc32:
+        raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
+    if manifest.key is None:
+        return
+    with open(path, "rb") as file:
+        if file_digest(file, "sha256").hexdigest() != entry.sha256:
+            raise CheckpointError(f"{where}: is not the file that was signed: its sha256 is another")
+
+
+def _check_origin(path: Path, manifest: Manifest, where: str) -> None:
+    """What the file says that it is of."""
+    if path.name == CONFIG:
+        if parse_json(read_bytes(path, where), where) != manifest.config:
+            raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
+        return
+    rank = writer_of(path.name)
+    assert rank is not None, path.name
+    expected = origin_of(manifest, rank)
+    if path.suffix == ".safetensors":
+        check_origin(header_of(path, where).metadata, expected, where)
+    else:
+        state_in(parse_json(read_bytes(path, where), where), expected, where)
+
+
+def state_in(value: object, expected: Origin, where: str) -> object:
+    """What `shared.json` holds, if it is of the checkpoint."""
+    record = Record(value, where)
+    check_origin(record.take("origin", dict), expected, where)
+    state = record.take("state", dict)
+    record.done()
+    return state
+
+
+def _describe(name: str, manifest: Manifest) -> str:
+    """A file, with its rank where it is one rank's shard."""
+    rank, shared = writer_of(name), not name.startswith("rank")
+    if rank is None or shared:
+        return f"file {name}"
+    world = manifest.ranks if manifest.has_parts else sum(
+        other.endswith(".json") and other.startswith("rank") for other in manifest.files)
+    return f"shard file {name} (rank {rank} of {world})"

@@ -1,26 +1,34 @@
 """Safetensors files, written tensor by tensor and read by position.
 
 Any safetensors library reads them (header.py says what they are). We write them ourselves because the library wants
-every tensor in memory at once and returns no checksum; ours holds one tensor at a time, wherever it comes from, and
-sink.py computes the crc32 on the way. They are not mapped into memory to be read: what a drive does to a map after the
-checksum was right (an error, a file cut off) ends the process without a word.
+every tensor in memory at once and returns no checksum; `Sink` holds one tensor at a time, wherever it comes from, and
+computes the crc32 on the way. It writes full blocks with O_DIRECT, past the page cache: gigabytes of pages would push
+out what training reads, and copying into them costs the processor (docs/benchmarks.md). Files are not mapped into
+memory to be read: what a drive does to a map after the checksum was right (an error, a file cut off) ends the process
+without a word.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
+import numpy as np
 import torch
 
+from data.storage import crc32
 from megatron.checkpoint.header import Place, header_bytes, read_header
 from megatron.checkpoint.manifest import FileEntry
-from megatron.checkpoint.sink import Sink
 from megatron.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -33,6 +41,12 @@ FILE_BYTES = 4 << 30
 
 AT_A_TIME = 16 << 20
 """Bytes that are read at a time: where they are wanted in another dtype or place, so much memory is between."""
+
+
+BLOCK = 8 << 20
+"""Bytes handed to the disk at once: from here on a disk is as fast as it can be. A multiple of every sector size."""
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,82 @@ def _bytes_of(item: Item) -> memoryview:
     assert tensor.dtype == item.dtype and tensor.numel() == prod(item.shape), f"{item.key}: not what was announced"
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+class Sink:
+    """An empty file being written, and what its manifest entry will say. While one block is filled and checksummed, a
+    second thread writes the other one; both leave the interpreter to the training."""
+
+    def __init__(self, file: IO[bytes], signed: bool = False) -> None:
+        self.file, self.size, self.crc = file, 0, 0
+        self._sha = sha256() if signed else None
+        self._filling, self._leaving = (np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8) for _ in range(2))
+        self._used = 0
+        self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
+        self._written: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._helper.shutdown()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.size += len(data)
+        rest = np.frombuffer(data, np.uint8)
+        while rest.size:
+            part = self._filling[self._used:self._used + rest.size]
+            np.copyto(part, rest[:part.size])
+            self.crc = crc32(part.data, self.crc)  # while it is in the processor's cache
+            if self._sha is not None:
+                self._sha.update(part.data)
+            self._used += part.size
+            rest = rest[part.size:]
+            if self._used == BLOCK:
+                self._send()
+
+    def finish(self) -> FileEntry:
+        """Wait until everything is on the disk."""
+        self._settle()
+        _set_direct(self.file, False)
+        _write(self.file, self._filling[:self._used].data)
+        os.fsync(self.file.fileno())
+        return FileEntry(self.size, f"{self.crc:08x}", "" if self._sha is None else self._sha.hexdigest())
+
+    def _send(self) -> None:
+        """The full block leaves, the other one is filled next."""
+        if self._written is None:
+            _set_direct(self.file, True)
+        self._settle()
+        try:
+            self._written = self._helper.submit(_write, self.file, self._filling.data)
+        except RuntimeError:  # no thread can be had: the interpreter is ending, for one
+            self._helper.shutdown(cancel_futures=True)  # or a later thread would write this block once more
+            _write(self.file, self._filling.data)
+        self._filling, self._leaving, self._used = self._leaving, self._filling, 0
+
+    def _settle(self) -> None:
+        if self._written is not None:
+            self._written.result()
+
+
+def _write(file: IO[bytes], data: memoryview) -> None:
+    while data:
+        try:
+            data = data[os.write(file.fileno(), data):]
+        except OSError as error:  # EINVAL: the flag was taken, but not these bytes (a short write before them)
+            if error.errno != errno.EINVAL or not _set_direct(file, False):
+                raise
+
+
+def _set_direct(file: IO[bytes], on: bool) -> bool:
+    """Whether the flag could be, and was, changed."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    wanted = flags | O_DIRECT if on else flags & ~O_DIRECT
+    try:
+        return wanted != flags and fcntl.fcntl(file, fcntl.F_SETFL, wanted) == 0
+    except OSError:
+        return False
 
 
 class TensorFile:

@@ -111,14 +111,21 @@ class BehindTheRun:
                 self.wait(until=is_in_a_hurry)
 
     def _work(self) -> None:
+        is_at_work = True
         try:
-            while (path := self._first()) is not None:
+            while is_at_work:
+                path = self._left[0]
                 try:
                     self._tell(path, delete_now(path))
                 finally:
-                    self._pass(path)
+                    with self._changed:
+                        self._left.remove(path)
+                        is_at_work = self._is_at_work = bool(self._left)
+                        self._changed.notify_all()
         except BaseException:
-            self._rest()
+            with self._changed:
+                self._is_at_work = False
+                self._changed.notify_all()
             raise
 
     def _tell(self, path: Path, why: OSError | None) -> None:
@@ -128,20 +135,3 @@ class BehindTheRun:
             with suppress(OSError, ValueError):  # nobody reads it any more
                 self._say(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the next "
                           "save tries again")
-
-    def _pass(self, path: Path) -> None:
-        with self._changed:
-            self._left.remove(path)
-            self._changed.notify_all()
-
-    def _first(self) -> Path | None:
-        with self._changed:
-            if self._left:
-                return self._left[0]
-            self._rest()
-            return None
-
-    def _rest(self) -> None:
-        with self._changed:
-            self._is_at_work = False
-            self._changed.notify_all()

@@ -12,12 +12,11 @@
 A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
 
 What a rank does depends on its own part and on the number of tensors, not on the number of ranks: the manifest follows
-from how tensors are cut, each rank checks that its pieces are those that the manifest promises of it, and so together
-they are everything, once. No rank is told what the others wrote.
+from how tensors are cut, and each rank checks that its pieces are those that the manifest promises of it.
 
-The protocol is written once, as the generator `saving`: it yields its slow parts, writing and commit, as *jobs*. A job
-talks to no other rank, so it may run anywhere: `save` does each at once, background.py in a thread while training goes
-on. Whoever drives the generator calls `answer` on every rank when the job is done there; the rest is in that call.
+The protocol is the generator `saving`, which yields its slow parts, writing and commit, as *jobs*. A job talks to no
+other rank: `save` does each at once, background.py in a thread while training goes on. The caller of the generator
+calls `answer` on every rank when the job is done there.
 
 Memory of a save: one tensor of a rank's share (on the CPU none: it is written in place), two blocks of 8 MB and the
 manifest.
@@ -32,27 +31,25 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
 from megatron.checkpoint.agree import agree, on_rank_0, total, with_memory
-from megatron.checkpoint.commit import Keep, commit, prune, stage, storing, time_of_commit
+from megatron.checkpoint.commit import Keep, commit, last_commit, prune, stage, storing
 from megatron.checkpoint.flock import alone
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from megatron.checkpoint.origin import Origin, origin_of
-from megatron.checkpoint.part import CONFIG, SHARED_STATE, Part, part_name, tensor_file_name
+from megatron.checkpoint.lineage import Lineage, lineage_to_json
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, record_of
+from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_of, part_name, tensor_file_name
 from megatron.checkpoint.piece import Piece
-from megatron.checkpoint.signature import FLAG, Key
-from megatron.checkpoint.stamp import stamp_of
 from megatron.checkpoint.state import encode
 from megatron.checkpoint.strangers import named, of_no_save
-from megatron.checkpoint.strict import readable
+from megatron.checkpoint.strict import FLAG, Key, readable
 from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
-from megatron.checkpoint.trash import BehindTheRun, Delete, delete_now
+from megatron.checkpoint.trash import BehindTheRun, delete_now
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
@@ -106,8 +103,9 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
            run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
            say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-           key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
-    """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
+           key: Key | None = None, trash: BehindTheRun | None = None, lineage: Lineage | None = None) -> Saving:
+    """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name. It continues from
+    the last save of this `lineage`; without one it is the first of a branch.
 
     `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
     local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
@@ -119,10 +117,11 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     """
     begin = time.perf_counter()
     delete = delete_now if trash is None else trash.delete
-    root, place = Path(root), world.rank if place is None else place
+    root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
     whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
-    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), key=key)
+    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), key=key, branch=lineage.branch,
+                        history=lineage.history)
     manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
     fits = partial(with_memory, world=world, doing=f"saving {tag}")
     share = agree(lambda: fits(lambda: _share(manifest, place, own, rank_state, shared_state, hold)),
@@ -138,14 +137,19 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
             with storing(root / tag, 0), alone(root):
                 if replaced := _replaced(root, tag):
                     say(replaced)
-                dated = replace(manifest, nbytes=written, saved_at=time_of_commit(root))
-                size = _commit(staging, root, dated, latest, delete)
-                prune(root, keep, iteration, say, delete, run_id)
-                return size
+                now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
+                made = replace(manifest, nbytes=written, saved_at=now, commit=lineage.number(last_commit(root)))
+                data = made.to_bytes()  # the last of all files
+                with storing(staging / MANIFEST, len(data)):
+                    write_blob(staging / MANIFEST, data)
+                commit(staging, root, tag, latest, delete)
+                lineage.follow(made.record)
+                prune(root, keep, made.record, say, delete)
+                return len(data)
 
         try:
             written = yield partial(fits, partial(_write_rank, staging, share))
-            size = yield partial(fits, publish) if world.rank == 0 else _nothing
+            size = yield partial(fits, publish) if world.rank == 0 else lambda: 0
         except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -197,17 +201,12 @@ def _replaced(root: Path, tag: str) -> str | None:
         return f"replacing {root / tag}, a link; what it leads to stays as it is"
     others = of_no_save(root / tag)
     lost = f", and what no save wrote with it: {named(others)}" if others else ""
-    stamp = stamp_of(folder_of(root, tag))
-    if stamp is None or stamp.tag != tag:
+    record = record_of(folder_of(root, tag))
+    if record is None or record.tag != tag:
         return f"replacing {root / tag}, which is damaged{lost}"
-    saved_at = stamp.saved_at
+    saved_at = record.saved_at
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
-
-
-def _nothing() -> int:
-    """What the other ranks do while rank 0 commits."""
-    return 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +221,7 @@ class _Share:
     """Other files by name."""
     state: Any
     """The rank's own, encoded."""
+    lineage: Mapping[str, Any] | None
 
     @property
     def nbytes(self) -> int:
@@ -234,12 +234,13 @@ def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: M
     items: list[Item] = []
     origin = origin_of(manifest, rank)
     own = encode(rank_state, f"rank{rank}", items)
-    texts = {}
+    texts, lineage = {}, None
     if rank == 0:
-        shared = {"origin": origin.as_dict(), "state": encode(shared_state, "shared", items)}
+        lineage = lineage_to_json(manifest.branch, manifest.history)
+        shared = {"origin": asdict(origin), "state": encode(shared_state, "shared", items)}
         texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
     items += [piece.item() for piece in pieces]
-    return _Share(origin, manifest.key, items if hold is None else hold(items), texts, own)
+    return _Share(origin, manifest.key, items if hold is None else hold(items), texts, own, lineage)
 
 
 def _write_rank(staging: Path, share: _Share) -> int:
@@ -253,19 +254,10 @@ def _write_rank(staging: Path, share: _Share) -> int:
     for name, text in share.texts.items():
         with storing(staging / name, share.nbytes):
             files[name] = write_blob(staging / name, text, signed)
-    name, text = part_name(rank), Part(share.origin, files, share.state).to_bytes(share.key)
+    name, text = part_name(rank), Part(share.origin, files, share.state, share.lineage).to_bytes(share.key)
     with storing(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)
-
-
-def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool, delete: Delete) -> int:
-    """The manifest, last of all files, then the rename; its bytes."""
-    data = manifest.to_bytes()
-    with storing(staging / MANIFEST, len(data)):
-        write_blob(staging / MANIFEST, data)
-    commit(staging, root, manifest.tag, latest, delete)
-    return len(data)
 
 
 def _text(value: object) -> bytes:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import TensorEntry, step_tag
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -37,7 +38,7 @@ from megatron.fsdp.sharding import plain_name, the_member
 from megatron.fsdp.state_dict import inside, ready
 from megatron.fsdp.whole import own_masters
 from megatron.zero.api.hyper import check_groups, hyper_parameters, restore_groups
-from megatron.zero.api.saved import check_client_state
+from megatron.zero.api.saved import check_client_state, tied_names
 from megatron.zero.api.shared import check_shared
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import WEIGHT
@@ -77,12 +78,14 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {bare: buffer.detach().cpu() for bare, buffer in _buffers(module).items()},
+        "tied": tied_names(module, root.buckets, plain_name),
         "loop": {},
         "client_state": dict(client_state or {}),
     }
     save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds), tensors=_tensors(optimizer, root, kinds),
          place=root.dp.rank, rank_state={"rng": capture_rng()}, shared_state=shared, config={"fsdp": True},
-         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep)
+         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep,
+         lineage=root.lineage)
     return name
 
 
@@ -96,6 +99,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     agree(lambda: _check(found, root, optimizer), root.dp)
     agree(partial(_read_all, found, root), root.dp)
     root.note_edits()
+    root.lineage = Lineage(found.manifest.record)
     for name, buffer in _buffers(module).items():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.checkpoint.lineage import Lineage
 from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
 from megatron.fsdp.gradients import ShownGradients
@@ -75,6 +76,8 @@ class Root:
         self._backward_goes_on: Callable[[], bool] = lambda: False
         self.steps = 0
         """Optimizer steps, as far as forwards have seen them."""
+        self.lineage = Lineage()
+        """What its next checkpoint continues from."""
         self._watched = False
         self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = attach(units, self)

@@ -369,7 +369,8 @@ def _shutdown_at_exit() -> None:
         if HERE.place.is_inside:
             for answer in _EARLY:
                 answer()
-        shutdown()
+        with suppress(KeyboardInterrupt):  # what it waited for is left to the next start
+            shutdown()
 
 
 def shutdown() -> None:

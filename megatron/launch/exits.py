@@ -31,7 +31,7 @@ from itertools import takewhile
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from megatron.launch.leaving import Asked, raise_when_asked
+from megatron.launch.leaving import Asked, ignore_at_the_end, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, folded)
 from megatron.launch.distributed import came_out_of_a_meeting, on_early_exit, read_environment, take_leave
@@ -111,6 +111,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
         leave_now(code)
     if not flush():
         discard_output()
+    ignore_at_the_end()
     return code
 
 

@@ -67,6 +67,17 @@ def raise_when_asked() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def ignore_at_the_end() -> None:
+    """Requests after the end of the main program change nothing: raised in a callback of atexit, they would print a
+    traceback."""
+    def ask(number: int, frame: FrameType | None) -> None:
+        while frame is not None and (frame := frame.f_back) is not None:
+            if frame.f_globals.get("__name__") == "__main__":  # it goes on
+                raise KeyboardInterrupt if number == signal.SIGINT else Asked(number)
+
+    _listen(ask, REQUESTS)
+
+
 def ignore_more() -> None:
     """One request is enough: what the program tidies up now is not interrupted, but by Ctrl-C."""
     _listen(signal.SIG_IGN, [number for number in REQUESTS if number != signal.SIGINT])

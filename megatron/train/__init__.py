@@ -8,8 +8,7 @@
                     Python looks for garbage
     log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), table.py (CSV),
                     dashboard.py (Weights & Biases), flops.py
-    resume.py       the state of a run <-> a checkpoint; position.py: where a saved run was;
-                    changed.py: training methods that differ from its
+    resume.py       the state of a run <-> a checkpoint
     sample.py       text from the model at the end
     allocator.py, processor.py    what a CPU run should know about its machine
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,21 @@ from typing import Any
 from data.facts import TokenizerFacts, tokenizer_facts_in
 from megatron.checkpoint.agree import agree, on_rank_0, same_key
 from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
-from megatron.checkpoint.commit import Keep, probe, storing, sweep
+from megatron.checkpoint.commit import Keep, locked, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
-from megatron.checkpoint.lock import locked
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, step_tag
-from megatron.checkpoint.strict import sense_of
+from megatron.checkpoint.strict import Record, sense_of
 from megatron.checkpoint.tags import held, steps_of, tag_names
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_shape import shape_in
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedule import Schedule
-from megatron.train.changed import changed_methods
 from megatron.train.loop import TrainState
-from megatron.train.position import position_in
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.saved import LoadOptions, load_foreign_weights
 from megatron.zero.api.schedule import FollowSchedule
@@ -333,3 +331,83 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
 """Field of a schedule -> the flag that sets it."""
+
+
+OWN = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
+"""Fields of the client state that are of it."""
+
+
+@dataclass(frozen=True)
+class Position:
+    state: TrainState
+    schedule: Schedule
+    data: str
+    """The fingerprint of the text."""
+
+
+def position_in(saved: Mapping[str, Any], where: str) -> Position:
+    record = Record({name: saved[name] for name in OWN if name in saved}, where)
+    schedule = _schedule(Record(record.take("schedule", dict), f"{where}: schedule"))
+    owes = record.take("owes_evaluation", bool) if "owes_evaluation" in record.fields else False
+    state = TrainState(record.count("iteration"), record.count("consumed_samples"), owes)
+    with sense_of(f"{where}: schedule"):
+        schedule(state.iteration)
+        schedule.betas(state.iteration)
+    return Position(state, schedule, record.take("data", str))
+
+
+def _schedule(said: Record) -> Schedule:
+    """Fields of later versions may be missing; one that is not known would be ignored, and is refused."""
+    values: dict[str, Any] = {}
+    for item in fields(Schedule):
+        if item.name not in said.fields:
+            if item.default is MISSING:
+                raise CheckpointError(f"{said.where}: field {item.name!r} is missing")
+        elif item.type == "str":
+            values[item.name] = said.take(item.name, str)
+        elif item.type == "int":
+            values[item.name] = said.count(item.name)
+        elif said.fields[item.name] is None and item.default is None:
+            del said.fields[item.name]
+        else:
+            values[item.name] = said.number(item.name)
+    said.done()
+    return Schedule(**values)
+
+
+# ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------
+
+SWITCHES = {"layer_drop": "progressive_layer_drop", "quantize": "quantize_training"}
+"""Section of a method -> its switch."""
+Tree = Mapping[str, Mapping[str, Any]]
+
+
+def changed_methods(saved: Tree, config: Config, rule: Mapping[str, Any]) -> list[str]:
+    """One line on what a resumed run does otherwise than that of its checkpoint. `saved` is its configuration, `rule`
+    what it says of its optimizer, where that is loaded. What must not differ is refused elsewhere."""
+    present = config.as_dict()
+    changes = [change for section, switch in SWITCHES.items() for change in _of_method(saved, present, section, switch)]
+    changes += _of_warm_up(saved, present, rule)
+    return [f" changed: {', '.join(changes)}"] if changes else []
+
+
+def _of_method(saved: Tree, present: Tree, section: str, switch: str) -> Iterator[str]:
+    before, now = saved.get(section, {}), present[section]
+    was_on, is_on = bool(before.get(switch)), bool(now[switch])
+    if was_on != is_on:
+        yield f"{flag_name(switch)} {_word(was_on)} -> {_word(is_on)}"
+    elif is_on:
+        yield from (f"{flag_name(name)} {_word(before[name])} -> {_word(value)}" for name, value in now.items()
+                    if name in before and before[name] != value)
+
+
+def _of_warm_up(saved: Tree, present: Tree, rule: Mapping[str, Any]) -> Iterator[str]:
+    before, now = saved.get("optim", {}), present["optim"]
+    name, frozen_at = "onebit_freeze_step", rule.get("frozen_at")
+    if now["optimizer"] in ONE_BIT and before.get("optimizer") == now["optimizer"] and before.get(name) != now[name]:
+        kept = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
+        yield f"{flag_name(name)} {before.get(name)} -> {now[name]}{kept}"
+
+
+def _word(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -259,7 +259,7 @@ def settings_child() -> int:
 def nameless() -> Iterator[None]:
     """Files do not say what they are of; nothing reads them."""
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.origin import Origin
+    from megatron.checkpoint.part import Origin
 
     with mock.patch.object(Manifest, "digest", lambda self: "0" * 32), \
             mock.patch.object(Origin, "as_metadata", lambda self: {}), \
@@ -272,7 +272,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     from checkpoint import TAG, clear, make_engine
 
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.origin import Origin
+    from megatron.checkpoint.part import Origin
     from megatron.train.allocator import keep_freed_memory
 
     keep_freed_memory()

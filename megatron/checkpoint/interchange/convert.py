@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.commit import probe
+from megatron.checkpoint.commit import locked, probe
 from megatron.checkpoint.int8 import SCALE, LEVELS, Read, is_quantised, quantised, row_maxima, scale_of
 from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch
 from megatron.checkpoint.interchange.recorded import recorded_model
-from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.recognise import recognise
-from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strict import Key
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.config.hf_shape import CONFIG

@@ -86,7 +86,14 @@ class Foreign:
     def facts(self) -> dict[str, str]:
         """Of each tensor its type, its shape and a checksum of some numbers, evenly spread from the first to the last:
         two trainings differ in all, files that are cut or mixed up in some. Not a checksum of every byte."""
-        return {name: _fact(self.tensor(name)) for name in self.shapes}
+        found = {}
+        for name in self.shapes:
+            tensor = self.tensor(name)
+            places = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64)
+            sampled = tensor[torch.unravel_index(places.round().long(), tensor.shape)].double()
+            kind = str(tensor.dtype).removeprefix("torch.")
+            found[name] = f"{kind} {list(tensor.shape)} ({crc32(sampled.numpy().tobytes()):08x})"
+        return found
 
     @property
     def parameters(self) -> int:
@@ -97,13 +104,6 @@ def same_weights(found: Foreign, world: Group) -> None:
     """Each rank reads a copy of its own, perhaps: what they hold is compared, as far as `facts` looks. Collective."""
     if not world.is_solo:
         alike(agree(found.facts, world), world, "the ranks find different weights, each where it was told to look")
-
-
-def _fact(tensor: Tensor) -> str:
-    places = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64).round().long()
-    sampled = tensor[torch.unravel_index(places, tensor.shape)].double()
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} {list(tensor.shape)} ({crc32(sampled.numpy().tobytes()):08x})"
 
 
 def model_config(where: str, **fields: Any) -> ModelConfig:

@@ -26,10 +26,14 @@ M = TypeVar("M", bound=nn.Module)
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Folder, tag: str | None = None,
                                              exclude_frozen_parameters: bool = False,
                                              lazy_mode: bool = False) -> Mapping[str, Tensor]:
-    """Whole, unpadded fp32 weights by name, of the newest tag unless one is named. With `lazy_mode` each is read when
-    it is asked for, and not kept."""
-    lazy = LazyStateDict(_entries(checkpoint_dir, tag, exclude_frozen_parameters))
-    return lazy if lazy_mode else dict(lazy)
+    """Whole, unpadded fp32 weights by name, of the newest tag unless one is named; all names of a tied tensor give the
+    same one. With `lazy_mode` each is read when it is asked for, and not kept."""
+    entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
+    lazy = LazyStateDict(entries)
+    if lazy_mode:
+        return lazy
+    loaded = {name: lazy[name] for name in {entry.saved_as: None for entry in entries}}
+    return {entry.name: loaded[entry.saved_as] for entry in entries}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: Folder, output_dir: Folder, max_shard_size: str = "5GB",
@@ -47,10 +51,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: Folder, output_di
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: Folder, tag: str | None = None) -> M:
     """Fill a model on the CPU with the weights. It must be whole (no tensor parallelism, no engine around it)."""
-    entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)}
     model = model.cpu()
     places = model.state_dict(keep_vars=True)
-    # A tied tensor has several names in the model and one in the checkpoint.
+    entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)
+               if entry.name == entry.saved_as or entry.name in places}
+    # Of a tied tensor a checkpoint of format 4 or older has one name.
     given = {id(places[name]) for name in entries if name in places}
     strange = sorted(entries.keys() - places.keys())
     strange += sorted(name for name, place in places.items() if id(place) not in given)

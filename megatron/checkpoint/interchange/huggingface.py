@@ -149,7 +149,8 @@ def _entry(found: Checkpoint, name: str, shape: tuple[int, ...]) -> Entry:
         whole = logical(found, "weight", name, 0, prod(shape)).numpy().reshape(shape)
         return whole.T if turned else whole
 
-    return Entry(HUGGING_FACE.theirs(name, "transformer."), shape[::-1] if turned else shape, "<f4", load)
+    return Entry(HUGGING_FACE.theirs(name, "transformer."), shape[::-1] if turned else shape, "<f4", load,
+                 name)
 
 
 def _config(model: ModelConfig, eod: int | None) -> dict[str, object]:

@@ -7,7 +7,6 @@ is the tanh form (GPT-2's own): hidden states differ by about 1e-3 until trainin
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,7 @@ def open_saved(saved: Any, path: Path, vocab_size: int | None = None) -> Foreign
         found["wte.weight"] = found["wte.weight"][:model.tokens]
     if not args.get("bias", True):
         found = {name: torch.zeros(shape) for name, shape in shapes_of(model).items() if name.endswith(".bias")} | found
-    foreign = Foreign(str(path), model, {name: partial(_same, tensor) for name, tensor in found.items()},
+    foreign = Foreign(str(path), model, {name: tensor.detach for name, tensor in found.items()},
                       ("it was trained with the exact GELU, this program's is the tanh form",))
     foreign.check()
     return foreign
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -13,6 +13,7 @@ exception: U+2581, which SentencePiece writes for a space, is read as a space th
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,6 @@ from data.gpt2_bpe import byte_alphabet, merges_and_vocabulary_in, parse_merges
 from data.storage import DataError
 from data.tokenizer import build
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, read, read_text
-from megatron.checkpoint.interchange.protobuf import fields_of
 from megatron.config.tree import ModelConfig
 
 DEFAULT_KIND = "GPT2BPETokenizer"
@@ -149,3 +149,38 @@ def _settings(kind: str, length: int) -> dict[str, bytes]:
 WRITERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
     "GPT2BPETokenizer": _gpt2, "ByteLevelTokenizer": _bytes, "CharacterLevelTokenizer": _characters,
     "SentencePieceTokenizer": _sentencepiece}
+
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+
+
+def fields_of(data: bytes) -> dict[int, list[Any]]:
+    """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in order."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        value: Any
+        if key & 7 == VARINT:
+            value, at = _varint(data, at)
+        elif key & 7 == BYTES:
+            length, at = _varint(data, at)
+            value, at = data[at:at + length], at + length
+        elif key & 7 == FIXED32:
+            value, at = struct.unpack_from("<f", data, at)[0], at + 4
+        elif key & 7 == FIXED64:
+            value, at = data[at:at + 8], at + 8
+        else:
+            raise DataError(f"not a protocol buffer: wire type {key & 7} at byte {at}")
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise DataError("not a protocol buffer: it ends within a number")

@@ -46,7 +46,7 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-FORMATS = (1, 2, 3, 4)
+FORMATS = (1, 2, 3, 4, 5)
 LONGEST = 256 << 20
 """Bytes of a file of JSON."""
 ORIGIN = ("save_id", "rank", "run_id", "tag", "iteration")
@@ -77,6 +77,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], Array]
+    saved_as: str
+    """The name that it has in the checkpoint; a tied tensor has several in the output."""
 
     @property
     def nbytes(self) -> int:
@@ -118,9 +120,14 @@ class Tag:
         else:
             for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
                 self.verify(name)
-        weights = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor))
-                   for tensor in tensors]
-        return sorted([*weights, *self._buffers()], key=lambda entry: entry.name)
+        shared = self._shared()
+        found = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor),
+                       tensor["name"]) for tensor in tensors]
+        found += self._buffers(shared.get("buffers", {}))
+        by_name = {entry.name: entry for entry in found}
+        found += [by_name[saved]._replace(name=name) for name, saved in shared.get("tied", {}).items()
+                  if saved in by_name]
+        return sorted(found, key=lambda entry: (entry.saved_as, entry.name))
 
     def weight(self, tensor: Mapping[str, Any]) -> Array:
         """The whole tensor as fp32, put together from its pieces a block at a time."""
@@ -188,16 +195,19 @@ class Tag:
                 raise Damaged(f"{path}: is of another checkpoint: {name} expected {expected}, found "
                               f"{str(found.get(name)):.80}; choose another tag with -t")
 
-    def _buffers(self) -> Iterator[Entry]:
-        """What the model registers besides parameters; whole numbers stay what they are."""
+    def _shared(self) -> dict[str, Any]:
+        """The state that all ranks share."""
         if self.manifest["format"] >= 3:
             self._files_of(0)
         self.verify("shared.json")
-        shared = json.loads(content_of(self.folder / "shared.json"))
+        shared: dict[str, Any] = json.loads(content_of(self.folder / "shared.json"))
         if self.manifest["format"] > 3:
             self._check_origin(self.folder / "shared.json", shared["origin"], 0)
             shared = shared["state"]
-        buffers = shared.get("buffers", {})
+        return shared
+
+    def _buffers(self, buffers: Mapping[str, Any]) -> Iterator[Entry]:
+        """What the model registers besides parameters; whole numbers stay what they are."""
         files = sorted(name for name in self.files if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
         for name in files if buffers else ():
             self.verify(name)
@@ -215,7 +225,7 @@ class Tag:
             data, dtype = self._read(file, key, 0, prod(shape))
             return (as_fp32(data, dtype) if floats else data).reshape(shape)
 
-        return Entry(name, shape, "<f4" if floats else DTYPES[said["dtype"]], load)
+        return Entry(name, shape, "<f4" if floats else DTYPES[said["dtype"]], load, name)
 
     def verify(self, name: str) -> None:
         """Size and checksum of one file."""
@@ -273,7 +283,13 @@ def open_tag(folder: Path, tag: str | None = None, key: bytes | None = None) -> 
             or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
-    return max(tags, key=lambda other: (int(other.manifest.get("saved_at", 0)), int(other.manifest["iteration"])))
+    return max(tags, key=lambda other: commit_order(other.manifest))
+
+
+def commit_order(said: Mapping[str, Any]) -> tuple[int, int, int, str]:
+    """By number; before format 5, which has it, by time."""
+    number = int(said.get("commit", 0))
+    return number, 0 if number else int(said.get("saved_at", 0)), int(said["iteration"]), str(said["tag"])
 
 
 def tag_in(folder: Path, found: Mapping[str, Path], name: str, key: bytes | None) -> Tag:
@@ -445,7 +461,8 @@ def split(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
     """The entries of each file, in order; at least one."""
     shard: list[Entry] = []
     for entry in entries:
-        if shard and sum(other.nbytes for other in shard) + entry.nbytes > limit:
+        is_tied = bool(shard) and shard[-1].saved_as == entry.saved_as
+        if shard and not is_tied and sum(other.nbytes for other in shard) + entry.nbytes > limit:
             yield shard
             shard = []
         shard.append(entry)
@@ -456,7 +473,8 @@ def write_shard(file: IO[bytes], entries: list[Entry], suffix: str) -> None:
     if suffix != ".safetensors":
         import torch
 
-        torch.save({entry.name: torch.from_numpy(entry.load()) for entry in entries}, file)
+        loaded = {entry.name: torch.from_numpy(entry.load()) for entry in entries if entry.name == entry.saved_as}
+        torch.save({entry.name: loaded[entry.saved_as] for entry in entries}, file)  # which writes each tensor once
         return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -28,6 +28,7 @@ from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
 from megatron.checkpoint.background import Background, HostCopy, finish_earlier, under_way_in
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.trash import BehindTheRun
@@ -91,6 +92,7 @@ class Engine(EngineStatus):
         self.key = same_key(config.save.checkpoint_key, core.groups.world)
         """What checkpoints are signed with; usually nothing."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
+        self._lineage = Lineage()
         self._on_trust: Moved | None = None
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
@@ -391,7 +393,7 @@ class Engine(EngineStatus):
         earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
         self.finish_save()
         finish_earlier(earlier, self.groups.world)
-        who = Identity(self._run_id, self.config.as_dict(), self.layout)
+        who = Identity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
         in_background &= not self.core.homes.are_elsewhere
         epochs = self.training_dataloader
         steps = saving_engine(
@@ -469,7 +471,7 @@ class Engine(EngineStatus):
         self._batching.begin_step()
         self.monitor.forget_loss()
         if options.counters:
-            self._run_id = found.shared_state["run_id"]
+            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.record)
             self._restore_loop(found.shared_state.get("loop", {}))
         self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)

@@ -10,7 +10,7 @@ On another layout random streams are derived anew from the seed and the step; ev
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +19,18 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.agree import agree, refuse_call, unlike_each
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign, same_weights
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import sense_of
+from megatron.checkpoint.strict import Key, sense_of
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
@@ -93,6 +93,7 @@ class Identity:
     run_id: str
     config: Mapping[str, Any]
     layout: Mapping[str, int]
+    lineage: Lineage
 
 
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
@@ -144,13 +145,24 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
+        "tied": tied_names(engine.module, (*engine.buckets, *engine.frozen)),
         "loop": dict(loop),
         "client_state": dict(client_state),
     }
     return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest, key=key, trash=trash)
+                  keep=keep, hold=hold, latest=latest, key=key, trash=trash, lineage=who.lineage)
+
+
+def tied_names(module: nn.Module, buckets: Iterable[FlatBucket], plain: Callable[[str], str] = str) -> dict[str, str]:
+    """Names of parameters and buffers that are saved under another one -> that one."""
+    saved = {id(buffer): plain(name) for name, buffer in module.named_buffers()}
+    saved |= {id(parameter): slot.name for bucket in buckets
+              for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)}
+    named = {plain(name): id(tensor) for name, tensor in (*module.named_parameters(remove_duplicate=False),
+                                                          *module.named_buffers(remove_duplicate=False))}
+    return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
 def _data_of(run: Run) -> Tensor | Deferred:

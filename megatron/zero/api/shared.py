@@ -49,6 +49,8 @@ def check_shared(found: Checkpoint) -> None:
     for name, value in state.take("buffers", dict).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
+    if not all(isinstance(name, str) for name in (state.take("tied", dict) if "tied" in state.fields else {}).values()):
+        raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
     loop = Record(state.take("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
     for name in LOOP:
         if loop.fields.get(name) is not None:

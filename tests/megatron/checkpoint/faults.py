@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron.checkpoint import sink, tensorfile, writer
+from megatron.checkpoint import tensorfile, writer
 from megatron.launch import exits
 from megatron.train.loop import TrainState
 from megatron.train.resume import Checkpoints
@@ -102,7 +102,7 @@ def dying(death: Death) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(tensorfile.Sink, "__init__", limited), patch.object(sink, "BLOCK", 1 << 14):
+    with patch.object(tensorfile.Sink, "__init__", limited), patch.object(tensorfile, "BLOCK", 1 << 14):
         yield
 
 

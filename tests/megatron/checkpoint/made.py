@@ -19,15 +19,17 @@ import torch
 
 from data.storage import crc32
 from megatron.checkpoint import agree, writer
+from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.lineage import Lineage, SaveRecord
 from megatron.checkpoint.manifest import (
     MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
 from megatron.checkpoint.part import part_name, read_part
 from megatron.checkpoint.piece import Piece, sharding_of
-from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import ending, seal, unseal
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.strict import Key, ending, seal, unseal
+from megatron.checkpoint.tags import manifest_of, verify
 from megatron.checkpoint.tensorfile import TensorFile
+from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
@@ -153,7 +155,7 @@ def tensors(grid: Grid) -> Iterator[TensorEntry]:
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
               key: Key | None = None, config: Mapping[str, Any] = {"hidden": 8}, tag: str | None = None) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
-    values = logical(seed)
+    values, lineage = logical(seed), Lineage(_parent(root, None, run))
 
     def work(world: Group) -> Any:
         tp_rank, dp_rank = world.rank % grid.tp, world.rank // grid.tp
@@ -161,19 +163,33 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
                            tensors=tensors(grid),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
                            shared_state={"scale": 2.0, "position": [1, step]}, config=config, key=key,
-                           layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id=run, iteration=step)
+                           layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id=run, iteration=step,
+                           lineage=lineage)
 
     return ThreadWorld(grid.tp * grid.dp).run(work)
 
 
 def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None, run: str = "solo",
-              **given: Any) -> None:
-    """A small checkpoint of one rank; its content depends on the seed (default: the step) alone."""
+              after: str | None = None, **given: Any) -> None:
+    """A small checkpoint of one rank; its content depends on the seed (default: the step) alone. It continues from the
+    tag `after`, or else from the one that `latest` names where that is of the same run."""
     data = torch.full((16,), float(step if seed is None else seed))
     writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (16,), None, 0, 1, 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
-                **{"say": lambda line: None, **given})
+                **{"say": lambda line: None, "lineage": Lineage(_parent(root, after, run)), **given})
+
+
+def _parent(root: Path, after: str | None, run: str) -> SaveRecord | None:
+    try:
+        record = manifest_of(root, after or latest_tag(root) or "none").record
+    except CheckpointError:
+        return None
+    return record if after or record.run_id == run else None
+
+
+def saved(root: Path, tag: str) -> SaveRecord:
+    return manifest_of(root, tag).record
 
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------
@@ -232,8 +248,21 @@ def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 # ---- checkpoints of older formats ------------------------------------------------------------------------------------
 
+def make_format_4(root: Path, tag: str, **changes: Any) -> None:
+    """Turn a tag into what the same save was in format 4: no lineage."""
+    def older(record: dict[str, Any]) -> None:
+        for name in ("history", "branch", "commit", "lineage"):
+            record.pop(name, None)
+        record["format"] = 4
+
+    for path in (root / tag).glob("rank*.json"):
+        rewrite(path, older)
+    rewrite(root / tag / MANIFEST, lambda body: older(body) or body.update(changes))
+
+
 def make_format_3(root: Path, tag: str) -> None:
     """Turn a tag into what the same save was in format 3: no origins, no digest."""
+    make_format_4(root, tag)
     folder = root / tag
     rewrite(folder / "shared.json", lambda shared: shared["state"])
     for path in folder.glob("rank*.json"):

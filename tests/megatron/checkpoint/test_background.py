@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint import background, sink, tensorfile, writer
+from megatron.checkpoint import background, tensorfile, writer
 from megatron.checkpoint.background import Background, HostCopy
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.reader import open_checkpoint
@@ -262,7 +262,7 @@ def memory(field: str) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
 def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_again(tmp_path: Path) -> None:
     plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
-    state, blocks, slack = 128 << 20, 2 * sink.BLOCK, 8 << 20  # slack: half a piece
+    state, blocks, slack = 128 << 20, 2 * tensorfile.BLOCK, 8 << 20  # slack: half a piece
     assert plain < blocks + slack
     assert state - slack < first < state + blocks + slack
     assert second < blocks + slack
@@ -530,9 +530,9 @@ import os, sys, threading, time
 import torch
 from torch import nn
 from megatron import zero
-from megatron.checkpoint import sink, writer
+from megatron.checkpoint import tensorfile, writer
 
-sink.BLOCK = 4096  # of several blocks each but the first waits for a thread
+tensorfile.BLOCK = 4096  # of several blocks each but the first waits for a thread
 write = writer._write_rank
 def slowly(*args):
     time.sleep(1)

@@ -20,7 +20,7 @@ from megatron.checkpoint.strict import ending
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import make_format_2, save_solo
+from tests.megatron.checkpoint.made import make_format_2, make_format_4, save_solo, saved
 
 
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
@@ -36,7 +36,7 @@ def gone_back(root: Path) -> Path:
     """Steps 4, 6 and 8, then step 6 of a branch that went back to step 4."""
     for step in (4, 6, 8):
         save_solo(root, step)
-    save_solo(root, 6, seed=60)
+    save_solo(root, 6, seed=60, after="global_step4")
     return root
 
 
@@ -77,18 +77,24 @@ def test_a_damaged_latest_is_an_error_unless_falling_back_is_asked_for(tag: str,
         open_checkpoint(tmp_path)
     found, lines = opened(tmp_path, fallback=True)
     assert found == "global_step1" and len(lines) == 1 and f"tag {tag}" in lines[0] and "falling back" in lines[0]
-    (tmp_path / "global_step1" / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="tag global_step1: manifest.json missing"):
+    (tmp_path / "global_step1" / "rank0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="tag global_step1: .* rank0.safetensors .*missing"):
         opened(tmp_path, fallback=True)
 
 
 def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path) -> None:
-    """Steps 2, 4, 6, 8; back to 2; 3 and 5 of the new branch, the latter damaged: 3, not 4 and not 8."""
-    for step in (2, 4, 6, 8, 3, 5):
-        save_solo(tmp_path, step)
-    (tmp_path / "global_step5" / "rank0.safetensors").write_bytes(b"")
-    assert opened(tmp_path, fallback=True)[0] == "global_step3"
-    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 3, 4, 2)]
+    """Steps 2, 4, 6, 8; back to 2; 3 and 5 of the new branch, both damaged: 2, not 4 and not 8."""
+    for step, after in ((2, None), (4, None), (6, None), (8, None), (3, "global_step2"), (5, None)):
+        save_solo(tmp_path, step, after=after)
+    for damaged, found in ((5, 3), (3, 2)):
+        (tmp_path / f"global_step{damaged}" / "rank0.safetensors").write_bytes(b"")
+        assert opened(tmp_path, fallback=True)[0] == f"global_step{found}"
+    assert candidates(tmp_path) == ["global_step5", "global_step3", "global_step2"]
+    shutil.rmtree(tmp_path / "global_step3")
+    (tmp_path / "global_step5" / MANIFEST).write_bytes(b"")
+    assert candidates(tmp_path) == ["global_step5", "global_step2"], "as the part of rank 0 says"
+    (tmp_path / "global_step5" / "rank0.json").unlink()
+    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "nothing says: as if after the newest"
 
 
 # ---- the order of commits -------------------------------------------------------------------------------------------
@@ -97,7 +103,7 @@ def test_the_order_is_that_of_the_commits_whatever_the_clock_does(tmp_path: Path
     day = 86_400 * 10**9
     for step, days in ((1, 0), (2, 400), (3, -400), (9, 1), (4, 0)):
         with mock.patch.object(time, "time_ns", return_value=20_000 * day + days * day):
-            save_solo(tmp_path, step)
+            save_solo(tmp_path, step, latest=step != 9)
     assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [1, 2, 3, 9, 4]
 
 
@@ -108,6 +114,22 @@ def test_copies_keep_the_order(tmp_path: Path) -> None:
     for name in reversed([manifest.tag for manifest in oldest_first(tmp_path / "s")]):
         shutil.copytree(tmp_path / "s" / name, copy / name, copy_function=shutil.copyfile)
     assert opened(copy)[0] == "global_step6"
+
+
+def test_tags_of_format_4_come_first_and_an_abandoned_branch_of_theirs_is_left(tmp_path: Path) -> None:
+    """They have only times: steps 2, 4, 6, back at 2: 3. A run that resumes from 3 has 3 and 2 for ancestors; 4, which
+    was saved before 3 and has a later step, is not one."""
+    for time_of, step in enumerate((2, 4, 6, 3)):
+        save_solo(tmp_path, step)
+        make_format_4(tmp_path, f"global_step{step}", saved_at=10 + time_of)
+    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [2, 4, 6, 3]
+    assert candidates(tmp_path) == ["global_step3", "global_step2"]
+    save_solo(tmp_path, 5, after="global_step3")
+    save_solo(tmp_path, 7, run="another")
+    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [2, 4, 6, 3, 5, 7]
+    assert candidates(tmp_path) == ["global_step7"]
+    (tmp_path / "latest").write_text("global_step5")
+    assert candidates(tmp_path) == ["global_step5", "global_step3", "global_step4", "global_step2"]
 
 
 def as_format_1(folder: Path) -> None:
@@ -203,17 +225,17 @@ def test_prune_after_going_back_keeps_the_branch_in_use(tmp_path: Path) -> None:
     """By step the abandoned 8 would push out 7, which the branch needs more."""
     for step in (2, 4, 8):
         save_solo(tmp_path, step)
-    for step in (5, 7, 9):  # back at 4
-        save_solo(tmp_path, step)
-        prune(tmp_path, Keep(2), saved=step)
-    assert tag_names(tmp_path) == ["global_step7", "global_step9"]
+    for step, left in ((5, (4, 5, 8)), (7, (5, 7, 8)), (9, (7, 9))):  # back at 4
+        save_solo(tmp_path, step, after="global_step4" if step == 5 else None)
+        prune(tmp_path, Keep(2), saved(tmp_path, f"global_step{step}"))
+        assert tag_names(tmp_path) == [f"global_step{step}" for step in left]
 
 
 def test_prune_never_deletes_what_latest_names(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_solo(tmp_path, step)
     (tmp_path / "latest").write_text("global_step2\n")
-    assert prune(tmp_path, Keep(1), saved=4) == ["global_step1", "global_step3"]
+    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step4")) == ["global_step1", "global_step3"]
     assert opened(tmp_path) == ("global_step2", [])
 
 

@@ -24,7 +24,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete, tag_names, verify
 from megatron.errors import StorageError
 from tests.distributed import RankError, run_ranks
-from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.checkpoint.made import save_solo, saved
 
 CALLS = ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir")
 
@@ -220,24 +220,27 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     save_solo(tmp_path, 1, tag="best")
     for step in (9, 10, 11, 100):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, Keep(2)) == ["global_step9", "global_step10"]
+    newest = saved(tmp_path, "global_step100")
+    assert prune(tmp_path, Keep(2), newest) == ["global_step9", "global_step10"]
     assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest", "zero_to_fp32.py"]
-    assert prune(tmp_path, Keep(2)) == []
-    assert prune(tmp_path, Keep()) == []
+    assert prune(tmp_path, Keep(2), newest) == []
+    assert prune(tmp_path, Keep(), newest) == []
 
 
 def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     for step in range(1, 10):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, Keep(last=2, every=3)) == [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
+    assert prune(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == \
+        [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
 def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path: Path) -> None:
     """They are another run's, or damaged and passed over: by number they would push out what was just saved."""
-    for step in (3, 4, 5, 90, 100):
+    for step in (3, 4, 90, 100):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, Keep(1), saved=5) == ["global_step3", "global_step4"]
+    save_solo(tmp_path, 5, after="global_step4")
+    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step5")) == ["global_step3", "global_step4"]
     assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
 
 
@@ -250,7 +253,7 @@ def test_keep_last_counts_and_deletes_the_tags_of_its_own_run_only(tmp_path: Pat
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (1, 2, 3, 6, 7, 50)]
     assert said == [f"note: {tmp_path} holds global_step1, global_step2, global_step3 and 1 more of another run: "
                     "--keep-last counts and deletes the checkpoints of this run only"]
-    save_solo(tmp_path, 8, run="old", say=said.append, keep=Keep(2))  # that run, resumed
+    save_solo(tmp_path, 8, run="old", after="global_step3", say=said.append, keep=Keep(2))  # that run, resumed
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 7, 8, 50)] and len(said) == 1
 
 

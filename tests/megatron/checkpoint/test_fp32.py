@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron import zero
+from megatron import fsdp, zero
 from megatron.checkpoint import command
-from megatron.checkpoint.export import merge
+from megatron.checkpoint.export import digest, merge
 from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.interchange.fp32 import LazyStateDict
 from megatron.checkpoint.piece import Piece
@@ -199,6 +199,71 @@ def test_a_model_is_filled_tied_names_included_and_another_model_is_refused(tmp_
     wrong = nn.ModuleDict({"table": nn.Embedding(5, 3)})
     with pytest.raises(CheckpointError, match="shape"):
         zero.load_state_dict_from_zero_checkpoint(wrong, tmp_path)
+
+
+class TwiceTied(nn.Module):
+    """One tensor under three names, a buffer under two; the block uses it before the module that it is named after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.table = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 3)), nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.block[0].weight = self.table.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.head.register_buffer("scale", self.scale)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.block(self.head(self.table(tokens)) @ self.table.weight).sum() * self.scale
+
+
+def save_tied(rank: int, world: int, face: str, root: Path) -> dict[str, torch.Tensor]:
+    """By the engine at a stage, or by the FSDP face; what the model is afterwards, in the checkpoint's precision."""
+    torch.manual_seed(0)
+    model = TwiceTied()
+    if face == "fsdp":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=world)
+        model = fsdp.FullyShardedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.tensor([rank])).backward()
+        optimizer.step()
+        fsdp.save_checkpoint(model, optimizer, root)
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+    engine = zero.initialize(model=model, config={
+        "train_batch_size": world, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": int(face), "stage3_gather_16bit_weights_on_model_save": True}})[0]
+    engine.backward(engine(torch.tensor([rank])))
+    engine.step()
+    engine.save_checkpoint(root)
+    return {name: value.cpu().clone() for name, value in engine.module_state_dict().items()}
+
+
+@pytest.mark.parametrize("face", ["0", "3", "fsdp"])
+def test_every_name_of_a_tied_tensor_comes_out(face: str, tmp_path: Path) -> None:
+    """By all ways out, into a model of the user's, strictly; stored once where the format can."""
+    state = run_ranks(save_tied, 2, face, tmp_path / "s", init=face != "fsdp")[0]
+    assert {"table.weight", "head.weight", "block.0.weight", "scale", "head.scale"} < state.keys()
+    root, first = tmp_path / "s", next(name for name in ("table.weight", "head.weight", "block.0.weight")
+                                       if name in open_checkpoint(tmp_path / "s").names("weight"))
+    found = zero.get_fp32_state_dict_from_zero_checkpoint(root)
+    lazy = zero.get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        zero.convert_zero_checkpoint_to_fp32_state_dict(root, tmp_path / name)
+    assert merge(open_checkpoint(root), tmp_path / "merged.safetensors") > 0
+    from_bin = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    merged = load_file(tmp_path / "merged.safetensors")
+    for weights in (dict(found), dict(lazy), from_bin, load_file(tmp_path / "model.safetensors"),
+                    {**merged, "scale": state["scale"], "head.scale": state["scale"]}):
+        assert same(weights, state)
+        TwiceTied().load_state_dict(weights)
+    for weights in (found, from_bin):
+        assert len({weights[name].data_ptr() for name in ("table.weight", "head.weight", "block.0.weight")}) == 1
+    filled = zero.load_state_dict_from_zero_checkpoint(TwiceTied(), root)
+    assert same(filled.state_dict(), state) and filled.head.weight is filled.table.weight
+    assert len(list(digest(open_checkpoint(root)))) == 1 + 3 * sum(1 for _ in TwiceTied().parameters()), first
+    done = script(root, ".", tmp_path / "sharded", "--max_shard_size", "20B")
+    assert (done.returncode, done.stderr) == (0, "")
+    index = json.loads((tmp_path / "sharded" / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert index.keys() == state.keys() and index["table.weight"] == index["head.weight"] == index["block.0.weight"]
 
 
 def test_lazy_mode_reads_what_is_asked_for(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.lock import locked
+from megatron.checkpoint.commit import locked
 from megatron.errors import ConfigError, StorageError
 from tests.megatron.checkpoint.made import save_solo
 
 HOLD = """
 import sys
-from megatron.checkpoint.lock import locked
+from megatron.checkpoint.commit import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
     input()

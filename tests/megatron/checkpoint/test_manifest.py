@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.cut import Sharding, Spread
-from megatron.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry, from_bytes, safe_name, step_of
-from megatron.checkpoint.stamp import Stamp, saved_at_of, stamp_of
+from megatron.checkpoint.lineage import Ancestor, SaveRecord
+from megatron.checkpoint.manifest import (
+    FileEntry, Manifest, PieceEntry, TensorEntry, commit_of, from_bytes, record_of, safe_name, step_of)
 from megatron.checkpoint.strict import ending
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import format_2
@@ -26,9 +27,11 @@ def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
 
 WHOLE = (piece(0, 0, 8), piece(1, 0, 3), piece(1, 3, 5))
 MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 3}, {"a": [1, None, "x"]},
-                    (TensorEntry("weight", "w", "F32", CUT, Spread(3, 5)),), 1_800_000_000_000_000, "0123", 100)
+                    (TensorEntry("weight", "w", "F32", CUT, Spread(3, 5)),), 1_800_000_000_000_000, "0d", 12,
+                    (Ancestor("0c", 9, "global_step5"),), "0123", 100)
 MANIFEST = replace(MANIFEST, save_id=f"0123-{MANIFEST.digest()}")
-LISTED = replace(MANIFEST, format=2, files={"rank0.safetensors": FileEntry(100, "0123abcd")}, save_id="", nbytes=0,
+LISTED = replace(MANIFEST, format=2, branch="", commit=0, history=(), save_id="", nbytes=0,
+                 files={"rank0.safetensors": FileEntry(100, "0123abcd")},
                  tensors=(TensorEntry("weight", "w", "F32", CUT, pieces=WHOLE),))
 """In format 2."""
 
@@ -44,18 +47,19 @@ def test_a_manifest_of_format_1_is_read_and_has_no_time() -> None:
 
 
 def test_tag_and_time_are_found_without_parsing(tmp_path: Path) -> None:
-    assert saved_at_of(tmp_path) == 0 and stamp_of(tmp_path) is None
+    assert commit_of(tmp_path) == 0 and record_of(tmp_path) is None
     first = json.dumps(json.loads(format_2(LISTED))).encode()
-    for data, time in ((MANIFEST.to_bytes(), MANIFEST.saved_at), (format_2(LISTED), LISTED.saved_at), (b"{}", 0),
-                       (first, 0)):
+    for data, record in ((MANIFEST.to_bytes(), replace(MANIFEST.record, history=())),
+                         (format_2(LISTED), SaveRecord("global_step7", 7, "run", LISTED.saved_at)), (b"{}", None),
+                         (first, None)):
         (tmp_path / "manifest.json").write_bytes(data)
-        assert saved_at_of(tmp_path) == time
-        assert stamp_of(tmp_path) == (Stamp("global_step7", time, "run") if time else None)
+        assert commit_of(tmp_path) == (record.commit if record else 0)
+        assert record_of(tmp_path) == record
     for bit in range(0, len(data := MANIFEST.to_bytes()) * 8, 7):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "manifest.json").write_bytes(flipped)
-        assert stamp_of(tmp_path) is None
+        assert record_of(tmp_path) is None
 
 
 def test_its_length_does_not_depend_on_the_number_of_ranks() -> None:
@@ -94,8 +98,8 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("'iteration' must be int, found 'x'", lambda m: m.update(iteration="x")),
     ("'iteration' must be int, found True", lambda m: m.update(iteration=True)),
     ("'iteration' must not be negative, found -1", lambda m: m.update(iteration=-1)),
-    ("format 5, this program reads formats 1 to 4", lambda m: m.update(format=5)),
-    ("format 0, this program reads formats 1 to 4", lambda m: m.update(format=0)),
+    ("format 6, this program reads formats 1 to 5", lambda m: m.update(format=6)),
+    ("format 0, this program reads formats 1 to 5", lambda m: m.update(format=0)),
     ("'saved_at' is missing", lambda m: m.pop("saved_at")),
     ("tag '/tmp' is not a plain name", lambda m: m.update(tag="/tmp")),
     ("weight 'w': sharding: unknown field 'x'", lambda m: m["tensors"][0]["sharding"].update(x=1)),

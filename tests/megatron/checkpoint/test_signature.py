@@ -15,10 +15,9 @@ import pytest
 from megatron.checkpoint import command, writer
 from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.manifest import MANIFEST, commit_of, record_of
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.signature import Key, read_key
-from megatron.checkpoint.stamp import saved_at_of, stamp_of
+from megatron.checkpoint.strict import Key, read_key
 from megatron.checkpoint.tags import verify
 from megatron.errors import EXIT_CHECKPOINT, EXIT_CONFIG, CheckpointError, ConfigError
 from tests.megatron.checkpoint.made import Grid, make_format_3, redigest, reseal, rewrite, save_grid
@@ -53,8 +52,8 @@ def test_it_is_read_with_the_key_and_without(signed: Path) -> None:
         verify(signed, TAG, key)
         assert open_checkpoint(signed, key=key).shared_state["scale"] == 2.0
         assert zero_to_fp32.open_tag(signed, TAG, key.secret if key else None).entries()
-    stamp = stamp_of(signed / TAG)
-    assert stamp is not None and stamp.saved_at == saved_at_of(signed / TAG) > 0 and latest_tag(signed) == TAG
+    record = record_of(signed / TAG)
+    assert record is not None and record.commit == commit_of(signed / TAG) > 0 and latest_tag(signed) == TAG
 
 
 def test_another_key_and_no_signature_are_refused(signed: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.strangers import named
 from megatron.checkpoint.tags import manifest_of, verify
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, save_grid
+from tests.megatron.checkpoint.made import Grid, save_grid, saved
 
 GRID = Grid(1, 2)
 OUTSIDE = "is a link to .*/elsewhere/.*, outside "
@@ -93,7 +93,7 @@ def test_neither_a_save_nor_its_pruning_touches_what_a_link_leads_to(keep: int, 
     before = content(other)
     for step in (3, 4, 5):
         save_grid(root, GRID, step=step, seed=step)
-        prune(root, Keep(keep), step)
+        prune(root, Keep(keep), saved(root, f"global_step{step}"))
     assert content(other) == before
     assert sorted(choice.tag_names(root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
     assert (root / "global_step2").is_symlink()
@@ -207,7 +207,7 @@ def test_what_goes_with_a_tag_is_told(tmp_path: Path, capfd: pytest.CaptureFixtu
         save_grid(tmp_path, GRID, step=step, seed=step)
     put(tmp_path / "global_step1", "notes.txt")
     said: list[str] = []
-    assert prune(tmp_path, Keep(1), 3, said.append) == ["global_step1", "global_step2"]
+    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step3"), said.append) == ["global_step1", "global_step2"]
     assert said == [f"warning: --keep-last deletes {tmp_path}/global_step1, and what no save wrote with it: "
                     "'notes.txt'"]
     put(tmp_path / "global_step3", "notes.txt")

@@ -16,7 +16,7 @@ from megatron.checkpoint.part import writer_of
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import check_share, complete, manifest_of, tag_names, verify
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, make_format_2, make_format_3, save_grid, save_solo
+from tests.megatron.checkpoint.made import Grid, make_format_2, make_format_3, make_format_4, save_grid, save_solo
 
 
 def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
@@ -48,13 +48,14 @@ def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
         open_checkpoint(tmp_path, tag)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=["format2", "format3", "format4"])
+@pytest.fixture(scope="module", params=[make_format_2, make_format_3, make_format_4, None],
+                ids=["format2", "format3", "format4", "format5"])
 def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pristine")
     for step in (1, 2):
         save_grid(root, Grid(2, 1), step=step)
-        if request.param < 4:
-            (make_format_2 if request.param == 2 else make_format_3)(root, f"global_step{step}")
+        if request.param is not None:
+            request.param(root, f"global_step{step}")
     return root
 
 

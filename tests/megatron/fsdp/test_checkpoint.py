@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.checkpoint.choice import candidates
+from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint
 from megatron.zero.api.initialize import initialize
@@ -153,3 +156,17 @@ def test_an_error_of_a_drive_names_the_argument(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     assert all(said.startswith(f"save_dir {path}") for said in run_ranks(into_a_file, 2, str(path)))
+
+
+def save_often(rank: int, world: int, folder: str) -> None:
+    model, optimizer, _ = trained("nested", rank, 1)
+    for step in range(1, 5):
+        save_checkpoint(model, optimizer, folder, f"global_step{step}", keep=Keep(2))
+    load_checkpoint(model, optimizer, folder, "global_step3")
+    save_checkpoint(model, optimizer, folder, "global_step5")
+
+
+def test_saves_follow_one_another_and_old_ones_are_deleted(tmp_path: Path) -> None:
+    run_ranks(save_often, 1, str(tmp_path))
+    assert tag_names(tmp_path) == ["global_step3", "global_step4", "global_step5"]
+    assert candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"

@@ -385,7 +385,7 @@ def test_numbers_that_explode_end_with_exit_6_and_the_last_lines_are_valid_json(
 
 
 def test_a_second_job_on_the_same_save_is_refused(tmp_path: Path, cli: Cli) -> None:
-    from megatron.checkpoint.lock import locked
+    from megatron.checkpoint.commit import locked
 
     (tmp_path / "s").mkdir()
     with locked(tmp_path / "s"):

@@ -318,6 +318,40 @@ def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, 
     assert [path.name for path in tmp_path.iterdir()] == ["enough"]
 
 
+AT_THE_END = """
+import atexit, pathlib, sys, threading, time
+from megatron.launch.exits import run
+def wait(name):
+    pathlib.Path(name).touch()
+    while not pathlib.Path(f"{{name}}-enough").exists():
+        time.sleep(0.01)
+atexit.register(wait, "atexit")
+def main():
+    {listen}
+    threading.Thread(target=wait, args=("thread",)).start()
+    print("done")
+sys.exit(run(main))
+"""
+
+
+@pytest.mark.parametrize("listen", ["pass", "from megatron.launch.signals import StopRequest; StopRequest().listen()"])
+def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
+    """While the interpreter waits for a thread, and in a callback of atexit."""
+    process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    text=True)
+    assert process.stdout.readline() == "done\n"
+    time.sleep(0.3)  # for `run` to return
+    for name in ("thread", "atexit"):
+        wait_for((tmp_path / name).exists)
+        for number in (SIGINT, SIGINT, SIGTERM, SIGHUP):
+            process.send_signal(number)
+            time.sleep(0.02)
+        (tmp_path / f"{name}-enough").touch()
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
 @pytest.mark.parametrize("ranks", [1, 2])
