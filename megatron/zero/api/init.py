@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -33,6 +34,7 @@ from megatron.zero.parked import Parked
 from megatron.zero.together import meet, owner_of
 from megatron.zero.waiting import Building
 from mpu import groups as mpu_groups
+from mpu.classic import current_groups
 from mpu.draws import source_of
 from mpu.groups import Group, Groups
 
@@ -290,4 +292,14 @@ def groups_of(mpu: Any) -> Groups:
     if missing:
         raise ConfigError(f"mpu is {mpu!r:.80}, without {', '.join(missing)}; pass our `mpu` package, a Groups, or an "
                           "object with get_{model,data}_parallel_{rank,group,world_size}")
-    return mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    if mpu is sys.modules["mpu"]:  # whose groups of one need no process group
+        return current_groups()
+    groups = mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
+    wanted = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
+              (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())]
+    if found != wanted:
+        raise ConfigError("the (rank, size) of mpu's model and data parallel process groups are "
+                          f"{found[0]} and {found[1]}, and its accessors say {wanted[0]} and {wanted[1]}: return the "
+                          "process group that has these ranks (None is a group of one)")
+    return groups
