@@ -50,6 +50,8 @@ from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 
+NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
+
 MOST_RIDERS = 8
 """Numbers of a caller that travel in the exchange of a step; always so many, so that ranks which give others meet."""
 
@@ -127,8 +129,9 @@ class ZeroEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
         quotient."""
-        self._check_whole()
+        self._check_trains("engine.backward()")
         self._aside.check_here("engine.backward()", WEIGHTS)
+        _check_loss(loss)
         divisor = self.accumulation if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
         self._step.begin_with(part, first=not self.has_gradients, divisor=divisor)
@@ -146,7 +149,7 @@ class ZeroEngine:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
         are at most MOST_RIDERS numbers to be summed over all ranks on the way (a rank that gives fewer adds 0); those
         given `aside` come back beside them."""
-        self._check_whole()
+        self._check_trains("engine.step()")
         self._aside.check_here("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
@@ -226,8 +229,10 @@ class ZeroEngine:
         """The host learns of a step after it was taken."""
         return self._step.is_deferred
 
-    def _check_whole(self) -> None:
-        """Refuse to go on from what ended half way."""
+    def _check_trains(self, call: str) -> None:
+        """Refuse to go on from what ended half way, and without an optimizer."""
+        if not self.buckets:
+            raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
         self.passes.check_whole()
         self.state.check_whole()
 
@@ -451,6 +456,16 @@ class ZeroEngine:
         """What weights at work are made of, where ranks have their own, is other than it was."""
         if self.rule.has_own_steps:
             publish(self.buckets)
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a tensor "
+                          "with one number")
+    if loss.numel() != 1 or not loss.requires_grad:
+        what = "requires no gradient: run the forward outside of torch.no_grad(), on parameters that are not frozen" \
+            if loss.numel() == 1 else "needs one number: take the mean() of it"
+        raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}, which {what}")
 
 
 def _against(riders: Sequence[Tensor | float]) -> str | None:

@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import NO_SUM, ExchangeLog
@@ -68,6 +69,8 @@ class FlatGradients:
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
+        self.hooks: list[RemovableHandle] = []
+        """By which gradients are reported to `accept`, which takes them away."""
         self._whole: Buffer | None = None
         self._kind = dtypes.grads
         """Of the whole."""
@@ -118,6 +121,8 @@ class FlatGradients:
             if grad is None:  # a sink has it already
                 continue
             self._free(index)
+            if grad.is_sparse:  # of an embedding with sparse=True
+                grad = grad.to_dense()
             view = self._buffer().views[index]
             if grad is not view:  # autograd has added to it where it is
                 views, grads = more if index in self.filled else fresh
@@ -192,6 +197,7 @@ class FlatGradients:
         self._reach(index)
         del self._claims[index]
         self.filled.add(index)
+        self._show(index)
 
     def total(self, index: int) -> Tensor:
         """The gradient so far, zeros if there is none."""
@@ -201,7 +207,15 @@ class FlatGradients:
         if index not in self.filled:
             view.zero_()
             self.filled.add(index)
+        self._show(index)
         return view
+
+    def _show(self, index: int) -> None:
+        """What an operation writes in place, to hooks of a user: autograd sees no gradient."""
+        hooks = self.hooks[index].hooks_dict_ref()
+        if hooks is not None and len(hooks) > 1 and self._kind == self._dtypes.work:
+            self.parameters[index].grad = self.view(index)
+            self._lent.add(index)
 
     def _free(self, index: int) -> None:
         """The slot is needed: the numbers of a claim whose backward has not run yet, but may, are moved out of it."""
@@ -390,6 +404,10 @@ class FlatGradients:
     def begin_backward(self) -> None:
         """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
         kept apart, and the next sum is added to it."""
+        for hook in self.hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)  # hooks that a user has registered since come first
         if self._is_summed_in_place and self.stays:  # nothing was summed
             self._shard = None
         elif self._is_summed_in_place:

@@ -33,6 +33,9 @@ from megatron.zero.versions import is_of_old_version
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
+    _under_way: Passes | None = None
+    """Of all engines, the one whose backward runs."""
+
     def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog,
                  check_forward: ForwardCheck, *, allows_unused: bool, splits_parameters: bool,
                  step_under_way: Callable[[], int]) -> None:
@@ -81,7 +84,7 @@ class Passes:
 
     def begin(self, *, reduces: bool) -> None:
         """A backward begins; `complete` and `end`, or `fail`, are to follow."""
-        self.in_backward, self._reduces = True, reduces
+        self.in_backward, self._reduces, Passes._under_way = True, reduces, self
         HERE.enter(BACKWARD)
         for bucket in self._buckets:
             bucket.grads.heed()
@@ -118,7 +121,7 @@ class Passes:
         HERE.enter("")
 
     def _leave_backward(self) -> None:
-        self.in_backward = False
+        self.in_backward, Passes._under_way = False, None
         self._entered.clear()
         self._inputs_done.clear()
         self._begun.clear()
@@ -267,7 +270,13 @@ class Passes:
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         if not self.in_backward:
             bucket.parameters[index].grad = None
-            raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
+            raise ConfigError(
+                "gradients outside of engine.backward: call engine.backward(loss), not loss.backward()"
+                if Passes._under_way is None else
+                f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not sum "
+                "or step it: call requires_grad_(False) on this engine's model before the forward and True after the "
+                "step, where only the other model is trained (a GAN: docs/engine.md), or train both models as one "
+                "nn.Module with one engine")
         if bucket.grads.accept(index):
             self._finish(unit)
             if self._reduces:

@@ -56,6 +56,7 @@ from megatron.zero.api.saved import (
 )
 from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
 from megatron.zero.api.status import EngineStatus, drive_use
+from megatron.zero.api.taking import check_argument, folder_of
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
@@ -343,6 +344,7 @@ class Engine(EngineStatus):
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """New weights for the model and the optimizer's masters: those of data parallel rank 0. Every rank calls it."""
+        check_argument("the state dict of load_module_state_dict", state_dict, Mapping, "a dict of tensors by name")
         load_weights(self.core, state_dict, strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -381,13 +383,14 @@ class Engine(EngineStatus):
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
+        root = folder_of("save_checkpoint", save_dir)
         self.core.meet(SAVE)
         check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
-        root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
+        name = step_tag(self.global_steps) if tag is None else str(tag)
         earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
         self.finish_save()
         finish_earlier(earlier, self.groups.world)
@@ -435,13 +438,13 @@ class Engine(EngineStatus):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
+        root = folder_of("load_checkpoint", load_dir)
         self.core.meet(LOAD)
         called_alike("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
-        root = Path(load_dir)
         if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
             if self.groups.world.rank == 0:
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
@@ -489,6 +492,8 @@ class Engine(EngineStatus):
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
         only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False. Every rank calls
         it; the folder is rank 0's."""
+        check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
+        path = folder_of("save_16bit_model", save_dir) / save_filename
         self.core.meet("engine.save_16bit_model()")
         called_alike("save_16bit_model", {"save_filename": str(save_filename),
                                           "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
@@ -498,7 +503,7 @@ class Engine(EngineStatus):
                       "stage3_gather_16bit_weights_on_model_save to gather them", file=sys.stderr)
             return False
         weights = whole_weights(self.core, frozen=not exclude_frozen_parameters)
-        on_rank_0(lambda: write_weights(weights, Path(save_dir) / save_filename), self.groups.world)
+        on_rank_0(lambda: write_weights(weights, path), self.groups.world)
         return True
 
     save_fp16_model = save_16bit_model

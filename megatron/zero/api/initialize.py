@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.checkpoint.agree import alike
@@ -47,8 +48,8 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.same import check_model
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
-from megatron.zero.api.taking import check_free, taking
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.api.taking import check_argument, check_parameters, taking
+from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.hidden import note_of_split, split_groups
 from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
@@ -58,8 +59,8 @@ from megatron.zero.watch import watch_over
 from mpu.groups import Groups
 
 
-def initialize(args: argparse.Namespace | None = None, model: nn.Module | None = None,
-               optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+def initialize(args: Namespace | None = None, model: nn.Module | None = None,
+               optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
                model_parameters: Iterable[nn.Parameter] | Iterable[ParamGroup] | None = None,
                training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
                distributed_port: int = DEFAULT_PORT, mpu: Any = None,
@@ -72,13 +73,21 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
 
     `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
     callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
-    makes it from the optimizer), or the config's. `mpu` names the groups where the model is tensor parallel. All
+    makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
+    only evaluates: it freezes the model's parameters and keeps no masters and no optimizer state. `mpu` names the groups where the model is tensor parallel. All
     parameters get the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
     working precision.
     """
     exits.answer_uncaught()
-    if model is None:
-        raise ConfigError("zero.initialize needs a model")
+    of_state = None if hasattr(lr_scheduler, "state_dict") else lr_scheduler
+    for name, value, kind, expected in (
+            ("model", model, nn.Module, "an nn.Module"), ("args", args, Namespace | None, "what parser.parse_args() returns"),
+            ("optimizer", optimizer, Optimizer | Callable | None, "a torch.optim.Optimizer, or a function that makes one"),
+            ("model_parameters", model_parameters, Iterable | None, "parameters, or param groups"),
+            ("training_data", training_data, Sized | None, "a dataset with a length"),
+            ("lr_scheduler", of_state, Callable | None, "a scheduler, or a function that makes one")):
+        check_argument(name, value, kind, expected)
+    assert model is not None
     argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer's: it has met already
         distributed.init()
@@ -96,9 +105,13 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     with config.words.speaking():
-        check_free(model)
-        rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
-        _check_groups(model, param_groups)
+        check_parameters(model)
+        evaluates = not settings.has_optimizer and optimizer is model_parameters is lr_scheduler is None \
+            and not settings.has_scheduler
+        rule, param_groups, defaults, client = _rule_and_groups(settings, model, () if evaluates else model_parameters,
+                                                                optimizer, evaluates)
+        if not evaluates:
+            _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
             check_forward(model)
         check_model(model, groups.world)
@@ -107,6 +120,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         homes, told = homes_of(config, rule, model, device, groups)
     with taking(model), ExitStack() as failed:
         failed.callback(homes.close)  # of a full drive, which whoever tries again needs empty
+        if evaluates:
+            model.requires_grad_(False)
         _move_buffers(model, device, DTYPES[config.precision.name])
         with config.words.speaking():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
@@ -122,7 +137,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         engine.notes = [*moved, *told, *_notes(settings, core)]
         if groups.world.rank == 0:
             _say(settings, engine, groups.dp.size)
-            _warn_of_empty(param_groups)
+            _warn_of_empty(() if evaluates else param_groups)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         failed.pop_all()
@@ -149,7 +164,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags of a DeepSpeed script: --deepspeed, --deepspeed_config FILE. (`--local_rank` is the script's own.)"""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
@@ -158,7 +173,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
+def _config_source(args: Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
     """The one argument that the configuration is given in, and what it says."""
     named = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
              "config": config, "config_params": config_params}
@@ -166,6 +181,7 @@ def _config_source(args: argparse.Namespace | None, config: Any, config_params: 
     if len(given) != 1:
         raise ConfigError(f"zero.initialize needs one configuration, found {' and '.join(given) or 'none'}: "
                           "give config= (a path or a dict), or args.deepspeed_config")
+    check_argument(given[0], named[given[0]], str | os.PathLike | Mapping | Config, "a path, or a dict")
     return given[0], named[given[0]]
 
 
@@ -258,17 +274,17 @@ def _rows(settings: _Settings, dp_size: int) -> Iterator[str]:
         yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
 
 
-def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,
-                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], torch.optim.Optimizer | None]:
+def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
+                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], Optimizer | None]:
     """The client's optimizer, or the configuration's over the client's parameters (default: the model's); the
     hyper-parameters of a group that names none come third, and the client's optimizer, where there is one, last."""
     given = list(model.parameters() if parameters is None else parameters)
-    if client is not None and not isinstance(client, torch.optim.Optimizer):
+    if client is not None and not isinstance(client, Optimizer):
         client = client(given)
     if client is not None:
         return from_torch(client), client.param_groups, client.defaults, client
-    if not settings.has_optimizer:
-        raise ConfigError("no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration")
+    if not (settings.has_optimizer or evaluates):
+        raise ConfigError(NO_OPTIMIZER)
     config = settings.config
     rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]

@@ -36,7 +36,7 @@ class EngineStatus:
 
     @property
     def device(self) -> torch.device:
-        return self.core.buckets[0].device
+        return self.core.state.device
 
     @property
     def global_steps(self) -> int:

@@ -1,12 +1,19 @@
 """A model is an engine's from when its first parameter is until `destroy`. What fails in between leaves parameters that
-are split, rounded or gone, which no later engine may take for the model's values: they are marked."""
+are split, rounded or gone, which no later engine may take for the model's values: they are marked. Here is also what an
+engine refuses to be given."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.errors import ConfigError
@@ -16,8 +23,21 @@ _SPOILT = WeakTensorKeyDictionary()
 """Parameter -> what went wrong."""
 
 
-def check_free(model: nn.Module) -> None:
-    """Before anything of the model is changed."""
+def check_argument(name: str, value: object, kind: Any, expected: str) -> None:
+    """An argument of the wrong kind is an error of usage."""
+    if not isinstance(value, kind):
+        given = "" if value is None else f" ({type(value).__name__})"
+        raise ConfigError(f"{name} is {value!r:.80}{given}: expected {expected}")
+
+
+def folder_of(call: str, value: str | os.PathLike[str]) -> Path:
+    """Of a checkpoint: the empty name would be the working directory."""
+    check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder (\".\" is this one)")
+    return Path(value)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Whether an engine can train the model, before anything of it is changed."""
     for name, parameter in model.named_parameters():
         if parameter in _SPOILT:
             raise ConfigError(f"{name} is of an engine that failed half way ({_SPOILT[parameter]}), and may be split, "
@@ -26,6 +46,29 @@ def check_free(model: nn.Module) -> None:
         if holder is not None and holder.is_settled:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
                               "the other first")
+        if holder is None and (kind := _unusable(parameter)) is not None:
+            raise ConfigError(f"{name} is {kind}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} has max_norm={module.max_norm:g}: its forward writes to the weights, on each rank "
+                "to other rows, and the engine would undo it; set max_norm = None, and scale what is looked up: "
+                "`rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)` is the same")
+
+
+def _unusable(parameter: nn.Parameter) -> str | None:
+    """Why its elements cannot lie in a flat buffer of the working precision, and what to do."""
+    if is_lazy(parameter):
+        return "a lazy parameter without a shape: run one forward of the model before zero.initialize"
+    if is_traceable_wrapper_subclass(parameter):
+        return (f"a {type(parameter).__name__}, a tensor made of other tensors (quantised, DTensor and the like): give "
+                "the engine a model of plain parameters, or keep this one as a buffer")
+    if parameter.layout != torch.strided or parameter.is_quantized:
+        return f"a tensor of layout {parameter.layout}: make it dense with to_dense(), or keep it as a buffer"
+    if not parameter.is_floating_point():
+        return (f"of {parameter.dtype}, and the engine keeps real floating point numbers: keep it as a buffer" +
+                " (of complex numbers train torch.view_as_real(it))" * parameter.is_complex())
+    return None
 
 
 @contextmanager
