@@ -5,9 +5,11 @@ from __future__ import annotations
 import resource
 import sys
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.launch.distributed import read_environment
 
@@ -64,8 +66,39 @@ class Accelerator:
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return torch.cuda.max_memory_allocated(device_index) if self._on_gpu else 0
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What an engine can train in here."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    # ---- random numbers, of the device --------------------------------------------------------------------------
+
+    def random(self) -> ModuleType:
+        """torch's module of random streams."""
+        return torch.random
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        return torch.cuda.get_rng_state(self._index(device_index)) if self._on_gpu else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        if self._on_gpu:
+            torch.cuda.set_rng_state(new_state, self._index(device_index))
+        else:
+            torch.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.cuda.manual_seed(seed) if self._on_gpu else torch.manual_seed(seed)
+
     def manual_seed_all(self, seed: int) -> Any:
         return torch.cuda.manual_seed_all(seed) if self._on_gpu else torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return torch.cuda.initial_seed() if self._on_gpu else torch.initial_seed()
+
+    def default_generator(self, device_index: int | None = None) -> torch.Generator:
+        return torch.cuda.default_generators[self._index(device_index)] if self._on_gpu else torch.default_generator
+
+    def _index(self, device_index: int | None) -> int:
+        return torch.cuda.current_device() if device_index is None else device_index
 
 
 def peak_resident_bytes() -> int:

@@ -1,7 +1,7 @@
 """Cuts a model into units: which parameters travel together.
 
 Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
-inside it. The root takes what is left: what is outside of them, or shared between them, or registered as external.
+inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left: what is outside of them, or shared between them, or registered as external.
 Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
 persistence threshold stay whole: they share one bucket of the root.
 """
@@ -89,7 +89,7 @@ def units_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Name of a unit -> its module."""
-    return {ROOT: model, **dict(_unit_modules(model))}
+    return {ROOT: model, **dict(() if is_leaf(model) else _unit_modules(model))}
 
 
 def _row(policy: Policy, kind: str) -> Policy:
@@ -113,14 +113,20 @@ def disconnect_sinks(units: list[Unit]) -> None:
             module.grad_sink = None
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Marked by `set_z3_leaf_modules`."""
+    return bool(getattr(module, "_z3_leaf", False))
+
+
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of outermost lists; inside of them the tiles of tiled linears."""
+    """Elements of outermost lists, and leaves; inside of them the tiles of tiled linears."""
     if isinstance(module, Tiled):
         yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        is_block = isinstance(module, nn.ModuleList) and not inside and not isinstance(child, _CONTAINERS)
+        is_block = (isinstance(module, nn.ModuleList) or is_leaf(child)) and not inside and \
+            not isinstance(child, _CONTAINERS)
         if is_block:
             yield where, child
         yield from _unit_modules(child, where, inside or is_block)

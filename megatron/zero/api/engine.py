@@ -183,7 +183,7 @@ class Engine(EngineStatus):
         return super().get_mom()
 
     def get_pld_theta(self) -> float | None:
-        """theta of progressive layer dropping in the step under way; None where no layer is left out."""
+        """theta of progressive layer dropping in the last step; None where no layer is left out."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def _settle_rate(self) -> None:
