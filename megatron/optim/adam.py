@@ -134,12 +134,6 @@ class AdamW(Summed):
         if tiles:
             yield tiles
 
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        pass
-
 
 def _widened(span: Span) -> int:
     """Elements of its gradient that the kernel wants in fp32."""

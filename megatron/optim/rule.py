@@ -245,8 +245,14 @@ class Summed:
     speaks_where = remark = ""
     differing: tuple[str, ...] = ()
 
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
     def objection(self, scalars: Mapping[str, Any]) -> str | None:
         return None
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
         """Nothing changes."""
