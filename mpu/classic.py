@@ -1,4 +1,4 @@
-"""The classic accessor names, for scripts that know one global model-parallel layout.
+"""The classic names, for scripts that know one global model-parallel layout.
 
 The current `Groups` is kept here and nowhere else. Inside `mpu` only `resolve` reads it, which implements the
 default `tp=None` of the layers; everything else takes its group as an argument.
@@ -10,8 +10,10 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mpu.groups import Group, Groups, build, of_handle
+from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from mpu.split import ParallelError, split_range
 
 
@@ -93,6 +95,22 @@ get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
+
+
+def copy_to_model_parallel_region(x: Tensor) -> Tensor:
+    return copy_to_region(x, current_groups().tp)
+
+
+def reduce_from_model_parallel_region(x: Tensor) -> Tensor:
+    return reduce_from_region(x, current_groups().tp)
+
+
+def scatter_to_model_parallel_region(x: Tensor) -> Tensor:
+    return scatter_to_region(x, current_groups().tp)
+
+
+def gather_from_model_parallel_region(x: Tensor) -> Tensor:
+    return gather_from_region(x, current_groups().tp)
 
 
 class VocabUtility:

@@ -36,8 +36,6 @@ class Schedule:
     """one-cycle: the first moment's decay where the rate is highest; None leaves momentum alone."""
     momentum_high: float = 0.0
     momentum_tail: float = 0.0
-    stairs: tuple[int, int] = (0, 0)
-    """one-cycle: steps in which its halves rise and fall; 0 is a straight line."""
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps and self.style not in WITHOUT_WARMUP:
@@ -94,10 +92,9 @@ def _inverse_square_root(s: Schedule, step: int) -> float:
 
 def _height(s: Schedule, step: int) -> float:
     """The cycle's triangle: 0 at both ends, 1 at `warmup_steps`."""
-    rises = step <= s.warmup_steps
-    done, of = (step, s.warmup_steps) if rises else (max(0, s.decay_steps - step), s.decay_steps - s.warmup_steps)
-    stairs = s.stairs[0 if rises else 1]
-    return done * stairs // max(1, of) / stairs if stairs else done / max(1, of)
+    if step <= s.warmup_steps:
+        return step / max(1, s.warmup_steps)
+    return max(0.0, (s.decay_steps - step) / max(1, s.decay_steps - s.warmup_steps))
 
 
 def _one_cycle(s: Schedule, step: int) -> float:

@@ -20,6 +20,8 @@ from typing import Any, Protocol, final
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule, warmup_share
 
+FIRST_STAIR = 1e-300
+
 Rates = float | Sequence[float]
 """One for all param groups, or one for each."""
 
@@ -75,7 +77,8 @@ class _Warmup(Scheduler):
         if warmup_type not in ("log", "linear"):
             raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.lows, self.highs = _for_each_group(optimizer, lows), own if highs is None else _for_each_group(optimizer, highs)
+        self.lows = _for_each_group(optimizer, lows)
+        self.highs = own if highs is None else _for_each_group(optimizer, highs)
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
@@ -141,17 +144,28 @@ class _Scheduled(Scheduler):
     """Follows the trainer's `Schedule`, each group its own: the rates of the step after `last_batch_iteration`, from 0
     on."""
 
+    stairs = 0, 0
+    """In which the halves of a cycle rise and fall; 0 is a straight line."""
+
     def __init__(self, optimizer: HasGroups, schedules: Sequence[Schedule], last_batch_iteration: int) -> None:
         self.schedules = schedules
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [schedule(self.last_batch_iteration + 1) for schedule in self.schedules]
+        return [schedule(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group, where they are cycled."""
-        found = [schedule.betas(self.last_batch_iteration + 1) for schedule in self.schedules]
+        found = [schedule.betas(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
         return None if None in found else [betas for betas in found if betas is not None]
+
+    def _step(self) -> float:
+        """The next one; on stairs, where the straight line is as high as the stair. Only the first of all is 0."""
+        step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
+        start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
+        if not (stairs and 0 < step < end):
+            return step
+        return start + (step - start) * stairs // length * length / stairs or FIRST_STAIR
 
     def _publish(self) -> None:
         super()._publish()
@@ -174,14 +188,14 @@ class OneCycle(_Scheduled):
         second = first if cycle_second_step_size is None else cycle_second_step_size
         _check_steps("cycle_first_step_size", first)
         _check_steps("cycle_second_step_size", second, 0)
-        stairs = (cycle_first_stair_count,
-                  cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count)
+        stairs = cycle_first_stair_count
+        self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         limits = [_for_each_group(optimizer, each) for each in (cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom)]
         super().__init__(optimizer, [
             Schedule("one-cycle", high, low, first, first + second, tail=decay_lr_rate * per_step,
                      momentum_low=least if cycles else None, momentum_high=most,
-                     momentum_tail=decay_mom_rate * per_step, stairs=stairs)
+                     momentum_tail=decay_mom_rate * per_step)
             for low, high, least, most in zip(*limits, strict=True)], last_batch_iteration)
 
 

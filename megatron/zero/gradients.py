@@ -29,13 +29,12 @@ from megatron.zero.homes.ferry import Mark
 from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
-from megatron.zero.sinks import SlotClaim, SlotSink
 from megatron.zero.turns import Buffer, Turns
 from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
 from mpu.grads import row_norms
 from mpu.groups import Group
-from mpu.sinks import GradSink
+from mpu.sinks import Claim, GradSink
 
 
 UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
@@ -298,7 +297,7 @@ class FlatGradients:
         own, everything = self._own(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.summed)
         if own.data_ptr() == mine.data_ptr():
             return everything
-        return Pending([everything], partial(_fill, mine, own))
+        return Pending([everything], partial(mine.copy_, own))
 
     def finish_reduce(self) -> None:
         """The sum over data parallel is in `shard` when this returns."""
@@ -438,5 +437,34 @@ class FlatGradients:
         self.is_final = False
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+class SlotSink:
+    """The place of one parameter's gradient in its bucket."""
+
+    def __init__(self, grads: FlatGradients, index: int) -> None:
+        self._grads, self._index = grads, index
+
+    def claim(self) -> Claim | None:
+        return self._grads.claim(self._index)
+
+    def total(self) -> Tensor:
+        return self._grads.total(self._index)
+
+
+class SlotClaim:
+    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
+    was written moves to a tensor of its own."""
+
+    def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
+        self._grads, self._index, self.place = grads, index, place
+        self._has_moved = False
+
+    def move_away(self) -> None:
+        self.place, self._has_moved = self.place.clone(), True
+
+    def keep(self, factor: Tensor | None = None) -> None:
+        if factor is not None:
+            self.place.mul_(factor)
+        if self._has_moved:
+            self._grads.total(self._index).add_(self.place)
+        else:
+            self._grads.keep_claim(self._index)

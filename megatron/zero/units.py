@@ -29,6 +29,8 @@ from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
 
 ROOT = "root"
+LEAF = "_z3_leaf"
+"""What is set on a module that `set_z3_leaf_modules` has marked."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
 
@@ -89,7 +91,7 @@ def units_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Name of a unit -> its module."""
-    return {ROOT: model, **dict(() if is_leaf(model) else _unit_modules(model))}
+    return {ROOT: model, **dict(() if getattr(model, LEAF, False) else _unit_modules(model))}
 
 
 def _row(policy: Policy, kind: str) -> Policy:
@@ -113,11 +115,6 @@ def disconnect_sinks(units: list[Unit]) -> None:
             module.grad_sink = None
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Marked by `set_z3_leaf_modules`."""
-    return bool(getattr(module, "_z3_leaf", False))
-
-
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Elements of outermost lists, and leaves; inside of them the tiles of tiled linears."""
     if isinstance(module, Tiled):
@@ -125,7 +122,7 @@ def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> It
         return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        is_block = (isinstance(module, nn.ModuleList) or is_leaf(child)) and not inside and \
+        is_block = (isinstance(module, nn.ModuleList) or getattr(child, LEAF, False)) and not inside and \
             not isinstance(child, _CONTAINERS)
         if is_block:
             yield where, child

@@ -1,5 +1,5 @@
 """DeepSpeed's utilities: what an engine holds of one parameter, whole or this rank's part (weights in fp32, gradient,
-optimizer states), which modules stage 3 gathers in one piece, and all parameters gathered for generation.
+optimizer states), and which modules stage 3 gathers in one piece.
 
     from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
 
@@ -18,25 +18,22 @@ one rank that calls it alone, and ranks that set different values, are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.api.init import GatheredParameters
 from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.holders import holder_of, shape_of
 from megatron.zero.homes.shelf import WEIGHT
 from megatron.zero.together import meet, owner_of
-from megatron.zero.units import is_leaf
+from megatron.zero.units import LEAF
 from mpu.collectives import all_reduce
-
-if TYPE_CHECKING:
-    from megatron.zero.api.engine import Engine
 
 _GRADIENT = "gradient"
 
@@ -101,15 +98,17 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True,
-                        ) -> list[nn.Module]:
-    """Mark the modules of these classes (or class names), before zero.initialize: everything inside of one is gathered
-    for its forward, as a block's parameters are. For experts of which each rank calls others. Returns them."""
-    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
+                        flag: bool = True) -> list[nn.Module]:
+    """Mark the modules of these classes (or class names), before zero.initialize, and return them. Everything inside of
+    one is gathered for its forward, as a block's parameters are: for experts, of which each rank calls others."""
+    classes = [*leaf_module_classes]
+    found, _ = _mark(model, classes, _is_of_class, flag, strict=False)
+    if raise_if_not_found and not found:
+        raise ConfigError(f"no module of {type(model).__name__} is of the classes {classes}: name one of print(model)")
+    return found
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True,
-                          ) -> list[nn.Module]:
-    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 
 
 def set_z3_leaf_modules_by_name(model: nn.Module, module_names: Iterable[str], flag: bool = True,
@@ -125,31 +124,21 @@ def set_z3_leaf_modules_by_suffix(model: nn.Module, module_name_suffixes: Iterab
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark this module."""
-    model._z3_leaf = flag  # type: ignore[assignment]
-    for parameter in model.parameters():
-        parameter._z3_leaf = flag  # type: ignore[attr-defined]
+    """Mark this module, or take the mark away."""
+    for marked in (model, *model.parameters()):
+        setattr(marked, LEAF, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if is_leaf(module)]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def z3_leaf_module(model: nn.Module) -> bool:
-    return is_leaf(model)
+def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
+    """It is marked; of a parameter: its module is."""
+    return bool(getattr(model, LEAF, False))
 
 
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """It belongs to a marked module."""
-    return bool(getattr(model, "_z3_leaf", False))
-
-
-def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, strict: bool) -> list[nn.Module]:
-    found, _ = _mark(model, classes, _is_of_class, flag, strict=False)
-    if strict and not found:
-        raise ConfigError(f"no module of {type(model).__name__} is of the classes {list(classes)}: name one that is in "
-                          "print(model)")
-    return found
+z3_leaf_parameter = z3_leaf_module
 
 
 def _is_of_class(name: str, module: nn.Module, wanted: type | str) -> bool:
@@ -160,22 +149,14 @@ def _is_of_class(name: str, module: nn.Module, wanted: type | str) -> bool:
 
 def _mark(model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, strict: bool,
           ) -> tuple[list[nn.Module], list[Any]]:
-    by_wish = {wish: [module for name, module in model.named_modules() if fits(name, module, wish)] for wish in wanted}
-    missing = [wish for wish, modules in by_wish.items() if not modules]
+    found = {wish: [module for name, module in model.named_modules() if fits(name, module, wish)] for wish in wanted}
+    missing = [wish for wish, modules in found.items() if not modules]
     if missing and strict:
         raise ConfigError(f"{type(model).__name__} has no modules {missing}: take names of model.named_modules()")
-    found = dict.fromkeys(module for modules in by_wish.values() for module in modules)
-    for module in found:
+    marked = [*dict.fromkeys(module for modules in found.values() for module in modules)]
+    for module in marked:
         set_z3_leaf_module(module, flag)
-    return [*found], missing
-
-
-@contextmanager
-def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
-    """The engine, with all its parameters gathered: forwards inside exchange nothing, and ranks may run other numbers of
-    them. Every rank enters and leaves."""
-    with GatheredParameters(model.parameters()):
-        yield model
+    return marked, missing
 
 
 # ---- where it is -------------------------------------------------------------------------------------------------

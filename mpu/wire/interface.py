@@ -23,7 +23,7 @@ Op = Literal["sum", "max", "min"]
 class Pending:
     """An operation under way. On an accelerator `wait` makes the current stream wait, never the host."""
 
-    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], None] | None = None,
+    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], object] | None = None,
                  limit: timedelta | None = None) -> None:
         """`limit`: how long to wait, for works that do not know it themselves."""
         self._works, self._finish, self._limit = works, finish, limit

@@ -5,7 +5,7 @@
     offload.py      where its state lives; update.py: where it is updated; drives.py: folders on drives
     engine.py       `Engine`, what it returns; status.py: what it says of itself; names.py: DeepSpeed's further names
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
-    batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
+    batching.py, monitor.py                  batch sizes, what is reported
     lines.py        lines appended to a file, whatever a kill has left of it
     curves.py       tensorboard's writer, whose errors name the flag; wandb_run.py: a run of Weights & Biases
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint

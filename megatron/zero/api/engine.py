@@ -36,7 +36,6 @@ from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
 from megatron.zero.api.batching import Batching
-from megatron.zero.api.casting import cast_inputs
 from megatron.zero.api.eigenvalues import Eigenvalues
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
 from megatron.zero.api.loading import Collate, EpochLoader, make_loader
@@ -61,6 +60,7 @@ from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
+from megatron.zero.nested import mapped
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
 
@@ -110,7 +110,7 @@ class Engine(EngineStatus):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
-            args, kwargs = cast_inputs((args, kwargs), torch.float16)
+            args, kwargs = mapped((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
         if self._eigenvalues is not None and self.training:
             self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:

@@ -72,6 +72,14 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
 
 
 @contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """An engine with all its parameters gathered: forwards inside exchange nothing, and each rank may run as many as it
+    wants. Every rank enters and leaves."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
+@contextmanager
 def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterator[None]:
     """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
     if not holders:
