@@ -5,9 +5,9 @@ https://kellerjordan.github.io/posts/muon/), and AdamW for what is no hidden mat
     w <- (1 - lr decay) w - lr scale orthogonal(u)
 
 The matrix is the logical one, whole: neither ZeRO nor tensor parallelism changes what is made orthogonal, nor the
-precision. u travels in the one that it is multiplied in: bf16, or fp32 on a processor without instructions for bf16. A
-checkpoint records which, and a run that is resumed on that kind of device keeps it. q, k and v of a fused projection are three matrices. Which
-parameters are hidden matrices is said by their param groups, by `use_muon` (zero/hidden.py).
+precision. u travels in the one that it is multiplied in: bf16, or fp32 on a processor without instructions for bf16.
+A checkpoint records which, and a run that is resumed on that kind of device keeps it. q, k and v of a fused projection
+are three matrices. Which parameters are hidden matrices their param groups say by `use_muon` (zero/hidden.py).
 
 Both kinds keep two states, as the parameters of a bucket have the same ones; the second of a matrix stays 0.
 """

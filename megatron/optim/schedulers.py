@@ -175,9 +175,8 @@ class _Scheduled(Scheduler):
 
 @final
 class OneCycle(_Scheduled):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, in stairs where a count is given; then divided by
-    1 + `decay_lr_rate` every `decay_step_size` steps. Where all groups have betas, the first goes the other way, between
-    `cycle_max_mom` and `cycle_min_mom`, and grows afterwards."""
+    """Up from `cycle_min_lr` to `cycle_max_lr` and down again; then divided by 1 + `decay_lr_rate` every
+    `decay_step_size` steps. Where all groups have betas, the first goes the other way, and grows afterwards."""
 
     def __init__(self, optimizer: HasGroups, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
                  cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
@@ -191,12 +190,12 @@ class OneCycle(_Scheduled):
         stairs = cycle_first_stair_count
         self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        limits = [_for_each_group(optimizer, each) for each in (cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom)]
+        limits = (_for_each_group(optimizer, limit)
+                  for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
         super().__init__(optimizer, [
-            Schedule("one-cycle", high, low, first, first + second, tail=decay_lr_rate * per_step,
-                     momentum_low=least if cycles else None, momentum_high=most,
-                     momentum_tail=decay_mom_rate * per_step)
-            for low, high, least, most in zip(*limits, strict=True)], last_batch_iteration)
+            Schedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
+                     least if cycles else None, most, decay_mom_rate * per_step)
+            for high, low, least, most in zip(*limits, strict=True)], last_batch_iteration)
 
 
 @final
@@ -209,8 +208,9 @@ class LRRangeTest(_Scheduled):
                  last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
         style = "range-test-stairs" if lr_range_test_staircase else "range-test"
+        lows = _for_each_group(optimizer, lr_range_test_min_lr)
         super().__init__(optimizer, [Schedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate)
-                                     for low in _for_each_group(optimizer, lr_range_test_min_lr)], last_batch_iteration)
+                                     for low in lows], last_batch_iteration)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:

@@ -70,18 +70,16 @@ class Accelerator:
         """What an engine can train in here."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
-    # ---- random numbers, of the device --------------------------------------------------------------------------
-
     def random(self) -> ModuleType:
-        """torch's module of random streams."""
         return torch.random
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return torch.cuda.get_rng_state(self._index(device_index)) if self._on_gpu else torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index) if self._on_gpu \
+            else torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         if self._on_gpu:
-            torch.cuda.set_rng_state(new_state, self._index(device_index))
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(new_state)
 
@@ -94,11 +92,8 @@ class Accelerator:
     def initial_seed(self) -> int:
         return torch.cuda.initial_seed() if self._on_gpu else torch.initial_seed()
 
-    def default_generator(self, device_index: int | None = None) -> torch.Generator:
-        return torch.cuda.default_generators[self._index(device_index)] if self._on_gpu else torch.default_generator
-
-    def _index(self, device_index: int | None) -> int:
-        return torch.cuda.current_device() if device_index is None else device_index
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.cuda.default_generators[device_index] if self._on_gpu else torch.default_generator
 
 
 def peak_resident_bytes() -> int:

@@ -460,12 +460,13 @@ class ZeroEngine:
 
 def _check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
-        raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a tensor "
-                          "with one number")
-    if loss.numel() != 1 or not loss.requires_grad:
-        what = "requires no gradient: run the forward outside of torch.no_grad(), on parameters that are not frozen" \
-            if loss.numel() == 1 else "needs one number: take the mean() of it"
-        raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}, which {what}")
+        raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
+                          "tensor with one number")
+    if loss.numel() != 1:
+        raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of it")
+    if not loss.requires_grad:
+        raise ConfigError("engine.backward() was given a loss that requires no gradient: run the forward outside of "
+                          "torch.no_grad(), on parameters that are not frozen")
 
 
 def _against(riders: Sequence[Tensor | float]) -> str | None:

@@ -274,9 +274,8 @@ class Passes:
                 "gradients outside of engine.backward: call engine.backward(loss), not loss.backward()"
                 if Passes._under_way is None else
                 f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not sum "
-                "or step it: call requires_grad_(False) on this engine's model before the forward and True after the "
-                "step, where only the other model is trained (a GAN: docs/engine.md), or train both models as one "
-                "nn.Module with one engine")
+                "it: where only the other model is trained (a GAN: docs/engine.md), call requires_grad_(False) on this one "
+                "before the forward and True after the step; to train both, make them one nn.Module with one engine")
         if bucket.grads.accept(index):
             self._finish(unit)
             if self._reduces:

@@ -1,7 +1,8 @@
 """Cuts a model into units: which parameters travel together.
 
 Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
-inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left: what is outside of them, or shared between them, or registered as external.
+inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left:
+what is outside of them, or shared between them, or registered as external.
 Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
 persistence threshold stay whole: they share one bucket of the root.
 """

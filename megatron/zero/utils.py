@@ -147,8 +147,8 @@ def _is_of_class(name: str, module: nn.Module, wanted: type | str) -> bool:
         wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
 
 
-def _mark(model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, strict: bool,
-          ) -> tuple[list[nn.Module], list[Any]]:
+def _mark(model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool,
+          strict: bool) -> tuple[list[nn.Module], list[Any]]:
     found = {wish: [module for name, module in model.named_modules() if fits(name, module, wish)] for wish in wanted}
     missing = [wish for wish, modules in found.items() if not modules]
     if missing and strict:

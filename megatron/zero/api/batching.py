@@ -58,13 +58,13 @@ class Batching:
 
     def set_micro(self, size: int) -> None:
         self._check_between_steps("set_train_micro_batch_size")
-        require(isinstance(size, int) and size >= 1, f"set_train_micro_batch_size: {size!r}; expected a whole number >= 1")
+        require(isinstance(size, int) and size >= 1, f"set_train_micro_batch_size: {size!r}; expected an integer >= 1")
         self._core.micro_batch = self.micro = size
         self._was_set = True
 
     def set_total(self, total: int) -> None:
         self._check_between_steps("set_train_batch_size")
-        require(isinstance(total, int), f"set_train_batch_size: {total!r}; expected a whole number")
+        require(isinstance(total, int), f"set_train_batch_size: {total!r}; expected an integer")
         unit = self.micro * self._dp
         count, rest = divmod(total, unit)
         require(count >= 1 and rest == 0, f"set_train_batch_size: {total} is not a multiple of micro-batch "

@@ -74,19 +74,18 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
     callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
     makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
-    only evaluates: it freezes the model's parameters and keeps no masters and no optimizer state. `mpu` names the groups where the model is tensor parallel. All
-    parameters get the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
-    working precision.
+    only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
+    groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
+    (default: this rank's) one by one, and to the working precision.
     """
     exits.answer_uncaught()
-    of_state = None if hasattr(lr_scheduler, "state_dict") else lr_scheduler
-    for name, value, kind, expected in (
-            ("model", model, nn.Module, "an nn.Module"), ("args", args, Namespace | None, "what parser.parse_args() returns"),
-            ("optimizer", optimizer, Optimizer | Callable | None, "a torch.optim.Optimizer, or a function that makes one"),
-            ("model_parameters", model_parameters, Iterable | None, "parameters, or param groups"),
-            ("training_data", training_data, Sized | None, "a dataset with a length"),
-            ("lr_scheduler", of_state, Callable | None, "a scheduler, or a function that makes one")):
-        check_argument(name, value, kind, expected)
+    check_argument("model", model, nn.Module, "an nn.Module")
+    check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
+    check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
+    check_argument("model_parameters", model_parameters, Iterable | None, "parameters, or param groups")
+    check_argument("training_data", training_data, Sized | None, "a dataset with a length")
+    if not hasattr(lr_scheduler, "state_dict"):
+        check_argument("lr_scheduler", lr_scheduler, Callable | None, "a scheduler, or a function that makes one")
     assert model is not None
     argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer's: it has met already
@@ -106,8 +105,8 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     with config.words.speaking():
         check_parameters(model)
-        evaluates = not settings.has_optimizer and optimizer is model_parameters is lr_scheduler is None \
-            and not settings.has_scheduler
+        evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
+            all(given is None for given in (optimizer, model_parameters, lr_scheduler))
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, () if evaluates else model_parameters,
                                                                 optimizer, evaluates)
         if not evaluates:

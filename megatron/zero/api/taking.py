@@ -32,7 +32,7 @@ def check_argument(name: str, value: object, kind: Any, expected: str) -> None:
 
 def folder_of(call: str, value: str | os.PathLike[str]) -> Path:
     """Of a checkpoint: the empty name would be the working directory."""
-    check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder (\".\" is this one)")
+    check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder")
     return Path(value)
 
 
@@ -46,29 +46,19 @@ def check_parameters(model: nn.Module) -> None:
         if holder is not None and holder.is_settled:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
                               "the other first")
-        if holder is None and (kind := _unusable(parameter)) is not None:
-            raise ConfigError(f"{name} is {kind}")
+        if holder is None and is_lazy(parameter):
+            raise ConfigError(f"{name} is a lazy parameter without a shape: run one forward of the model before "
+                              "zero.initialize")
+        is_made_of_others = is_traceable_wrapper_subclass(parameter)
+        if is_made_of_others or parameter.layout != torch.strided or not parameter.is_floating_point():
+            raise ConfigError(f"{name} is a {type(parameter).__name__} of {parameter.dtype} and {parameter.layout}: the "
+                              "engine keeps plain dense floating point tensors; make it one (to_dense(), "
+                              "torch.view_as_real()), or keep it as a buffer")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ConfigError(
-                f"{name or 'the model'} has max_norm={module.max_norm:g}: its forward writes to the weights, on each rank "
-                "to other rows, and the engine would undo it; set max_norm = None, and scale what is looked up: "
-                "`rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)` is the same")
-
-
-def _unusable(parameter: nn.Parameter) -> str | None:
-    """Why its elements cannot lie in a flat buffer of the working precision, and what to do."""
-    if is_lazy(parameter):
-        return "a lazy parameter without a shape: run one forward of the model before zero.initialize"
-    if is_traceable_wrapper_subclass(parameter):
-        return (f"a {type(parameter).__name__}, a tensor made of other tensors (quantised, DTensor and the like): give "
-                "the engine a model of plain parameters, or keep this one as a buffer")
-    if parameter.layout != torch.strided or parameter.is_quantized:
-        return f"a tensor of layout {parameter.layout}: make it dense with to_dense(), or keep it as a buffer"
-    if not parameter.is_floating_point():
-        return (f"of {parameter.dtype}, and the engine keeps real floating point numbers: keep it as a buffer" +
-                " (of complex numbers train torch.view_as_real(it))" * parameter.is_complex())
-    return None
+            raise ConfigError(f"{name or 'the model'} has max_norm={module.max_norm:g}: its forward writes to the "
+                              "weights, and the engine would undo it; set max_norm = None, and scale what is looked up: "
+                              "`rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)` is the same")
 
 
 @contextmanager

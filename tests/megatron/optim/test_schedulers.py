@@ -164,7 +164,8 @@ CYCLE = [dict(cycle_first_step_size=4), dict(cycle_first_step_size=3, cycle_seco
 
 def cycle_of(it: int, cycle_first_step_size: int, cycle_second_step_size: int = 0, decay_step_size: int = 0,
              decay_lr_rate: float = 0.0, decay_mom_rate: float = 0.0, cycle_first_stair_count: int = 0,
-             cycle_second_stair_count: int | None = None, cycle_momentum: bool = True) -> tuple[list[float], float | None]:
+             cycle_second_stair_count: int | None = None, cycle_momentum: bool = True,
+             ) -> tuple[list[float], float | None]:
     """The published cycle after `it` + 1 calls of `step`: rates between (0.1, 0.2) and 1.0, momentum 0.8 to 0.9."""
     first, second = cycle_first_step_size, cycle_second_step_size or cycle_first_step_size
     at = it + 1
@@ -207,8 +208,8 @@ def test_range_test(stairs: bool) -> None:
 
 
 def test_sizes_of_a_cycle_are_checked() -> None:
-    for make, told in ((lambda: OneCycle(Groups(), 0.1, 1.0, cycle_first_step_size=0), "cycle_first_step_size is 0: exp"),
+    for make, told in ((lambda: OneCycle(Groups(), 0.1, 1.0, cycle_first_step_size=0), "first_step_size is 0: exp"),
                        (lambda: LRRangeTest(Groups(), lr_range_test_step_size=1.5), "step_size is 1.5"),  # type: ignore
-                       (lambda: OneCycle(Groups(), [0.1], 1.0), "1 learning rates are given: expected one, or one for")):
+                       (lambda: OneCycle(Groups(), [0.1], 1.0), "1 learning rates are given: expected one, or")):
         with pytest.raises(ConfigError, match=told):
             make()

@@ -278,7 +278,8 @@ def _resumed(rank: int, world: int, folder: Path) -> list[Any]:
     rule.restore({"newton_schulz": "float32", "on": "cuda"})
     elsewhere = rule.scalars()["newton_schulz"]
     rule.restore({})  # what earlier versions saved
-    return [engine.core.rule.scalars(), alike(masters(again), masters(engine)), elsewhere, rule.scalars()["newton_schulz"]]
+    same = alike(masters(again), masters(engine))
+    return [engine.core.rule.scalars(), same, elsewhere, rule.scalars()["newton_schulz"]]
 
 
 def test_the_precision_is_one_choice_and_resumed(tmp_path: Path) -> None:

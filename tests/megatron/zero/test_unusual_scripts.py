@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.model import GPT2
+from megatron.zero import utils
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
@@ -65,15 +66,15 @@ def unusable(parameter: Any, requires_grad: bool = True) -> Model:
 
 @STAGES
 @pytest.mark.parametrize("make, told", [
-    (lambda: Model(nn.Sequential(nn.Embedding(8, 3), nn.LazyLinear(4))), "table.1.weight is a lazy parameter .*: run one"),
-    (lambda: unusable(TwoTensor(torch.ones(2), torch.ones(2))), "extra is a TwoTensor, a tensor made of other tensors"),
-    (lambda: unusable(torch.eye(2).to_sparse()), "extra is a tensor of layout torch.sparse_coo: make it dense"),
-    (lambda: unusable(torch.ones(2) + 0j), "extra is of torch.complex64, .* torch.view_as_real"),
-    (lambda: unusable(torch.ones(2, dtype=torch.int8), False), "extra is of torch.int8, .*: keep it as a buffer"),
+    (lambda: Model(nn.Sequential(nn.Embedding(8, 3), nn.LazyLinear(4))), "table.1.weight is a lazy parameter .*: run"),
+    (lambda: unusable(TwoTensor(torch.ones(2), torch.ones(2))), "extra is a TwoTensor of torch.float32"),
+    (lambda: unusable(torch.eye(2).to_sparse()), "extra is a Parameter .* torch.sparse_coo: .* to_dense"),
+    (lambda: unusable(torch.ones(2) + 0j), "extra is a Parameter of torch.complex64 .* torch.view_as_real"),
+    (lambda: unusable(torch.ones(2, dtype=torch.int8), False), "a Parameter of torch.int8 .* keep it as a buffer"),
     (lambda: Model(nn.Embedding(8, 4, max_norm=1.0)), r"table has max_norm=1: .*; set max_norm = None, and scale"),
     (lambda: Model(nn.EmbeddingBag(8, 4, max_norm=1.0)), r"table has max_norm=1: .*; set max_norm = None, and scale"),
 ], ids=["lazy", "wrapper", "sparse", "complex", "integer", "max_norm", "bag"])
-def test_parameters_that_cannot_be_trained_are_refused_by_name(make: Callable[[], Model], told: str, stage: int) -> None:
+def test_parameters_that_cannot_be_trained_are_refused(make: Callable[[], Model], told: str, stage: int) -> None:
     model = make()
     with pytest.raises(ConfigError, match=told) as caught:
         zero.initialize(model=model, config=config(stage))
@@ -244,6 +245,80 @@ def test_a_gan_of_two_engines_trains_as_plain_models_do(ranks: int, stage: int) 
         assert "got a gradient in the backward of another engine" in told and "requires_grad_(False)" in told
 
 
+# ---- names of DeepSpeed's --------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, called: list[int]) -> Tensor:
+        return x + torch.stack([self.experts[number](x) for number in called]).sum(0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.inside = nn.Linear(4, 4), Experts()
+
+    def forward(self, x: Tensor, called: list[int]) -> Tensor:
+        return self.inside(self.inlet(x), called).square().mean()
+
+
+def _mixed(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[float], int]:
+    """Ranks call other experts, and other numbers of them; and run other numbers of forwards with all gathered."""
+    model = Mixture()
+    assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
+    engine = zero.initialize(model=model, config=config(stage))[0]
+    for step in range(3):
+        engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
+        engine.step()
+    with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+        found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
+    return engine.module_state_dict(), found, len(engine.core.unit_modules())
+
+
+@RANKS
+def test_ranks_may_call_other_experts_of_a_leaf(ranks: int) -> None:
+    plain, split = (run_ranks(_mixed, ranks, stage) for stage in (0, 3))
+    assert all(torch.allclose(plain[0][0][name], split[0][0][name], atol=1e-6) for name in plain[0][0])
+    for (_, found, _), (_, wanted, _) in zip(split, plain, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-6) and len({*found}) == 1
+    assert {units for _, _, units in split} == {2}, "the experts are no units"
+
+
+def test_leaves_are_marked_and_told() -> None:
+    model = Mixture()
+    every = [model.inside, *model.inside.experts]
+    assert utils.set_z3_leaf_modules(model, ["Experts", f"{__name__}.Experts"]) == [model.inside]
+    assert utils.get_z3_leaf_modules(model) == [model.inside] and utils.z3_leaf_module(model.inside)
+    assert utils.z3_leaf_parameter(model.inside.experts[0].weight) and not utils.z3_leaf_parameter(model.inlet.weight)
+    assert utils.unset_z3_leaf_modules(model, [nn.Module], raise_if_not_found=False) and \
+        utils.get_z3_leaf_modules(model) == []
+    assert utils.set_z3_leaf_modules_by_name(model, ["inside", "no"], raise_if_not_found=False) == (every[:1], ["no"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["experts.0", "side"])[0] == [every[1], every[0]]
+    utils.set_z3_leaf_module(model, True)
+    assert zero.initialize(model=model, config=config(3))[0].core.unit_modules() == [model]
+    for mark, told in ((lambda: utils.set_z3_leaf_modules(model, [nn.Conv2d]), "is of the classes"),
+                       (lambda: utils.set_z3_leaf_modules_by_name(model, ["no"]), r"has no modules \['no'\]")):
+        with pytest.raises(ConfigError, match=told):
+            mark()
+
+
+def test_the_accelerator_has_streams_of_random_numbers() -> None:
+    accelerator = zero.get_accelerator()
+    state = accelerator.get_rng_state()
+    accelerator.manual_seed(7)
+    assert accelerator.initial_seed() == 7 == accelerator.default_generator(0).initial_seed()
+    first = torch.rand(3)
+    accelerator.set_rng_state(state)
+    accelerator.random().manual_seed(7)
+    assert torch.rand(3).equal(first)
+    assert {torch.float32, torch.float16, torch.bfloat16} == {*accelerator.supported_dtypes()}
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -251,13 +326,13 @@ def test_plain_arguments_of_the_wrong_kind_are_told(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     engine = trained(Model(), 0)
     cases: dict[str, Callable[[], object]] = {
-        r"backward\(\) was given \(tensor.* \(tuple\): give it the loss": lambda: engine.backward((engine(ROWS),)),  # type: ignore
+        r"was given \(tensor.* \(tuple\): give it the loss": lambda: engine.backward((engine(ROWS),)),  # type: ignore
         r"backward\(\) was given 3.0 \(float\)": lambda: engine.backward(3.0),  # type: ignore[arg-type]
-        r"of shape \[2\], which needs one number: take the mean": lambda: engine.backward(engine(ROWS) * torch.ones(2)),
-        "which requires no gradient: run the forward outside": lambda: engine.backward(torch.ones(())),
+        r"of shape \[2\]: take the mean": lambda: engine.backward(engine(ROWS) * torch.ones(2)),
+        "a loss that requires no gradient: run the forward outside": lambda: engine.backward(torch.ones(())),
         "save_filename is None: expected the name of a file": lambda: engine.save_16bit_model("x", ""),
         "state dict of load_module_state_dict is": lambda: engine.load_module_state_dict([1]),  # type: ignore[arg-type]
-        "set_train_batch_size: '8'; expected a whole": lambda: engine.set_train_batch_size("8"),  # type: ignore[arg-type]
+        "set_train_batch_size: '8'; expected an integer": lambda: engine.set_train_batch_size("8"),  # type: ignore[arg-type]
         "set_train_micro_batch_size: 2.5; expected": lambda: engine.set_train_micro_batch_size(2.5),  # type: ignore
         **{f"the folder of {name} is {told}: expected the path of a folder": lambda name=name, given=given:
            getattr(engine, name)(given) for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model")
