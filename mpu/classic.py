@@ -7,6 +7,7 @@ default `tp=None` of the layers; everything else takes its group as an argument.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -39,8 +40,7 @@ def current_groups() -> Groups:
 
 
 def tp_behind(layout: Any) -> Group:
-    """The tensor-parallel group of an object with the classic accessors, such as this package, whose group of one
-    needs no torch.distributed."""
+    """The tensor-parallel group of an object with the classic accessors; this package's needs no torch.distributed."""
     return current_groups().tp if layout is sys.modules["mpu"] else of_handle(layout.get_model_parallel_group())
 
 
@@ -97,20 +97,14 @@ get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
 
 
-def copy_to_model_parallel_region(x: Tensor) -> Tensor:
-    return copy_to_region(x, current_groups().tp)
+def _over_current(region: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: region(x, current_groups().tp)
 
 
-def reduce_from_model_parallel_region(x: Tensor) -> Tensor:
-    return reduce_from_region(x, current_groups().tp)
-
-
-def scatter_to_model_parallel_region(x: Tensor) -> Tensor:
-    return scatter_to_region(x, current_groups().tp)
-
-
-def gather_from_model_parallel_region(x: Tensor) -> Tensor:
-    return gather_from_region(x, current_groups().tp)
+copy_to_model_parallel_region = _over_current(copy_to_region)
+reduce_from_model_parallel_region = _over_current(reduce_from_region)
+scatter_to_model_parallel_region = _over_current(scatter_to_region)
+gather_from_model_parallel_region = _over_current(gather_from_region)
 
 
 class VocabUtility:

@@ -10,10 +10,9 @@ Eight ranks with tp size 2 (g0 .. g7, two nodes of four):
 
 so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
 
-A group of one needs no process group and no torch.distributed: every collective of this package on it is the identity.
-torch.distributed reads None as the world, so what is handed to a script is `Group.process_group`: a real one, of one
-rank too. This file creates groups; it sends nothing. Each rank makes its own groups only: one call for each axis of the
-grid.
+A group of one needs no process group: every collective of this package on it is the identity. torch.distributed reads
+None as the world, so a script is given `Group.process_group`, a real one, of one rank too. This file creates groups; it
+sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
 
 Each group has a *control* group of the same ranks, which goes from host to host over gloo: the group itself where that
 is what its backend does, and one beside it where the backend (NCCL) serves devices only. It lasts as long as the
@@ -40,8 +39,7 @@ class Group:
     """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
 
     torch.distributed owns its process groups, and this holds the names of two: so destroying a process group ends its
-    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it.
-    """
+    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it."""
 
     rank: int
     size: int
@@ -107,8 +105,7 @@ class Groups:
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
 
-    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit.
-    """
+    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit."""
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
             raise ParallelError(

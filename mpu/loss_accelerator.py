@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_gather
-from mpu.kernels import working
+from mpu.device import working
 from mpu.vocab_share import Head, Made, Share, Wanted, in_chunks
 
 _CHUNK_BYTES = 1 << 30

@@ -21,9 +21,8 @@ from megatron.model.attention import document_mask
 from megatron.model.block import Block
 from megatron.model.init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
-from mpu.few_rows import linear
 from mpu.groups import SOLO, Group
-from mpu.layers import VocabParallelEmbedding
+from mpu.layers import VocabParallelEmbedding, linear
 from mpu.regions import copy_to_region, gather_from_region
 from mpu.split import pad_vocab
 

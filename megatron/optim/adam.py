@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megatron.optim.rule import Span, StepScalars, Summed
 from mpu.collectives import agree
-from mpu.device import on_accelerator
+from mpu.device import on_accelerator, working
 from mpu.groups import Group
-from mpu.kernels import working
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""

@@ -40,8 +40,7 @@ class Muon(OneByOne):
     """Elements updated at a time: a temporary has as many."""
     _adam: AdamW = field(init=False)
     _chosen: str = field(init=False, default="bfloat16")
-    _precision: str = field(init=False, default="bfloat16")
-    """Of what is made orthogonal: as chosen for the device, or as a checkpoint has it."""
+    _precision: str = field(init=False, default="bfloat16")  # as chosen for the device, or as a checkpoint has it
     _on: str = field(init=False, default="")
 
     name = "Muon"

@@ -20,8 +20,6 @@ from typing import Any, Protocol, final
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule, warmup_share
 
-FIRST_STAIR = 1e-300
-
 Rates = float | Sequence[float]
 """One for all param groups, or one for each."""
 
@@ -141,11 +139,9 @@ class WarmupCosineLR(_Warmup):
 
 
 class _Scheduled(Scheduler):
-    """Follows the trainer's `Schedule`, each group its own: the rates of the step after `last_batch_iteration`, from 0
-    on."""
+    """Follows the trainer's `Schedule`, each group its own: step 0 is the one before the first call of `step`."""
 
-    stairs = 0, 0
-    """In which the halves of a cycle rise and fall; 0 is a straight line."""
+    stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
 
     def __init__(self, optimizer: HasGroups, schedules: Sequence[Schedule], last_batch_iteration: int) -> None:
         self.schedules = schedules
@@ -165,7 +161,7 @@ class _Scheduled(Scheduler):
         start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
         if not (stairs and 0 < step < end):
             return step
-        return start + (step - start) * stairs // length * length / stairs or FIRST_STAIR
+        return start + (step - start) * stairs // length * length / stairs or 1e-300
 
     def _publish(self) -> None:
         super()._publish()

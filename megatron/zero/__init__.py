@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from megatron.zero.api.engine import Engine as Engine
     from megatron.zero.api.init import (GatheredParameters as GatheredParameters, Init as Init,
                                         unwrap_model_for_generation as unwrap_model_for_generation)
-    from megatron.zero.api.initialize import add_config_arguments as add_config_arguments, initialize as initialize
-    from megatron.zero.api.meeting import init_distributed as init_distributed
+    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments, initialize as initialize,
+                                              init_distributed as init_distributed)
     from megatron.zero.aside import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 check_neighbours()
 
 _MODULES = {
-    "megatron.zero.api.initialize": "initialize add_config_arguments",
-    "megatron.zero.api.meeting": "init_distributed",
+    "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
     "megatron.zero.aside": "OffloadDeviceEnum OffloadStateTypeEnum",
@@ -73,7 +72,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
-    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.schedule", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),

@@ -147,8 +147,7 @@ class ZeroEngine:
     def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
              ) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are at most MOST_RIDERS numbers to be summed over all ranks on the way (a rank that gives fewer adds 0); those
-        given `aside` come back beside them."""
+        are at most MOST_RIDERS numbers to be summed over all ranks; those given `aside` come back beside them."""
         self._check_trains("engine.step()")
         self._aside.check_here("engine.step()")
         if self._in_no_sync:
@@ -404,8 +403,7 @@ class ZeroEngine:
                   agreed: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
         """Fill what this rank holds of the parameters named for each kind: `read(kind, slot, offset, out)` for every
         run. Then publish the weights, which is collective: `agreed` runs an action, and raises on every rank where it
-        failed on one. What has been accumulated is of the weights before, and is discarded: the next micro-batch begins
-        a step."""
+        failed on one. What has been accumulated is discarded: the next micro-batch begins a step."""
         self.conclude()
         self.residency.done_with_all()
         self._roster.begin_load()

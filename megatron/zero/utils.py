@@ -9,20 +9,16 @@ optimizer states), and which modules stage 3 gathers in one piece.
 
 *full* functions are called by every data parallel rank, and take or return the whole parameter (of this rank's tensor
 parallel slice). *local* ones look at the run that this rank holds, which is flat, and may be empty. Getters return fp32
-copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient that is not complete.
-Gradients are there from the backward that ends a step until `step()`.
-
-A call that exchanges something, or must be made with the same value on several ranks, is compared first (together.py):
-one rank that calls it alone, and ranks that set different values, are errors.
+copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient before the backward that
+ends a step. A rank that makes an exchanging call alone, and ranks that set different values, are errors (together.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,30 +93,20 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 # ---- modules that stage 3 gathers in one piece -------------------------------------------------------------------
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True,
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Collection[type | str], raise_if_not_found: bool = True,
                         flag: bool = True) -> list[nn.Module]:
     """Mark the modules of these classes (or class names), before zero.initialize, and return them. Everything inside of
     one is gathered for its forward, as a block's parameters are: for experts, of which each rank calls others."""
-    classes = [*leaf_module_classes]
-    found, _ = _mark(model, classes, _is_of_class, flag, strict=False)
+    found = [one for one in model.modules() if any(_is_of(type(one), wanted) for wanted in leaf_module_classes)]
     if raise_if_not_found and not found:
-        raise ConfigError(f"no module of {type(model).__name__} is of the classes {classes}: name one of print(model)")
+        raise ConfigError(f"no module of {type(model).__name__} is of the classes {[*leaf_module_classes]}: name one "
+                          "of print(model)")
+    for module in found:
+        set_z3_leaf_module(module, flag)
     return found
 
 
 unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
-
-
-def set_z3_leaf_modules_by_name(model: nn.Module, module_names: Iterable[str], flag: bool = True,
-                                raise_if_not_found: bool = True) -> tuple[list[nn.Module], list[str]]:
-    """By the names of `named_modules()`; returns the modules, and the names that there are none of."""
-    return _mark(model, module_names, lambda name, module, wanted: name == wanted, flag, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True,
-                                  raise_if_not_found: bool = True) -> tuple[list[nn.Module], list[str]]:
-    return _mark(model, module_name_suffixes, lambda name, module, wanted: name.endswith(wanted), flag,
-                 raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -141,22 +127,9 @@ def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
 z3_leaf_parameter = z3_leaf_module
 
 
-def _is_of_class(name: str, module: nn.Module, wanted: type | str) -> bool:
-    own = type(module)
-    return isinstance(module, wanted) if isinstance(wanted, type) else \
-        wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
-
-
-def _mark(model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool,
-          strict: bool) -> tuple[list[nn.Module], list[Any]]:
-    found = {wish: [module for name, module in model.named_modules() if fits(name, module, wish)] for wish in wanted}
-    missing = [wish for wish, modules in found.items() if not modules]
-    if missing and strict:
-        raise ConfigError(f"{type(model).__name__} has no modules {missing}: take names of model.named_modules()")
-    marked = [*dict.fromkeys(module for modules in found.values() for module in modules)]
-    for module in marked:
-        set_z3_leaf_module(module, flag)
-    return marked, missing
+def _is_of(own: type, wanted: type | str) -> bool:
+    names = own.__name__, f"{own.__module__}.{own.__qualname__}"
+    return issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
 
 
 # ---- where it is -------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
     loss = engine(batch);  engine.backward(loss);  engine.step()
     engine.save_checkpoint(folder, client_state={...});  path, client_state = engine.load_checkpoint(folder)
 
-It adds what belongs around the mechanism: the learning rate schedule, checkpoints, and things to ask. Counters and the
-loss scale are the mechanism's. `pretrain_gpt2.py` trains through it like everybody else.
+It adds the learning rate schedule, checkpoints, and things to ask. `pretrain_gpt2.py` trains through it as well.
 """
 
 from __future__ import annotations
@@ -35,27 +34,17 @@ from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
-from megatron.zero.api.batching import Batching
 from megatron.zero.api.eigenvalues import Eigenvalues
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.loading import Collate, EpochLoader, make_loader
+from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
-from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.profiled import ProfiledStep
-from megatron.zero.api.saved import (
-    Identity,
-    LoadOptions,
-    check_save_call,
-    load_engine,
-    restore_streams,
-    saving_engine,
-    whole_weights,
-    write_weights,
-)
-from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
+from megatron.zero.api.same import check_argument, folder_of
+from megatron.zero.api.saved import (Identity, LoadOptions, check_save_call, load_engine, restore_streams,
+                                     saving_engine, whole_weights, write_weights)
+from megatron.zero.api.schedule import Moved, Scheduler, ZeroOptimizer, can_go_back
 from megatron.zero.api.status import EngineStatus, drive_use
-from megatron.zero.api.taking import check_argument, folder_of
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
@@ -132,8 +121,7 @@ class Engine(EngineStatus):
              ) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
-        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`); a rank that gives fewer
-        adds 0."""
+        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
         with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)
@@ -175,12 +163,12 @@ class Engine(EngineStatus):
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
         self._settle_rate()
-        return super().get_lr()
+        return [float(group["lr"]) for group in self.core.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group in the next step."""
         self._settle_rate()
-        return super().get_mom()
+        return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
 
     def get_pld_theta(self) -> float | None:
         """theta of progressive layer dropping in the last step; None where no layer is left out."""
@@ -286,8 +274,7 @@ class Engine(EngineStatus):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
-        the same, and is not asked here: where one does not, its step is refused (settings.py), or the watch ends the
-        run."""
+        the same, and is not asked here: where one does not, its step is refused (settings.py), or the run ends."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
     def settle(self) -> None:
@@ -423,9 +410,8 @@ class Engine(EngineStatus):
         self._background.wait()
 
     def abandon_save(self) -> bool:
-        """The save under way, if there is one, is not to be completed. Sends nothing, so that a rank which leaves may
-        call it alone; where training goes on, every rank calls it between the same two steps. True where it was too
-        late: the save is complete."""
+        """The save under way, if there is one, is not to be completed. Sends nothing: a rank that leaves may call it
+        alone, others between the same two steps. True where it was too late: the save is complete."""
         return self._background.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
@@ -490,8 +476,7 @@ class Engine(EngineStatus):
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
-        only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False. Every rank calls
-        it; the folder is rank 0's."""
+        `stage3_gather_16bit_weights_on_model_save` allows it; else a warning and False. The folder is rank 0's."""
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
         path = folder_of("save_16bit_model", save_dir) / save_filename
         self.core.meet("engine.save_16bit_model()")

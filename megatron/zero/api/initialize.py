@@ -1,4 +1,4 @@
-"""`zero.initialize`: an engine for any model and loop, from a DeepSpeed-style configuration.
+"""`zero.initialize`, an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
 
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
@@ -32,6 +33,7 @@ from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
+from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
@@ -39,16 +41,12 @@ from megatron.optim.rule import ParamGroup, Rule
 from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.init import groups_of
+from megatron.zero.api.init import groups_of, notes_of_init
 from megatron.zero.api.layer_drop import check_forward
-from megatron.zero.api.meanwhile import notes as meanwhile_notes
-from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.offload import homes_of, offload_notes
-from megatron.zero.api.optimizer import ZeroOptimizer
-from megatron.zero.api.same import check_model
-from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
-from megatron.zero.api.taking import check_argument, check_parameters, taking
+from megatron.zero.api.same import check_argument, check_model, check_parameters, taking
+from megatron.zero.api.schedule import FollowSchedule, Scheduler, ZeroOptimizer, schedule_of
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.hidden import note_of_split, split_groups
 from megatron.zero.layout import align
@@ -57,6 +55,10 @@ from megatron.zero.precision import DTYPES
 from megatron.zero.settings import plain
 from megatron.zero.watch import watch_over
 from mpu.groups import Groups
+
+
+DEFAULT_PORT = 29500
+FOREIGN_LAUNCHERS = ("SLURM_", "OMPI_")
 
 
 def initialize(args: Namespace | None = None, model: nn.Module | None = None,
@@ -76,8 +78,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
     only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
     groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
-    (default: this rank's) one by one, and to the working precision.
-    """
+    (default: this rank's) one by one, and to the working precision."""
     exits.answer_uncaught()
     check_argument("model", model, nn.Module, "an nn.Module")
     check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
@@ -115,7 +116,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
             check_forward(model)
         check_model(model, groups.world)
         alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
-        moved = meanwhile_notes(model, config, device.type)
+        moved = notes_of_init(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
     with taking(model), ExitStack() as failed:
         failed.callback(homes.close)  # of a full drive, which whoever tries again needs empty
@@ -335,3 +336,47 @@ def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
+
+
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+                     distributed_port: int = DEFAULT_PORT, verbose: bool = True,
+                     timeout: timedelta | float | None = None, init_method: str | None = None,
+                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+                     world_size: int = -1) -> None:
+    """Meet the other ranks that a launcher started; may be called again.
+
+    `rank` and `world_size` say it where no launcher does; `distributed_port` counts where MASTER_PORT is not set, and
+    `init_method` (torch's) in place of both. Slurm's and OpenMPI's variables count unless `auto_mpi_discovery` is off.
+    `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
+    the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
+    already."""
+    exits.answer_uncaught()
+    if dist_init_required is False:
+        return
+    env = _place(rank, world_size, auto_mpi_discovery)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    with distributed.setting_variables():
+        if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                       init_method=init_method, also_alone=True)
+    _tell(env)
+
+
+def _tell(env: Environment) -> None:
+    """The place as torchrun's variables, where the launcher (or none) set others: `read_environment` finds the same."""
+    for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
+                         ("LOCAL_WORLD_SIZE", env.local_world_size)):
+        os.environ.setdefault(name, str(number))
+
+
+def _place(rank: int, world_size: int, any_launcher: bool) -> Environment:
+    """This rank's place: a launcher's, or the given one; both must agree."""
+    environ = {name: value for name, value in os.environ.items()
+               if any_launcher or not name.startswith(FOREIGN_LAUNCHERS)}
+    given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
+    for name, number in given.items():
+        if environ.setdefault(name, str(number)) != str(number):
+            raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
+                              f"{environ[name]}; leave the argument out")
+    return distributed.read_environment(environ)

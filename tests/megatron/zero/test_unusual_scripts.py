@@ -68,7 +68,7 @@ def unusable(parameter: Any, requires_grad: bool = True) -> Model:
 @pytest.mark.parametrize("make, told", [
     (lambda: Model(nn.Sequential(nn.Embedding(8, 3), nn.LazyLinear(4))), "table.1.weight is a lazy parameter .*: run"),
     (lambda: unusable(TwoTensor(torch.ones(2), torch.ones(2))), "extra is a TwoTensor of torch.float32"),
-    (lambda: unusable(torch.eye(2).to_sparse()), "extra is a Parameter .* torch.sparse_coo: .* to_dense"),
+    (lambda: unusable(torch.eye(2).to_sparse()), "extra is a Parameter .* torch.sparse_coo: .*to_dense"),
     (lambda: unusable(torch.ones(2) + 0j), "extra is a Parameter of torch.complex64 .* torch.view_as_real"),
     (lambda: unusable(torch.ones(2, dtype=torch.int8), False), "a Parameter of torch.int8 .* keep it as a buffer"),
     (lambda: Model(nn.Embedding(8, 4, max_norm=1.0)), r"table has max_norm=1: .*; set max_norm = None, and scale"),
@@ -291,20 +291,15 @@ def test_ranks_may_call_other_experts_of_a_leaf(ranks: int) -> None:
 
 def test_leaves_are_marked_and_told() -> None:
     model = Mixture()
-    every = [model.inside, *model.inside.experts]
     assert utils.set_z3_leaf_modules(model, ["Experts", f"{__name__}.Experts"]) == [model.inside]
     assert utils.get_z3_leaf_modules(model) == [model.inside] and utils.z3_leaf_module(model.inside)
     assert utils.z3_leaf_parameter(model.inside.experts[0].weight) and not utils.z3_leaf_parameter(model.inlet.weight)
     assert utils.unset_z3_leaf_modules(model, [nn.Module], raise_if_not_found=False) and \
         utils.get_z3_leaf_modules(model) == []
-    assert utils.set_z3_leaf_modules_by_name(model, ["inside", "no"], raise_if_not_found=False) == (every[:1], ["no"])
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["experts.0", "side"])[0] == [every[1], every[0]]
     utils.set_z3_leaf_module(model, True)
     assert zero.initialize(model=model, config=config(3))[0].core.unit_modules() == [model]
-    for mark, told in ((lambda: utils.set_z3_leaf_modules(model, [nn.Conv2d]), "is of the classes"),
-                       (lambda: utils.set_z3_leaf_modules_by_name(model, ["no"]), r"has no modules \['no'\]")):
-        with pytest.raises(ConfigError, match=told):
-            mark()
+    with pytest.raises(ConfigError, match="no module of Mixture is of the classes .*Conv2d.*: name one"):
+        utils.set_z3_leaf_modules(model, [nn.Conv2d])
 
 
 def test_the_accelerator_has_streams_of_random_numbers() -> None:
@@ -332,7 +327,7 @@ def test_plain_arguments_of_the_wrong_kind_are_told(tmp_path: Path, monkeypatch:
         "a loss that requires no gradient: run the forward outside": lambda: engine.backward(torch.ones(())),
         "save_filename is None: expected the name of a file": lambda: engine.save_16bit_model("x", ""),
         "state dict of load_module_state_dict is": lambda: engine.load_module_state_dict([1]),  # type: ignore[arg-type]
-        "set_train_batch_size: '8'; expected an integer": lambda: engine.set_train_batch_size("8"),  # type: ignore[arg-type]
+        "set_train_batch_size: '8'; expected an integer": lambda: engine.set_train_batch_size("8"),  # type: ignore
         "set_train_micro_batch_size: 2.5; expected": lambda: engine.set_train_micro_batch_size(2.5),  # type: ignore
         **{f"the folder of {name} is {told}: expected the path of a folder": lambda name=name, given=given:
            getattr(engine, name)(given) for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model")
