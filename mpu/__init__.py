@@ -1,23 +1,19 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
     split.py, partition.py       who owns which slice; how a parameter records its own
-    device.py                    where the accelerator's way and the CPU's part
+    device.py                    where the accelerator's way and the CPU's part, and whether Triton's kernels work
     groups.py, collectives.py    who computes with whom; the operations among them
     wire/                        how these travel: by a backend's own operations, or over gloo
-    draws.py                     initial values of which any part can be drawn alone
-    few_rows.py                  the product of a layer for a few rows
+    draws.py, data.py            initial values of which any part can be drawn alone; one batch for all ranks of a group
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient
     cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd
-    vocab_share.py, loss_walk.py a rank's columns; the walk over chunks of logits
+    vocab_share.py               a rank's columns of the logits; the walk over chunks of them
     loss_cpu.py                  its softmax and sums on a CPU
     loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
-    kernels.py                   whether Triton's kernels work here
-    random.py                    random streams
     grads.py, norm_kernel.py     norm and clipping of split gradients; the norms of rows in Triton
     one_bit.py                   a mean over ranks at one bit a number
-    data.py                      one batch for all ranks of a group
-    classic.py, mappings.py      the classic names over one global layout
+    classic.py, random.py        the classic names over one global layout; random streams
 
 The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for
 scripts written against Megatron's `mpu`. They are fetched when they are asked for: mpu.split must not import torch.
@@ -29,88 +25,52 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpu.classic import (
-        VocabUtility,
-        destroy_model_parallel,
-        get_data_parallel_group,
-        get_data_parallel_rank,
-        get_data_parallel_world_size,
-        get_model_parallel_group,
-        get_model_parallel_rank,
-        get_model_parallel_src_rank,
-        get_model_parallel_world_size,
-        get_tensor_model_parallel_group,
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_src_rank,
-        get_tensor_model_parallel_world_size,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
-    from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
-    from mpu.data import broadcast_data
-    from mpu.grads import clip_grad_norm
-    from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
-    from mpu.mappings import (
-        copy_to_model_parallel_region,
-        gather_from_model_parallel_region,
-        reduce_from_model_parallel_region,
-        scatter_to_model_parallel_region,
-    )
-    from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-    from mpu.regions import split_tensor_along_last_dim
-    from mpu.split import divide, ensure_divisibility
+        VocabUtility as VocabUtility, copy_to_model_parallel_region as copy_to_model_parallel_region,
+        destroy_model_parallel as destroy_model_parallel,
+        gather_from_model_parallel_region as gather_from_model_parallel_region,
+        get_data_parallel_group as get_data_parallel_group, get_data_parallel_rank as get_data_parallel_rank,
+        get_data_parallel_world_size as get_data_parallel_world_size,
+        get_model_parallel_group as get_model_parallel_group, get_model_parallel_rank as get_model_parallel_rank,
+        get_model_parallel_src_rank as get_model_parallel_src_rank,
+        get_model_parallel_world_size as get_model_parallel_world_size,
+        get_tensor_model_parallel_group as get_tensor_model_parallel_group,
+        get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_src_rank as get_tensor_model_parallel_src_rank,
+        get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
+        initialize_model_parallel as initialize_model_parallel,
+        model_parallel_is_initialized as model_parallel_is_initialized,
+        reduce_from_model_parallel_region as reduce_from_model_parallel_region,
+        scatter_to_model_parallel_region as scatter_to_model_parallel_region)
+    from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
+                                   vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
+    from mpu.data import broadcast_data as broadcast_data
+    from mpu.grads import clip_grad_norm as clip_grad_norm
+    from mpu.layers import (ColumnParallelLinear as ColumnParallelLinear, ParallelEmbedding as ParallelEmbedding,
+                            RowParallelLinear as RowParallelLinear, VocabParallelEmbedding as VocabParallelEmbedding)
+    from mpu.random import (get_cuda_rng_tracker as get_cuda_rng_tracker,
+                            model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed)
+    from mpu.regions import split_tensor_along_last_dim as split_tensor_along_last_dim
+    from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
 
 _MODULES = {
     "mpu.classic": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
                    "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
                    "get_model_parallel_src_rank get_model_parallel_world_size get_tensor_model_parallel_group "
                    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
-                   "get_tensor_model_parallel_world_size initialize_model_parallel model_parallel_is_initialized",
+                   "get_tensor_model_parallel_world_size initialize_model_parallel model_parallel_is_initialized "
+                   "copy_to_model_parallel_region gather_from_model_parallel_region "
+                   "reduce_from_model_parallel_region scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
     "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",
     "mpu.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear VocabParallelEmbedding",
-    "mpu.mappings": "copy_to_model_parallel_region gather_from_model_parallel_region "
-                    "reduce_from_model_parallel_region scatter_to_model_parallel_region",
     "mpu.random": "get_cuda_rng_tracker model_parallel_cuda_manual_seed",
     "mpu.regions": "split_tensor_along_last_dim",
     "mpu.split": "divide ensure_divisibility",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "VocabUtility",
-    "broadcast_data",
-    "clip_grad_norm",
-    "copy_to_model_parallel_region",
-    "destroy_model_parallel",
-    "divide",
-    "ensure_divisibility",
-    "gather_from_model_parallel_region",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "initialize_model_parallel",
-    "linear_cross_entropy",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_is_initialized",
-    "reduce_from_model_parallel_region",
-    "scatter_to_model_parallel_region",
-    "split_tensor_along_last_dim",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

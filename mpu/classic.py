@@ -1,4 +1,4 @@
-"""The classic accessor names, for scripts that know one global model-parallel layout.
+"""The classic names, for scripts that know one global model-parallel layout.
 
 The current `Groups` is kept here and nowhere else. Inside `mpu` only `resolve` reads it, which implements the
 default `tp=None` of the layers; everything else takes its group as an argument.
@@ -6,9 +6,15 @@ default `tp=None` of the layers; everything else takes its group as an argument.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import sys
+from collections.abc import Callable
+from typing import Any
 
-from mpu.groups import Group, Groups, build
+import torch.distributed as dist
+from torch import Tensor
+
+from mpu.groups import Group, Groups, build, of_handle
+from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from mpu.split import ParallelError, split_range
 
 
@@ -26,7 +32,16 @@ def resolve(tp: Group | None) -> Group:
 def current_groups() -> Groups:
     if _Current.groups is None:
         raise ParallelError("model parallelism is not initialised: call initialize_model_parallel, or pass tp=Group")
+    if dist.is_initialized() and dist.get_world_size() != _Current.groups.world.size:
+        raise ParallelError(
+            f"model parallelism was initialised for {_Current.groups.world.size} ranks, and torch.distributed has "
+            f"{dist.get_world_size()}: call init_process_group before initialize_model_parallel")
     return _Current.groups
+
+
+def tp_behind(layout: Any) -> Group:
+    """The tensor-parallel group of an object with the classic accessors; this package's needs no torch.distributed."""
+    return current_groups().tp if layout is sys.modules["mpu"] else of_handle(layout.get_model_parallel_group())
 
 
 def initialize_model_parallel(model_parallel_size: int = 1) -> Groups:
@@ -45,9 +60,9 @@ def destroy_model_parallel() -> None:
     _Current.groups = None
 
 
-def get_model_parallel_group() -> dist.ProcessGroup | None:
-    """The tensor-parallel process group; None when it has one rank."""
-    return current_groups().tp.handle
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """The tensor-parallel process group, of one rank too."""
+    return current_groups().tp.process_group
 
 
 def get_model_parallel_rank() -> int:
@@ -63,9 +78,9 @@ def get_model_parallel_src_rank() -> int:
     return current_groups().tp.ranks[0]
 
 
-def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The data-parallel process group; None when it has one rank."""
-    return current_groups().dp.handle
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The data-parallel process group, of one rank too."""
+    return current_groups().dp.process_group
 
 
 def get_data_parallel_rank() -> int:
@@ -80,6 +95,16 @@ get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
+
+
+def _over_current(region: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: region(x, current_groups().tp)
+
+
+copy_to_model_parallel_region = _over_current(copy_to_region)
+reduce_from_model_parallel_region = _over_current(reduce_from_region)
+scatter_to_model_parallel_region = _over_current(scatter_to_region)
+gather_from_model_parallel_region = _over_current(gather_from_region)
 
 
 class VocabUtility:

@@ -61,8 +61,7 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: in
     """shard <- this rank's part of the sum of every rank's `full`, which is left alone.
 
     `shard` may be wider than `full`, or this rank's part of `full`, which then is the one part of `full` that changes.
-    16-bit values are added up in fp32, unless `sum_in` asks for another precision (wire/interface.py).
-    """
+    16-bit values are added up in fp32, unless `sum_in` asks for another precision (wire/interface.py)."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         shard.view(-1).copy_(full.view(-1))

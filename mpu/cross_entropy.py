@@ -51,8 +51,7 @@ def linear_cross_entropy(
     They are used up by the first backward. Without `loss_weight`: the losses [N]; their gradients depend on what is
     done with each, so backward computes the logits once more.
 
-    hidden is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it.
-    """
+    hidden is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
     head = Head(hidden, weight, target, Share.of(weight.shape[0], resolve(tp), vocab_size))
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:

@@ -24,8 +24,7 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """`data[key]` of the group's first rank for every key, on every rank; the others may pass None.
 
-    A wrong key, dtype or shape is reported by every rank at once, so that none is left waiting.
-    """
+    A wrong key, dtype or shape is reported by every rank at once, so that none is left waiting."""
     group = resolve(tp)
     announced, problem = _announce(keys, data, dtype) if group.rank == 0 else ({}, None)
     shapes, problem = all_gather_json([announced, problem], group)[0]

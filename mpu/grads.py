@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mpu.classic import current_groups
 from mpu.collectives import all_reduce
-from mpu.device import on_accelerator
+from mpu.device import on_accelerator, working
 from mpu.groups import Groups
-from mpu.kernels import working
 from mpu.partition import partition_of
 
 _BLOCK = 1 << 20
@@ -39,8 +38,7 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     length are summed in fp32, what they sum to in fp64: 1e-9 there, and cutting a buffer at a row gives the same rows.
 
     In fp32 the square of an element above 1e19 is infinite. A CPU looks, and takes such a row again in fp64; an
-    accelerator must not be asked: its kernel never squares a large number.
-    """
+    accelerator must not be asked: its kernel never squares a large number."""
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
     if not on_accelerator(flat):

@@ -10,8 +10,9 @@ Eight ranks with tp size 2 (g0 .. g7, two nodes of four):
 
 so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
 
-A group of one needs no process group and no torch.distributed: every collective on it is the identity.
-This file creates groups; it sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
+A group of one needs no process group: every collective of this package on it is the identity. torch.distributed reads
+None as the world, so a script is given `Group.process_group`, a real one, of one rank too. This file creates groups; it
+sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
 
 Each group has a *control* group of the same ranks, which goes from host to host over gloo: the group itself where that
 is what its backend does, and one beside it where the backend (NCCL) serves devices only. It lasts as long as the
@@ -38,8 +39,7 @@ class Group:
     """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
 
     torch.distributed owns its process groups, and this holds the names of two: so destroying a process group ends its
-    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it.
-    """
+    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it."""
 
     rank: int
     size: int
@@ -53,6 +53,16 @@ class Group:
     def handle(self) -> dist.ProcessGroup | None:
         """torch's process group; None for a group of one."""
         return None if self.name is None else distributed_c10d._resolve_process_group(self.name)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's process group, of one rank too: that is made here when it is first asked for, by this rank alone."""
+        if not dist.is_initialized() or dist.get_rank() not in self.ranks:
+            raise ParallelError(
+                f"there is no process group of rank {self.rank} of {self.size}: torch.distributed was not initialised "
+                "when the groups were made; call torch.distributed.init_process_group before "
+                "mpu.initialize_model_parallel, on one rank too (the layers and functions of mpu need neither there)")
+        return self.handle or _process_group_of_one(dist.get_rank())
 
     @property
     def control_handle(self) -> dist.ProcessGroup | None:
@@ -95,8 +105,7 @@ class Groups:
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
 
-    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit.
-    """
+    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit."""
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
             raise ParallelError(
@@ -132,14 +141,36 @@ def neighbours(group: Group, size: int) -> Group:
     for twice."""
     runs = [group.ranks[at : at + size] for at in range(0, group.size, size)]
     mine, rank = runs[group.rank // size], group.ranks[group.rank]
-    purpose = f"{size} neighbours of {group.name}"
+    handle = _found_or_made(f"{size} neighbours of {group.name}", mine) if size > 1 else None
+    return _group(rank, mine, handle, None)
+
+
+def _found_or_made(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
+                   backend: str | None = None) -> dist.ProcessGroup:
+    """The process group that is described so. Collective over its ranks, if it is made."""
     known = next((one for one in distributed_c10d._world.pg_map if one.group_desc == purpose), None)
-    return _group(rank, mine, known or _near(mine, purpose) if size > 1 else None, None)
+    return known or _new_group(ranks, timeout, backend, purpose)
 
 
 @exchanging
-def _near(mine: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(list(mine), use_local_synchronization=True, group_desc=purpose))
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, backend: str | None = None,
+               purpose: str | None = None) -> dist.ProcessGroup:
+    """The ranks of it meet among themselves."""
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True,
+                                                  group_desc=purpose))
+
+
+def _process_group_of_one(rank: int) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if world.size() == 1:
+        return world
+    # Where ranks have bound their devices, NCCL would split the world, and every rank would have to call it.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _found_or_made(f"rank {rank} alone", (rank,))
+    finally:
+        world.bound_device_id = bound
 
 
 def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
@@ -155,13 +186,12 @@ def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None
     return _group(world.rank, mine, _made(groups, mine, timeout) if len(mine) > 1 else None, timeout)
 
 
-@exchanging
 def _made(groups: list[tuple[int, ...]], mine: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """torch's process group of `mine`. A world that is connected already is split once for all `groups`; otherwise the
     ranks of a group meet among themselves."""
     if _is_connected(dist.group.WORLD):
-        return dist.split_group(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
-    return cast(dist.ProcessGroup, dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True))
+        return exchanging(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
+    return _new_group(mine, timeout)
 
 
 def _is_connected(world: dist.ProcessGroup | None) -> bool:
@@ -175,8 +205,8 @@ def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, 
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
     by_device = backends_of(handle)
-    control = name if "cpu" in by_device else _control_of(handle, ranks, timeout).group_name
-    return Group(ranks.index(rank), len(ranks), ranks, name, control, by_device.get("cuda") == "gloo")
+    control = handle if "cpu" in by_device else _found_or_made(f"control of {name}", ranks, timeout, "gloo")
+    return Group(ranks.index(rank), len(ranks), ranks, name, control.group_name, by_device.get("cuda") == "gloo")
 
 
 def backends_of(handle: dist.ProcessGroup) -> dict[str, str]:
@@ -184,13 +214,3 @@ def backends_of(handle: dist.ProcessGroup) -> dict[str, str]:
     `get_backend` says of a group that a script has made may be "undefined".)"""
     pairs = distributed_c10d._world.pg_backend_config.get(handle, "").split(",")
     return dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-
-
-@exchanging
-def _control_of(handle: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    purpose = f"control of {handle.group_name}"
-    for known in distributed_c10d._world.pg_map:
-        if known.group_desc == purpose:
-            return known
-    made = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=purpose)
-    return cast(dist.ProcessGroup, made)

@@ -22,11 +22,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from mpu.classic import resolve
 from mpu.device import on_accelerator
 from mpu.draws import Constant, Draw, Normal, blocks_of, mark_source, unfilled
-from mpu.few_rows import linear
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -37,6 +37,29 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 InitMethod = Callable[[Tensor], Any] | Draw
 """Fills a tensor in place, e.g. torch.nn.init.xavier_normal_; or says which numbers it consists of."""
+
+WEIGHT_FIRST = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
+"""Numbers of rows for which W x^T is faster than x W^T."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: [..., in], [out, in], [out] -> [..., out].
+
+    For a few rows, as when text is written a token at a time, such a product reads the whole weight for little
+    arithmetic, and torch's ways to it differ by up to two on a CPU: in bf16 the weight comes first, in fp32 from some
+    rows on (scripts/bench/few_rows.py). All else, and weights with a product of their own, is F.linear's."""
+    rows = x.numel() // x.shape[-1]
+    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST.get(x.dtype, ()) or on_accelerator(x) \
+            or has_torch_function((weight,)):
+        return F.linear(x, weight, bias)
+    if rows == 1:
+        row = x.reshape(-1)
+        y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    else:
+        columns = x.reshape(rows, -1).t()
+        y = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+        y = y.t().contiguous()
+    return y.view(*x.shape[:-1], len(weight))
 
 
 class _ParallelModule(nn.Module):
@@ -97,8 +120,7 @@ class ColumnParallelLinear(_ParallelModule):
 
     weight [out / tp, in], bias [out / tp]. `gather_output` makes Y whole on every rank. `stride` is the number of
     equal parts of the output that are each cut (3 for a fused q, k, v projection).
-    With `skip_bias_add` the result is (X A, b), for a caller that fuses the addition.
-    """
+    With `skip_bias_add` the result is (X A, b), for a caller that fuses the addition."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
@@ -136,8 +158,7 @@ class ColumnParallelLinear(_ParallelModule):
 class RowParallelLinear(_ParallelModule):
     """Y = X A + b with A cut along its rows and X along its columns: Y = sum_i X_i A_i + b.
 
-    weight [out, in / tp]; bias [out] is whole on every rank and added once, after the sum.
-    """
+    weight [out, in / tp]; bias [out] is whole on every rank and added once, after the sum."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
@@ -178,8 +199,7 @@ class VocabParallelEmbedding(_ParallelModule):
 
     weight [padded_size / tp, dim]. `num_embeddings` is the number of real tokens; the rows up to `padded_size`
     exist to make the shares equal, and are zero. A token that is not real is an error, not a zero vector: on CPU the
-    layer looks and says which; on CUDA looking would stop the stream, so there the data layer has to refuse it.
-    """
+    layer looks and says which; on CUDA looking would stop the stream, so there the data layer has to refuse it."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_gather
-from mpu.kernels import working
-from mpu.loss_walk import in_chunks
-from mpu.vocab_share import Head, Made, Share, Wanted
+from mpu.device import working
+from mpu.vocab_share import Head, Made, Share, Wanted, in_chunks
 
 _CHUNK_BYTES = 1 << 30
 """Logits at a time. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few sums of weight gradients."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_reduce
-from mpu.loss_walk import in_chunks
-from mpu.vocab_share import Head, Made, Share, Wanted
+from mpu.vocab_share import Head, Made, Share, Wanted, in_chunks
 
 _BLOCK_ROWS = 64
 

@@ -4,10 +4,9 @@
     write_gradients        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
     lose_and_differentiate both, where one rank has all columns, and the loss
 
-The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit. It looks at the row a second time,
-and then part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width of
-the buffer, which is padded, and not by the number of real columns, which is odd: only aligned masks allow loads of
-16 bytes.
+The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit (decision 002 has measurements).
+Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow
+loads of 16 bytes.
 
 Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
 """

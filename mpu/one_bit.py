@@ -12,10 +12,8 @@ square of what it owes there, and of each number its sign; what that does not sa
 server of a chunk adds up what all ranks say, divides by their number, owes that in turn, and says it to everybody in
 the same way. So nothing is lost: what was said and what is owed are together, to rounding, what was given.
 
-One bit cannot say zero. Numbers that are `silent` are not spoken of: they count in no size, and are zero wherever they
-are read. Padding is always among them.
-
-A group of one says everything, and owes nothing.
+One bit cannot say zero. Numbers that are `silent`, padding among them, count in no size, and are zero wherever they are
+read. A group of one says everything, and owes nothing.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ def partition_of(parameter: Tensor) -> Partition | None:
 def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Tensor:
     """The `rank`-th of `size` pieces of a whole tensor, cut in `stride` parts first.
 
-    With stride 3 and 2 ranks, [q k v] -> rank 0: [q0 k0 v0], rank 1: [q1 k1 v1].
-    """
+    With stride 3 and 2 ranks, [q k v] -> rank 0: [q0 k0 v0], rank 1: [q1 k1 v1]."""
     dim, stride = partition.dim, partition.stride
     each = divide(divide(full.shape[dim], stride, "length"), size, "length")
     parts = full.unflatten(dim, (stride, size, each))  # [..., n, ...] -> [..., stride, size, each, ...]

@@ -113,8 +113,7 @@ def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, 
     """Seed the default device stream with `seed` and the tracked stream with seed + 2718 + tp rank.
 
     The default stream is thus the same within a tensor-parallel group. The classic form gives every data-parallel
-    replica the same dropout masks; `vary_over_dp` gives each its own.
-    """
+    replica the same dropout masks; `vary_over_dp` gives each its own."""
     layout = current_groups() if groups is None else groups
     base = seed + (_DP_SEED_STEP * layout.dp.rank if vary_over_dp else 0)
     _Process.tracker.reset()

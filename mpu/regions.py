@@ -9,10 +9,8 @@ is spread over the tensor-parallel group. Each function crosses its border; forw
     scatter_to_region     take my slice       all-gather
     gather_from_region    all-gather          take my slice
 
-What is replicated holds the same value, and the same gradient, on every rank of the group; the gradient of the
-replicated side is counted once, not once per rank. On a group of one each function returns its argument itself.
-Collectives are out of place: reducing in place would change tensors that autograd has saved for, or
-given to, somebody else.
+What is replicated holds the same value and gradient on every rank; the gradient is counted once, not once per rank.
+On a group of one each function returns its argument. Collectives are out of place: autograd may have saved the tensor.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ class Partition:
     """How a parameter is cut over tensor-parallel ranks.
 
     The logical tensor is viewed as [..., stride, n, ...] along `dim`; every rank holds n/tp of each of the
-    `stride` parts (the fused q, k, v projection has stride 3: a rank owns a slice of q, of k and of v).
-    """
+    `stride` parts (the fused q, k, v projection has stride 3: a rank owns a slice of q, of k and of v)."""
 
     dim: int
     stride: int = 1

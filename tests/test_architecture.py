@@ -44,12 +44,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.time megatron.plan.sighting megatron.plan.sizes megatron.plan.derived
     """),
     ("1: communication and storage", """
-        mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
+        mpu.device mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
         mpu.wire.functional mpu.wire.control mpu.wire.board mpu.wire.abort
-        mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.few_rows
-        mpu.regions mpu.layers
-        mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
-        mpu.random mpu.norm_kernel mpu.grads mpu.one_bit mpu.data mpu.mappings mpu
+        mpu.collectives mpu.partition mpu.draws mpu.sinks
+        mpu.regions mpu.classic mpu.layers
+        mpu.vocab_share mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
+        mpu.random mpu.norm_kernel mpu.grads mpu.one_bit mpu.data mpu
         data.facts data.indexed data.draft data.writer data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.fast_tokenizer data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.parallel data.recorded data.inputs data.jsonl data.plain_text
@@ -81,13 +81,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.memory megatron.zero.homes.tilefile
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
-        megatron.zero.homes.nvme megatron.zero.initial_params
-        megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients
-        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift megatron.zero.buffers
-        megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
-        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks
-        megatron.zero.utils megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions
-        megatron.zero.forwards megatron.zero.passes megatron.zero.state
+        megatron.zero.homes.nvme megatron.zero.initial_params megatron.zero.exchanges megatron.zero.turns
+        megatron.zero.gradients megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift
+        megatron.zero.buffers megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together
+        megatron.zero.aside megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights
+        megatron.zero.hooks megatron.zero.utils megatron.zero.units megatron.zero.hidden megatron.zero.residency
+        megatron.zero.reductions megatron.zero.forwards megatron.zero.passes megatron.zero.state
         megatron.zero.own_exchange megatron.zero.renewal megatron.zero.wholes megatron.zero.update megatron.zero.step
         megatron.zero.engine
     """),
@@ -119,16 +118,15 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.profiler.counting megatron.profiler.recording megatron.profiler.profile megatron.profiler.numbers
         megatron.profiler.text megatron.profiler.page megatron.profiler.output megatron.profiler.profiler
         megatron.profiler.model_profile megatron.profiler
-        megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
-        megatron.zero.api.offload megatron.zero.api.meanwhile
-        megatron.zero.api.init megatron.zero.api.taking megatron.zero.api.loading
+        megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.offload
+        megatron.zero.api.init
         megatron.zero.api.curves megatron.zero.api.lines megatron.zero.api.wandb_run megatron.zero.api.monitor
         megatron.zero.api.batching
         megatron.zero.api.hyper megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved
         megatron.zero.api.layer_drop megatron.zero.api.eigenvalues megatron.zero.api.profiled
-        megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
+        megatron.zero.api.weights megatron.zero.api.schedule
         megatron.zero.api.status
-        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
+        megatron.zero.api.names megatron.zero.api.engine
         megatron.zero.api.initialize
         megatron.zero
         megatron.fsdp.settings megatron.fsdp.rectangles

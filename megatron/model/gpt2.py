@@ -22,9 +22,8 @@ from megatron.model.block import Block
 from megatron.model.init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
-from mpu.few_rows import linear
 from mpu.groups import SOLO, Group
-from mpu.layers import VocabParallelEmbedding
+from mpu.layers import VocabParallelEmbedding, linear
 from mpu.regions import copy_to_region, gather_from_region
 from mpu.split import pad_vocab
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megatron.optim.rule import Span, StepScalars, Summed
 from mpu.collectives import agree
-from mpu.device import on_accelerator
+from mpu.device import on_accelerator, working
 from mpu.groups import Group
-from mpu.kernels import working
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
@@ -133,12 +132,6 @@ class AdamW(Summed):
                     tiles, room = [], self.tile
         if tiles:
             yield tiles
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        pass
 
 
 def _widened(span: Span) -> int:

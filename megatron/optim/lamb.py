@@ -54,12 +54,6 @@ class Lamb(OneByOne):
             span.master[tile].sub_(_update(span, tile, hyper, of_moments).mul_(ratios[slot] * hyper["lr"]))
         return ratios
 
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        pass
-
 
 def tiles(span: Span, size: int) -> Iterator[tuple[int, slice]]:
     """(slot, elements of the span), none of them padding."""

@@ -36,9 +36,3 @@ class Lion(OneByOne):
             direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
             master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).add_(direction, alpha=-hyper["lr"])
             exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        pass

@@ -5,8 +5,9 @@ https://kellerjordan.github.io/posts/muon/), and AdamW for what is no hidden mat
     w <- (1 - lr decay) w - lr scale orthogonal(u)
 
 The matrix is the logical one, whole: neither ZeRO nor tensor parallelism changes what is made orthogonal, nor the
-precision (u travels in the bf16 that it is multiplied in). q, k and v of a fused projection are three matrices. Which
-parameters are hidden matrices is said by their param groups, by `use_muon` (zero/hidden.py).
+precision. u travels in the one that it is multiplied in: bf16, or fp32 on a processor without instructions for bf16.
+A checkpoint records which, and a run that is resumed on that kind of device keeps it. q, k and v of a fused projection
+are three matrices. Which parameters are hidden matrices their param groups say by `use_muon` (zero/hidden.py).
 
 Both kinds keep two states, as the parameters of a bucket have the same ones; the second of a matrix stays 0.
 """
@@ -23,12 +24,13 @@ from torch import Tensor
 
 from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.rule import OneByOne, Span
+from mpu.collectives import agree
 from mpu.groups import Group
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of Newton-Schulz's quintic: steep at 0, so that few steps bring every singular value near 1."""
 LEAST_NORM = 1e-7
-PRECISION = torch.bfloat16
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @final
@@ -37,6 +39,9 @@ class Muon(OneByOne):
     tile: int = LARGEST_TILE
     """Elements updated at a time: a temporary has as many."""
     _adam: AdamW = field(init=False)
+    _chosen: str = field(init=False, default="bfloat16")
+    _precision: str = field(init=False, default="bfloat16")  # as chosen for the device, or as a checkpoint has it
+    _on: str = field(init=False, default="")
 
     name = "Muon"
     states = ("exp_avg", "exp_avg_sq")
@@ -47,6 +52,9 @@ class Muon(OneByOne):
 
     def settle_on(self, device: torch.device, world: Group) -> None:
         self._adam.settle_on(device, world)
+        # Matrices are brought together on a GPU where there is one, also where spans are on the host.
+        self._on = "cuda" if torch.cuda.is_available() else device.type
+        self._chosen = self._precision = "bfloat16" if agree(multiplies_bf16(self._on), world, "min") else "float32"
 
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         lr = float(hyper["lr"]) * hyper["lr_scale"]
@@ -68,7 +76,7 @@ class Muon(OneByOne):
     def _directions(self, span: Span, hyper: Mapping[str, Any], factor: float) -> Tensor:
         """New momenta; and which way they would have the weights go."""
         keeps = hyper["momentum"]
-        found = torch.empty_like(span.master, dtype=PRECISION)
+        found = torch.empty_like(span.master, dtype=PRECISIONS[self._precision])
         for start in range(0, len(span.master), self.tile):
             tile = slice(start, start + self.tile)
             grad, momentum = span.grad[tile].to(torch.float32).mul_(factor), span.states["exp_avg"][tile]
@@ -77,10 +85,17 @@ class Muon(OneByOne):
         return found
 
     def scalars(self) -> dict[str, Any]:
-        return {}
+        return {"newton_schulz": self._precision, "on": self._on}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        pass
+        self._precision = scalars["newton_schulz"] if scalars.get("on") == self._on else self._chosen
+        PRECISIONS[self._precision]
+
+
+def multiplies_bf16(device_type: str) -> bool:
+    """Faster than fp32: every GPU, and a processor with instructions for it. Others take 21 to 29 times as long."""
+    known = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
+    return device_type != "cpu" or any(is_supported() for is_supported in known)
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -5,9 +5,7 @@ wire; and 1-bit Adam over flat fp32 spans (Tang et al. 2021, https://arxiv.org/a
     afterwards    each rank says beta1 m + (1 - beta1) g, of its own gradient; what comes is the new m (mpu/one_bit.py)
                   w <- w - lr (m^ / (sqrt(v^) + eps) + decay w),  v^ as it was when the warm-up ended
 
-Beside the original: the first gradient counts, the moments are corrected for their bias if that is wanted (that of v
-once, as v no longer moves), and what v says never had a gradient is not spoken of, since it would be given one bit's
-worth of noise, divided by nothing.
+What differs from the original is in docs/methods.md.
 
 When v freezes is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2) steps,
 the measure of the paper, in none of which the learning rate rose. (Of 0/1 Adam, whose v learns at few steps, these

@@ -11,13 +11,8 @@ https://arxiv.org/abs/2104.06069).
                   within [factor_min, factor_max], and no further from the one before than factor_threshold times that
                   w <- w - lr average factor u
 
-The paper has one size for all momenta together, and scales each to the mean size before it is said and back afterwards.
-Here every parameter has a size of its own in each chunk: a scale would be in the size, in no sign, and gone with the
-way back. So there is none, and no momentum of zeros that it would divide by.
-
-Beside the original: the first gradient counts; the moments are corrected for their bias if that is wanted (that of v
-once, as v no longer moves); what v says never had a gradient is not spoken of, and is not looked at for the factor,
-which it would keep above 1; a parameter of which every ratio was 1 has the average 1, and does not stand still.
+The paper scales each momentum to a mean size before it is sent, and back afterwards. Here every parameter has a size of
+its own in each chunk, so no scale is needed. What else differs from the original is in docs/methods.md.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ entries of a torch param group but its parameters: lr, weight_decay, betas, ...)
 gradient may be 16 bit; it is spent afterwards, so a rule may write into it. `factor` is what the gradient must be
 multiplied by: unscaling, averaging and clipping are one number.
 
-Whether a step is to be taken at all, and the factor, follow from a norm that the device has just computed. A rule that
-takes them from there as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers.
-
-An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
+The factor, and whether a step is taken at all, follow from a norm that the device has just computed. A rule that takes
+them as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers. An elementwise rule
+needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
 `total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
 bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
 One that needs more of a parameter than sums (Muon: products of matrices) has its parts brought together by `wholes`.
@@ -245,8 +244,14 @@ class Summed:
     speaks_where = remark = ""
     differing: tuple[str, ...] = ()
 
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
     def objection(self, scalars: Mapping[str, Any]) -> str | None:
         return None
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
         """Nothing changes."""

@@ -1,8 +1,9 @@
-"""DeepSpeed's learning rate schedulers, for people who bring their own loop: WarmupLR, WarmupDecayLR, WarmupCosineLR.
+"""DeepSpeed's learning rate schedulers, for people who bring their own loop: WarmupLR, WarmupDecayLR, WarmupCosineLR,
+OneCycle and LRRangeTest.
 
 They write `lr` into the param groups of anything that has them. `last_batch_iteration` counts calls of `step`, from -1:
 before the first call the rates are the lowest ones. A rate is a pure function of that count, so a state dict is one
-number. Not here: the trainer's own Schedule, which has the same curves but wastes no step on a rate of 0.
+number. Not here: the trainer's own Schedule, which wastes no step of a warm-up on a rate of 0.
 
 As in DeepSpeed, a warm-up has at least 2 steps, and one that is longer than the whole is not cut: right after it the
 rates drop to where they end. Other than there, an unknown `warmup_type` is an error, and `load_state_dict` puts the
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 from megatron.errors import ConfigError
-from megatron.optim.schedule import warmup_share
+from megatron.optim.schedule import Schedule, warmup_share
 
 Rates = float | Sequence[float]
 """One for all param groups, or one for each."""
@@ -31,33 +32,16 @@ class HasGroups(Protocol):
 
 
 class Scheduler(ABC):
-    """Counts, and moves each group's rate from `lows` (share 0) to `highs` (share 1); `_after` is the decay."""
+    """Counts calls of `step`, and writes the rates of `get_lr` into the param groups."""
 
-    def __init__(self, optimizer: HasGroups, lows: Rates, highs: Rates, warmup_num_steps: int, warmup_type: str,
-                 last_batch_iteration: int) -> None:
-        if not isinstance(warmup_num_steps, int) or warmup_num_steps < 1:
-            raise ConfigError(f"warmup_num_steps is {warmup_num_steps}: expected an integer of at least 1")
-        if warmup_type not in ("log", "linear"):
-            raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
-        self.optimizer = optimizer
-        self.lows, self.highs = _for_each_group(optimizer, lows), _for_each_group(optimizer, highs)
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
-        self.last_batch_iteration = last_batch_iteration
+    def __init__(self, optimizer: HasGroups, last_batch_iteration: int) -> None:
+        self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         if last_batch_iteration == -1:
             self._publish()
 
     @abstractmethod
-    def _after(self, step: int) -> float:
-        """The share after the warm-up."""
-
-    def _warming(self, step: int) -> float:
-        return warmup_share(self.warmup_type, step, self.warmup_num_steps)
-
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
-        step = self.last_batch_iteration
-        share = 0.0 if step < 0 else self._warming(step) if step < self.warmup_num_steps else self._after(step)
-        return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
 
     def get_last_lr(self) -> list[float]:
         """The rates that are in the groups."""
@@ -81,36 +65,62 @@ class Scheduler(ABC):
             group["lr"] = rate
 
 
+class _Warmup(Scheduler):
+    """Moves each group's rate from `lows` (share 0) to `highs` (share 1); `_after` is the decay."""
+
+    def __init__(self, optimizer: HasGroups, lows: Rates, highs: Rates | None, warmup_num_steps: int, warmup_type: str,
+                 last_batch_iteration: int) -> None:
+        """`highs` None: each group's own rate."""
+        _check_steps("warmup_num_steps", warmup_num_steps)
+        if warmup_type not in ("log", "linear"):
+            raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self.lows = _for_each_group(optimizer, lows)
+        self.highs = own if highs is None else _for_each_group(optimizer, highs)
+        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
+        super().__init__(optimizer, last_batch_iteration)
+
+    @abstractmethod
+    def _after(self, step: int) -> float:
+        """The share after the warm-up."""
+
+    def _warming(self, step: int) -> float:
+        return warmup_share(self.warmup_type, step, self.warmup_num_steps)
+
+    def get_lr(self) -> list[float]:
+        step = self.last_batch_iteration
+        share = 0.0 if step < 0 else self._warming(step) if step < self.warmup_num_steps else self._after(step)
+        return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
+
+
 @final
-class WarmupLR(Scheduler):
+class WarmupLR(_Warmup):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
     def __init__(self, optimizer: HasGroups, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
-        highs = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
-        super().__init__(optimizer, warmup_min_lr, highs, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after(self, step: int) -> float:
         return 1.0
 
 
 @final
-class WarmupDecayLR(Scheduler):
+class WarmupDecayLR(_Warmup):
     """As WarmupLR, then down in a straight line, to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_lr: Rates = 0.0,
                  warmup_max_lr: Rates | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
-        highs = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
-        super().__init__(optimizer, warmup_min_lr, highs, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after(self, step: int) -> float:
         return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 @final
-class WarmupCosineLR(Scheduler):
+class WarmupCosineLR(_Warmup):
     """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then along a cosine to `cos_min_ratio`."""
 
     def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
@@ -118,7 +128,7 @@ class WarmupCosineLR(Scheduler):
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        super().__init__(optimizer, 0.0, _own_rates(optimizer), warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _warming(self, step: int) -> float:
         return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._warming(step)
@@ -128,15 +138,86 @@ class WarmupCosineLR(Scheduler):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-def _own_rates(optimizer: HasGroups) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+class _Scheduled(Scheduler):
+    """Follows the trainer's `Schedule`, each group its own: step 0 is the one before the first call of `step`."""
+
+    stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
+
+    def __init__(self, optimizer: HasGroups, schedules: Sequence[Schedule], last_batch_iteration: int) -> None:
+        self.schedules = schedules
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        return [schedule(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group, where they are cycled."""
+        found = [schedule.betas(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+        return None if None in found else [betas for betas in found if betas is not None]
+
+    def _step(self) -> float:
+        """The next one; on stairs, where the straight line is as high as the stair. Only the first of all is 0."""
+        step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
+        start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
+        if not (stairs and 0 < step < end):
+            return step
+        return start + (step - start) * stairs // length * length / stairs or 1e-300
+
+    def _publish(self) -> None:
+        super()._publish()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
+            group["betas"] = betas
+
+
+@final
+class OneCycle(_Scheduled):
+    """Up from `cycle_min_lr` to `cycle_max_lr` and down again; then divided by 1 + `decay_lr_rate` every
+    `decay_step_size` steps. Where all groups have betas, the first goes the other way, and grows afterwards."""
+
+    def __init__(self, optimizer: HasGroups, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
+                 cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
+                 cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
+                 decay_step_size: int = 0, cycle_momentum: bool = True, cycle_min_mom: Rates = 0.8,
+                 cycle_max_mom: Rates = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1) -> None:
+        first, per_step = cycle_first_step_size, 1 / decay_step_size if decay_step_size else 0.0
+        second = first if cycle_second_step_size is None else cycle_second_step_size
+        _check_steps("cycle_first_step_size", first)
+        _check_steps("cycle_second_step_size", second, 0)
+        stairs = cycle_first_stair_count
+        self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        limits = (_for_each_group(optimizer, limit)
+                  for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
+        super().__init__(optimizer, [
+            Schedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
+                     least if cycles else None, most, decay_mom_rate * per_step)
+            for high, low, least, most in zip(*limits, strict=True)], last_batch_iteration)
+
+
+@final
+class LRRangeTest(_Scheduled):
+    """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps: in a
+    straight line, or at once."""
+
+    def __init__(self, optimizer: HasGroups, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
+                 lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+                 last_batch_iteration: int = -1) -> None:
+        _check_steps("lr_range_test_step_size", lr_range_test_step_size)
+        style = "range-test-stairs" if lr_range_test_staircase else "range-test"
+        lows = _for_each_group(optimizer, lr_range_test_min_lr)
+        super().__init__(optimizer, [Schedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate)
+                                     for low in lows], last_batch_iteration)
+
+
+def _check_steps(name: str, steps: object, least: int = 1) -> None:
+    if not isinstance(steps, int) or steps < least:
+        raise ConfigError(f"{name} is {steps}: expected an integer of at least {least}")
 
 
 def _for_each_group(optimizer: HasGroups, rates: Rates) -> list[float]:
     count = len(optimizer.param_groups)
-    if not isinstance(rates, Sequence):
-        return [rates] * count
-    if len(rates) != count:
-        raise ConfigError(f"{len(rates)} learning rates are given: expected one, or one for each of the {count} param "
+    given = list(rates) if isinstance(rates, Sequence) else [rates] * count
+    if len(given) != count:
+        raise ConfigError(f"{len(given)} learning rates are given: expected one, or one for each of the {count} param "
                           "groups")
-    return list(rates)
+    return given

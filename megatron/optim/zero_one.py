@@ -12,12 +12,8 @@ https://arxiv.org/abs/2202.06009).
                   x <- kept x - rate m / d,  u <- 0
                   Exchanges are 1 step apart for local_step_scaler steps, 2 for as many, 4, ... up to local_step_clipper
 
-So weight decay costs no bits and is the same on all ranks, where the original says it with the update; and what is owed
-is in units of momentum, where the original's, of an update, becomes a momentum that grows as the learning rate falls.
-
-Beside the original: the first gradient counts, the moments are corrected for their bias if that is wanted (that of v by
-how often it learned), ranks have the same x to the last bit after an exchange, and what v has seen no gradient of yet
-stays silent until it has. There the original divides by eps alone.
+So weight decay costs no bits and is the same on all ranks, and what is owed is in units of momentum. What differs from
+the original is in docs/methods.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
 bucket.py (the buffers of one unit) with loan.py (its parameters in a user's hands), gradients.py (its gradients, in
-buffers of turns.py; sinks.py lets operations write them) and saved_weights.py (what autograd saves of them), hooks.py
+buffers of turns.py) and saved_weights.py (what autograd saves of them), hooks.py
 (module and gradient events; nested.py: the tensors in what modules are given and return), units.py (how a model is
 cut), hidden.py (which matrices are Muon's), residency.py (what is whole when), reductions.py (in which order gradients
 are summed), passes.py (a forward and a backward) with forwards.py (one that no step follows), roster.py and edits.py
@@ -31,34 +31,33 @@ from megatron.neighbours import check_neighbours
 
 if TYPE_CHECKING:
     from megatron.checkpoint.interchange.fp32 import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-        load_state_dict_from_zero_checkpoint,
-    )
-    from megatron.zero.accelerator import get_accelerator
-    from megatron.zero.aside import OffloadDeviceEnum, OffloadStateTypeEnum
-    from megatron.zero.api.engine import Engine
+        convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint)
+    from megatron.zero.accelerator import get_accelerator as get_accelerator
+    from megatron.zero.api.engine import Engine as Engine
+    from megatron.zero.api.init import (GatheredParameters as GatheredParameters, Init as Init,
+                                        unwrap_model_for_generation as unwrap_model_for_generation)
+    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments, initialize as initialize,
+                                              init_distributed as init_distributed)
+    from megatron.zero.aside import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.estimate import (
-        estimate_zero2_model_states_mem_needs_all_cold,
-        estimate_zero2_model_states_mem_needs_all_live,
-        estimate_zero3_model_states_mem_needs_all_cold,
-        estimate_zero3_model_states_mem_needs_all_live,
-    )
-    from megatron.zero.api.init import GatheredParameters, Init
-    from megatron.zero.api.initialize import add_config_arguments, initialize
-    from megatron.zero.api.meeting import init_distributed
-    from megatron.zero.holders import register_external_parameter, unregister_external_parameter
-    from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
+        estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live)
+    from megatron.zero.holders import (register_external_parameter as register_external_parameter,
+                                       unregister_external_parameter as unregister_external_parameter)
+    from megatron.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 
 check_neighbours()
 
 _MODULES = {
-    "megatron.zero.api.initialize": "initialize add_config_arguments",
-    "megatron.zero.api.meeting": "init_distributed",
+    "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
     "megatron.zero.aside": "OffloadDeviceEnum OffloadStateTypeEnum",
-    "megatron.zero.api.init": "Init GatheredParameters",
+    "megatron.zero.api.init": "Init GatheredParameters unwrap_model_for_generation",
     "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
     "megatron.checkpoint.interchange.fp32": "get_fp32_state_dict_from_zero_checkpoint "
@@ -73,7 +72,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
-    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.schedule", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),
@@ -93,7 +92,7 @@ _REFUSED = {
     "OnDevice": "zero.Init makes a model in parts; torch.device(\"meta\") makes one without storage",
     "moe": "there are no experts",
     "pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
-    "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR and its kin",
+    "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR, OneCycle and their kin",
     "DeepSpeedConfig": "config= of initialize takes the path or the dict itself",
     "DeepSpeedHybridEngine": "this engine trains; megatron.zero has no inference engine",
     "DeepSpeedTransformerLayer": "there are no fused layers; torch.compile fuses (engine.compile)",
@@ -102,28 +101,7 @@ _REFUSED = {
 }
 """Names of the package deepspeed that are not here -> why, and what to do."""
 
-__all__ = [
-    "Engine",
-    "GatheredParameters",
-    "Init",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "add_config_arguments",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "get_accelerator",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "init_distributed",
-    "initialize",
-    "load_state_dict_from_zero_checkpoint",
-    "register_external_parameter",
-    "unregister_external_parameter",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

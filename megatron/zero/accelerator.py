@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,22 +52,30 @@ class Accelerator:
     def is_bf16_supported(self) -> bool:
         return not self._on_gpu or torch.cuda.is_bf16_supported()
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(device_index)
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What an engine can train in here."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
-    def empty_cache(self) -> None:
-        if self._on_gpu:
-            torch.cuda.empty_cache()
+    def random(self) -> ModuleType:
+        return torch.random
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(device_index) if self._on_gpu else 0
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.cuda.default_generators[device_index] if self._on_gpu else torch.default_generator
 
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(device_index) if self._on_gpu else 0
+    def __getattr__(self, name: str) -> Any:
+        """torch.cuda's function of that name; on a CPU, what it is there."""
+        if name not in ON_CPU:
+            raise AttributeError(f"the accelerator has no {name!r}; docs/deepspeed.md lists the names")
+        return getattr(torch.cuda, name) if self._on_gpu else ON_CPU[name]
 
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.cuda.manual_seed_all(seed) if self._on_gpu else torch.manual_seed(seed)
+
+ON_CPU: dict[str, Callable[..., Any]] = {
+    "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+    "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed, "initial_seed": torch.initial_seed,
+}
 
 
 def peak_resident_bytes() -> int:

@@ -50,6 +50,8 @@ from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 
+NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
+
 MOST_RIDERS = 8
 """Numbers of a caller that travel in the exchange of a step; always so many, so that ranks which give others meet."""
 
@@ -127,8 +129,9 @@ class ZeroEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
         quotient."""
-        self._check_whole()
+        self._check_trains("engine.backward()")
         self._aside.check_here("engine.backward()", WEIGHTS)
+        _check_loss(loss)
         divisor = self.accumulation if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
         self._step.begin_with(part, first=not self.has_gradients, divisor=divisor)
@@ -144,9 +147,8 @@ class ZeroEngine:
     def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
              ) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are at most MOST_RIDERS numbers to be summed over all ranks on the way (a rank that gives fewer adds 0); those
-        given `aside` come back beside them."""
-        self._check_whole()
+        are at most MOST_RIDERS numbers to be summed over all ranks; those given `aside` come back beside them."""
+        self._check_trains("engine.step()")
         self._aside.check_here("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
@@ -226,8 +228,10 @@ class ZeroEngine:
         """The host learns of a step after it was taken."""
         return self._step.is_deferred
 
-    def _check_whole(self) -> None:
-        """Refuse to go on from what ended half way."""
+    def _check_trains(self, call: str) -> None:
+        """Refuse to go on from what ended half way, and without an optimizer."""
+        if not self.buckets:
+            raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
         self.passes.check_whole()
         self.state.check_whole()
 
@@ -399,8 +403,7 @@ class ZeroEngine:
                   agreed: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
         """Fill what this rank holds of the parameters named for each kind: `read(kind, slot, offset, out)` for every
         run. Then publish the weights, which is collective: `agreed` runs an action, and raises on every rank where it
-        failed on one. What has been accumulated is of the weights before, and is discarded: the next micro-batch begins
-        a step."""
+        failed on one. What has been accumulated is discarded: the next micro-batch begins a step."""
         self.conclude()
         self.residency.done_with_all()
         self._roster.begin_load()
@@ -451,6 +454,17 @@ class ZeroEngine:
         """What weights at work are made of, where ranks have their own, is other than it was."""
         if self.rule.has_own_steps:
             publish(self.buckets)
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
+                          "tensor with one number")
+    if loss.numel() != 1:
+        raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of it")
+    if not loss.requires_grad:
+        raise ConfigError("engine.backward() was given a loss that requires no gradient: run the forward outside of "
+                          "torch.no_grad(), on parameters that are not frozen")
 
 
 def _against(riders: Sequence[Tensor | float]) -> str | None:

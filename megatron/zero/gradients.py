@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import NO_SUM, ExchangeLog
@@ -28,13 +29,12 @@ from megatron.zero.homes.ferry import Mark
 from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
-from megatron.zero.sinks import SlotClaim, SlotSink
 from megatron.zero.turns import Buffer, Turns
 from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
 from mpu.grads import row_norms
 from mpu.groups import Group
-from mpu.sinks import GradSink
+from mpu.sinks import Claim, GradSink
 
 
 UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
@@ -68,6 +68,8 @@ class FlatGradients:
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
+        self.hooks: list[RemovableHandle] = []
+        """By which gradients are reported to `accept`, which takes them away."""
         self._whole: Buffer | None = None
         self._kind = dtypes.grads
         """Of the whole."""
@@ -118,6 +120,8 @@ class FlatGradients:
             if grad is None:  # a sink has it already
                 continue
             self._free(index)
+            if grad.is_sparse:  # of an embedding with sparse=True
+                grad = grad.to_dense()
             view = self._buffer().views[index]
             if grad is not view:  # autograd has added to it where it is
                 views, grads = more if index in self.filled else fresh
@@ -192,6 +196,7 @@ class FlatGradients:
         self._reach(index)
         del self._claims[index]
         self.filled.add(index)
+        self._show(index)
 
     def total(self, index: int) -> Tensor:
         """The gradient so far, zeros if there is none."""
@@ -201,7 +206,15 @@ class FlatGradients:
         if index not in self.filled:
             view.zero_()
             self.filled.add(index)
+        self._show(index)
         return view
+
+    def _show(self, index: int) -> None:
+        """What an operation writes in place, to hooks of a user: autograd sees no gradient."""
+        hooks = self.hooks[index].hooks_dict_ref()
+        if hooks is not None and len(hooks) > 1 and self._kind == self._dtypes.work:
+            self.parameters[index].grad = self.view(index)
+            self._lent.add(index)
 
     def _free(self, index: int) -> None:
         """The slot is needed: the numbers of a claim whose backward has not run yet, but may, are moved out of it."""
@@ -284,7 +297,7 @@ class FlatGradients:
         own, everything = self._own(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.summed)
         if own.data_ptr() == mine.data_ptr():
             return everything
-        return Pending([everything], partial(_fill, mine, own))
+        return Pending([everything], partial(mine.copy_, own))
 
     def finish_reduce(self) -> None:
         """The sum over data parallel is in `shard` when this returns."""
@@ -390,6 +403,10 @@ class FlatGradients:
     def begin_backward(self) -> None:
         """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
         kept apart, and the next sum is added to it."""
+        for hook in self.hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)  # hooks that a user has registered since come first
         if self._is_summed_in_place and self.stays:  # nothing was summed
             self._shard = None
         elif self._is_summed_in_place:
@@ -420,5 +437,34 @@ class FlatGradients:
         self.is_final = False
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+class SlotSink:
+    """The place of one parameter's gradient in its bucket."""
+
+    def __init__(self, grads: FlatGradients, index: int) -> None:
+        self._grads, self._index = grads, index
+
+    def claim(self) -> Claim | None:
+        return self._grads.claim(self._index)
+
+    def total(self) -> Tensor:
+        return self._grads.total(self._index)
+
+
+class SlotClaim:
+    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
+    was written moves to a tensor of its own."""
+
+    def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
+        self._grads, self._index, self.place = grads, index, place
+        self._has_moved = False
+
+    def move_away(self) -> None:
+        self.place, self._has_moved = self.place.clone(), True
+
+    def keep(self, factor: Tensor | None = None) -> None:
+        if factor is not None:
+            self.place.mul_(factor)
+        if self._has_moved:
+            self._grads.total(self._index).add_(self.place)
+        else:
+            self._grads.keep_claim(self._index)

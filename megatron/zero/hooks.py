@@ -107,8 +107,9 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
                 is_trained = parameter.requires_grad
                 parameter.requires_grad_(True)  # who freezes it later may unfreeze it again
-                handles.append(parameter.register_post_accumulate_grad_hook(ready))
+                bucket.grads.hooks.append(parameter.register_post_accumulate_grad_hook(ready))
                 parameter.requires_grad_(is_trained)
+            handles.extend(bucket.grads.hooks)
     return handles
 
 

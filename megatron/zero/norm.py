@@ -23,14 +23,14 @@ class GradNorm:
 
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, whole: bool = False) -> None:
         self._buckets, self._whole = buckets, whole
-        device = buckets[0].device
+        device = buckets[0].device if buckets else None  # of an engine that only evaluates
         shards = {bucket: range(bucket.layout.shards) if whole else [bucket.shard_group.rank] for bucket in buckets}
         self._shards = shards
         lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._rows = torch.zeros(sum(lengths), device=device)
         """The norm of each row of each shard, of the last step that was asked about."""
         self._rows_of = self._rows.split(lengths)
-        self._counts = None if groups.tp.rank == 0 else torch.cat(
+        self._counts = None if groups.tp.rank == 0 or not buckets else torch.cat(
             [_counts(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
 
     def square(self) -> Tensor:

@@ -5,9 +5,8 @@ sends the gradients of a bucket to their owners as soon as all of them have been
 scales, micro-batches or the optimizer.
 
 At stage 3 the order of what travels may not depend on which parameters a rank has used: on an accelerator sums are in
-one queue with parameters, everywhere what is gathered next depends on what has been released. So a unit is closed when
-the backward of another one begins: all it will get has arrived by then, and it is sent and released where a rank that
-used all of it does so.
+one queue with parameters, everywhere what is gathered next depends on what has been released. So a unit is closed, sent
+and released, when the backward of another one begins: all it will get has arrived by then.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ from megatron.zero.saved_weights import CHANGED
 
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
+
+    _under_way: Passes | None = None
+    """Of all engines, the one whose backward runs."""
 
     def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog,
                  check_forward: ForwardCheck, *, allows_unused: bool, splits_parameters: bool,
@@ -81,7 +83,7 @@ class Passes:
 
     def begin(self, *, reduces: bool) -> None:
         """A backward begins; `complete` and `end`, or `fail`, are to follow."""
-        self.in_backward, self._reduces = True, reduces
+        self.in_backward, self._reduces, Passes._under_way = True, reduces, self
         HERE.enter(BACKWARD)
         for bucket in self._buckets:
             bucket.grads.heed()
@@ -118,7 +120,7 @@ class Passes:
         HERE.enter("")
 
     def _leave_backward(self) -> None:
-        self.in_backward = False
+        self.in_backward, Passes._under_way = False, None
         self._entered.clear()
         self._inputs_done.clear()
         self._begun.clear()
@@ -244,9 +246,8 @@ class Passes:
 
     def _close_others(self, unit: Unit, *, replays: bool, call: Call | None = None) -> None:
         """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit whose calls
-        have all begun theirs is over, unless it has `unit` inside, or the two returned one tensor: what has no gradient
-        now gets none. A unit that torch checkpoints with use_reentrant=True has no counted call, and is over
-        when another one is recomputed."""
+        have all begun theirs is over, unless it has `unit` inside, or the two returned one tensor. A unit that torch
+        checkpoints with use_reentrant=True has no counted call, and is over when another one is recomputed."""
         for other in sorted(self._begun.keys() - {unit}, key=lambda one: -one.index):
             calls = self._calls[other]
             begun = self._begun[other]
@@ -267,7 +268,13 @@ class Passes:
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         if not self.in_backward:
             bucket.parameters[index].grad = None
-            raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
+            if Passes._under_way is None:
+                raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not "
+                                  "loss.backward()")
+            raise ConfigError(
+                f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not "
+                "sum it: where only the other model is trained (a GAN: docs/engine.md), call requires_grad_(False) on "
+                "this one before the forward, and True after the step; to train both, make one nn.Module of them")
         if bucket.grads.accept(index):
             self._finish(unit)
             if self._reduces:

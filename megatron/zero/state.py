@@ -52,6 +52,7 @@ class State:
     def __init__(self, units: Sequence[Unit], rule: Rule, scaler: LossScaleState, world: Group, *,
                  loads_masters: bool) -> None:
         in_forward_order = [bucket for unit in units for bucket in unit.buckets]
+        self.device = in_forward_order[0].device
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
         for bucket in self.buckets:

@@ -124,7 +124,7 @@ class Step:
         self._hyper_parameters = GroupReader(param_groups)
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._taken = torch.zeros((), device=state.buckets[0].device)
+        self._taken = torch.zeros((), device=state.device)
         self._taken_is = 0  # as the host last knew it
         self._rests = False
         for bucket in state.buckets:

@@ -1,7 +1,8 @@
 """Cuts a model into units: which parameters travel together.
 
 Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
-inside it. The root takes what is left: what is outside of them, or shared between them, or registered as external.
+inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left:
+what is outside of them, or shared between them, or registered as external.
 Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
 persistence threshold stay whole: they share one bucket of the root.
 """
@@ -29,6 +30,8 @@ from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
 
 ROOT = "root"
+LEAF = "_z3_leaf"
+"""What is set on a module that `set_z3_leaf_modules` has marked."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
 
@@ -89,7 +92,7 @@ def units_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Name of a unit -> its module."""
-    return {ROOT: model, **dict(_unit_modules(model))}
+    return {ROOT: model, **dict(() if getattr(model, LEAF, False) else _unit_modules(model))}
 
 
 def _row(policy: Policy, kind: str) -> Policy:
@@ -114,13 +117,14 @@ def disconnect_sinks(units: list[Unit]) -> None:
 
 
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of outermost lists; inside of them the tiles of tiled linears."""
+    """Elements of outermost lists, and leaves; inside of them the tiles of tiled linears."""
     if isinstance(module, Tiled):
         yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        is_block = isinstance(module, nn.ModuleList) and not inside and not isinstance(child, _CONTAINERS)
+        is_block = (isinstance(module, nn.ModuleList) or getattr(child, LEAF, False)) and not inside and \
+            not isinstance(child, _CONTAINERS)
         if is_block:
             yield where, child
         yield from _unit_modules(child, where, inside or is_block)

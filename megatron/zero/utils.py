@@ -1,4 +1,5 @@
-"""What an engine holds of one parameter, whole or this rank's part: weights in fp32, gradient, optimizer states.
+"""DeepSpeed's utilities: what an engine holds of one parameter, whole or this rank's part (weights in fp32, gradient,
+optimizer states), and which modules stage 3 gathers in one piece.
 
     from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
 
@@ -8,17 +9,16 @@
 
 *full* functions are called by every data parallel rank, and take or return the whole parameter (of this rank's tensor
 parallel slice). *local* ones look at the run that this rank holds, which is flat, and may be empty. Getters return fp32
-copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient that is not complete.
-Gradients are there from the backward that ends a step until `step()`.
-
-A call that exchanges something, or must be made with the same value on several ranks, is compared first (together.py):
-one rank that calls it alone, and ranks that set different values, are errors.
+copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient before the backward that
+ends a step. A rank that makes an exchanging call alone, and ranks that set different values, are errors (together.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.holders import holder_of, shape_of
 from megatron.zero.homes.shelf import WEIGHT
 from megatron.zero.together import meet, owner_of
+from megatron.zero.units import LEAF
 from mpu.collectives import all_reduce
 
 _GRADIENT = "gradient"
@@ -87,6 +88,48 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     _set(param, optim_state_key, value, whole=False)
+
+
+# ---- modules that stage 3 gathers in one piece -------------------------------------------------------------------
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Collection[type | str], raise_if_not_found: bool = True,
+                        flag: bool = True) -> list[nn.Module]:
+    """Mark the modules of these classes (or class names), before zero.initialize, and return them. Everything inside of
+    one is gathered for its forward, as a block's parameters are: for experts, of which each rank calls others."""
+    found = [one for one in model.modules() if any(_is_of(type(one), wanted) for wanted in leaf_module_classes)]
+    if raise_if_not_found and not found:
+        raise ConfigError(f"no module of {type(model).__name__} is of the classes {[*leaf_module_classes]}: name one "
+                          "of print(model)")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark this module, or take the mark away."""
+    for marked in (model, *model.parameters()):
+        setattr(marked, LEAF, flag)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
+    """It is marked; of a parameter: its module is."""
+    return bool(getattr(model, LEAF, False))
+
+
+z3_leaf_parameter = z3_leaf_module
+
+
+def _is_of(own: type, wanted: type | str) -> bool:
+    names = own.__name__, f"{own.__module__}.{own.__qualname__}"
+    return issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
 
 
 # ---- where it is -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Op = Literal["sum", "max", "min"]
 class Pending:
     """An operation under way. On an accelerator `wait` makes the current stream wait, never the host."""
 
-    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], None] | None = None,
+    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], object] | None = None,
                  limit: timedelta | None = None) -> None:
         """`limit`: how long to wait, for works that do not know it themselves."""
         self._works, self._finish, self._limit = works, finish, limit
@@ -48,8 +48,7 @@ class Wire(Protocol):
 
     `sum_in` is the precision in which the ranks' numbers are added up where the backend adds them. A wire that
     adds them itself takes fp32 for what is narrower, whatever is asked for. `at_a_time` is how many elements may be on
-    their way at once, for a wire that keeps copies of what it receives; others send everything in one piece.
-    """
+    their way at once, for a wire that keeps copies of what it receives; others send everything in one piece."""
 
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
         """full <- the shards of all ranks in rank order; `shard` may be this rank's part of `full`."""

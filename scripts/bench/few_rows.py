@@ -2,7 +2,7 @@
 
     python scripts/bench/few_rows.py
 
-Prints the time of x W^T over that of W x^T, weights coming from memory each time. mpu/few_rows.py takes the second
+Prints the time of x W^T over that of W x^T, weights coming from memory each time. mpu/layers.py takes the second
 where it is above 1. On a machine that does other things at the same time the numbers are noise.
 """
 

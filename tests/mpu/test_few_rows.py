@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpu import few_rows
-from mpu.few_rows import WEIGHT_FIRST, linear
+from mpu import layers
+from mpu.layers import WEIGHT_FIRST, linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,7 +36,7 @@ def test_where_a_gradient_may_be_wanted_the_product_is_torchs() -> None:
 
 
 def test_an_accelerators_products_are_torchs() -> None:
-    with patch.object(few_rows, "on_accelerator", lambda x: True), torch.no_grad(), \
+    with patch.object(layers, "on_accelerator", lambda x: True), torch.no_grad(), \
             patch.object(F, "linear", wraps=F.linear) as plain:
         linear(torch.randn(1, 3).bfloat16(), torch.randn(4, 3).bfloat16())
         assert plain.called

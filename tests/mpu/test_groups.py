@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import mpu
 from mpu.collectives import agree, all_gather_into, all_gather_json, barrier
@@ -179,3 +181,119 @@ def test_classic_accessors() -> None:
 def test_classic_vocabulary_ranges() -> None:
     assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50)
     assert mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4) == (25, 50)
+
+
+GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group")
+LAYOUTS = [pytest.param(world, tp, marks=() if world == 2 else pytest.mark.slow)
+           for world, tp in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))]
+
+
+class _Split(nn.Module):
+    """Every kind of split layer; the same model at each layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mpu.model_parallel_cuda_manual_seed(1234)
+        self.embed = mpu.VocabParallelEmbedding(8, 4)
+        self.up = mpu.ColumnParallelLinear(4, 8, gather_output=False)
+        self.down = mpu.RowParallelLinear(8, 4, input_is_parallel=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return (x + self.down(torch.relu(self.up(x)))).square().mean()
+
+
+def _used(rank: int, world: int, tp: int) -> tuple[list[dict[str, Any]], list[float]]:
+    """What torch makes of each group, the plain way and by DistributedDataParallel; and losses of training with the
+    gradients averaged over data parallel, which all see the same batch."""
+    mpu.initialize_model_parallel(tp)
+    found = []
+    for accessor in GROUP_ACCESSORS:
+        group = getattr(mpu, accessor)()
+        assert group is getattr(mpu, accessor)() and dist.get_world_size(group) == group.size()
+        total, first = torch.tensor([2.0**rank]), torch.tensor([rank])
+        every = [torch.empty(1) for _ in range(group.size())]
+        dist.all_reduce(total, group=group)
+        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+        dist.all_gather(every, torch.tensor([float(rank)]), group=group)
+        wrapped = nn.parallel.DistributedDataParallel(own := nn.Linear(1, 1, bias=False), process_group=group)
+        own.weight.data.fill_(1.0)
+        wrapped(torch.tensor([[2.0**rank]])).sum().backward()
+        assert own.weight.grad is not None
+        found.append({"ranks": dist.get_process_group_ranks(group), "total": total.item(), "first": first.item(),
+                      "every": torch.cat(every).tolist(), "mean": own.weight.grad.item()})
+    model, losses = _Split(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.arange(8))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mpu.get_data_parallel_group())
+            parameter.grad.div_(mpu.get_data_parallel_world_size())  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append(loss.item())
+    return found, losses
+
+
+@cache
+def losses_of_one_rank() -> list[float]:
+    return run_ranks(_used, 1, 1)[0][1]
+
+
+@pytest.mark.parametrize("world, tp", LAYOUTS)
+def test_what_the_accessors_return_is_the_group_of_these_ranks(world: int, tp: int) -> None:
+    """Of one rank as well: torch reads None as the world."""
+    for rank, (found, losses) in enumerate(run_ranks(_used, world, tp)):
+        of_tp = [*range(rank // tp * tp, (rank // tp + 1) * tp)]
+        for seen, ranks in zip(found, (of_tp, of_tp, [*range(rank % tp, world, tp)]), strict=True):
+            total = sum(2.0**one for one in ranks)
+            assert seen == {"ranks": ranks, "total": total, "first": ranks[0], "every": ranks,
+                            "mean": total / len(ranks)}
+        assert losses == pytest.approx(losses_of_one_rank(), abs=1e-6) and losses[2] < losses[0]
+
+
+def _made_late(rank: int, world: int) -> list[str]:
+    """Groups of one that were made before torch.distributed was there."""
+    with patch.object(dist, "is_initialized", lambda: False):
+        alone = mpu.initialize_model_parallel(1)
+    told = []
+    for ask in (mpu.get_data_parallel_group, mpu.get_model_parallel_rank, lambda: alone.dp.process_group)[:2 + rank]:
+        with pytest.raises(ParallelError) as caught:
+            ask()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_group_is_never_none() -> None:
+    mpu.initialize_model_parallel(1)
+    try:
+        for accessor in GROUP_ACCESSORS:
+            with pytest.raises(ParallelError, match="call torch.distributed.init_process_group before"):
+                getattr(mpu, accessor)()
+        assert mpu.get_data_parallel_world_size() == 1
+    finally:
+        mpu.destroy_model_parallel()
+    told = run_ranks(_made_late, 2)
+    assert all("initialised for 1 ranks, and torch.distributed has 2" in text for text in (*told[0][:2], *told[1][:2]))
+    assert "there is no process group" in told[1][2]
+
+
+def _bound(rank: int, world: int) -> list[Any]:
+    """Where ranks have bound their devices, the world is not split for a group of one: it is made by one rank."""
+    seen: list[Any] = []
+
+    def new_group(*given: Any, **named: Any) -> dist.ProcessGroup:
+        seen.append(dist.group.WORLD.bound_device_id)  # type: ignore[union-attr]
+        return made(*given, **named)  # type: ignore[no-any-return]
+
+    made = dist.new_group
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+    if rank == 0:
+        with patch.object(dist, "new_group", new_group):
+            seen.append(dist.get_process_group_ranks(Group(0, 1, (0,)).process_group))
+    return [*seen, dist.group.WORLD.bound_device_id]  # type: ignore[union-attr]
+
+
+def test_one_rank_alone_makes_a_group_of_one() -> None:
+    assert run_ranks(_bound, 2) == [[None, [0], torch.device("cuda", 0)], [torch.device("cuda", 0)]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpu.kernels import working
+from mpu.device import working
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

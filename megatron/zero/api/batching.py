@@ -1,19 +1,25 @@
-"""How many samples a step has, and how many there have been; both may change between two steps.
+"""How many samples a step has, and how many there have been; and the loader an engine makes of a dataset.
 
-Each rank sets its sizes by itself. A step compares them (settings.py).
+Batch sizes may change between two steps. Each rank sets its own, and a step compares them (settings.py).
+
+A loader has micro-batches of this data parallel rank. The order of an epoch is a function of the seed and the epoch,
+whatever the number of ranks. An epoch is over when a loop with steps in it has come to its end; a loop without steps,
+or one that is left early, begins the same order again. A checkpoint has the epoch, and continues from its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from megatron.config.setting import require
 from megatron.config.tree import Config
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.precision import DTYPES
+from mpu.groups import Group
 
 
 class Batching:
@@ -58,12 +64,13 @@ class Batching:
 
     def set_micro(self, size: int) -> None:
         self._check_between_steps("set_train_micro_batch_size")
-        require(size >= 1, f"set_train_micro_batch_size: {size}; expected a number >= 1")
+        require(isinstance(size, int) and size >= 1, f"set_train_micro_batch_size: {size!r}; expected an integer >= 1")
         self._core.micro_batch = self.micro = size
         self._was_set = True
 
     def set_total(self, total: int) -> None:
         self._check_between_steps("set_train_batch_size")
+        require(isinstance(total, int), f"set_train_batch_size: {total!r}; expected an integer")
         unit = self.micro * self._dp
         count, rest = divmod(total, unit)
         require(count >= 1 and rest == 0, f"set_train_batch_size: {total} is not a multiple of micro-batch "
@@ -76,3 +83,48 @@ class Batching:
     def _check_between_steps(self, what: str) -> None:
         under_way = self._mid_step or self._core.has_gradients
         require(not under_way, f"{what}: a step is under way; call it after the last micro-batch of one")
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+class EpochLoader(DataLoader[Any]):
+    """Goes to the next epoch by itself. `steps` counts the calls of `step`: it distinguishes training from looking."""
+
+    def __init__(self, samples: Dataset[Any], sampler: DistributedSampler[Any], steps: Callable[[], int],
+                 **options: Any) -> None:
+        super().__init__(samples, sampler=sampler, **options)
+        self._order, self._steps = sampler, steps
+        self._ended_at: int | None = None
+        """The steps there were when the epoch's last batch was handed out, where that was the last thing to happen."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch, begun_at = self._order.epoch, self._steps()
+        for number, batch in enumerate(super().__iter__(), 1):
+            self._ended_at = self._steps() if number == len(self) else None
+            yield batch
+        if self._steps() != begun_at and self._order.epoch == epoch:
+            self.go_to_epoch(epoch + 1)
+
+    def next_epoch(self) -> int:
+        """The one that a run continues with from here."""
+        is_over = self._ended_at is not None and self._steps() != self._ended_at
+        return self._order.epoch + is_over
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch."""
+        self._order.set_epoch(epoch)
+        self._ended_at = None
+
+
+def make_loader(samples: Dataset[Any], dp: Group, batch_size: int, seed: int, device: torch.device, *,
+                steps: Callable[[], int], collate_fn: Collate | None = None, shuffle: bool = True,
+                sampler: Sampler[Any] | None = None, workers: int = 0, pin_memory: bool = True) -> DataLoader[Any]:
+    """Each data parallel rank gets its share; where the shares would differ, samples are repeated. A `sampler` of the
+    caller's own decides for itself."""
+    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "num_workers": workers,
+                               "pin_memory": pin_memory and device.type == "cuda"}
+    if sampler is not None:
+        return DataLoader(samples, sampler=sampler, **options)
+    order: DistributedSampler[Any] = DistributedSampler(samples, dp.size, dp.rank, shuffle=shuffle, seed=seed)
+    return EpochLoader(samples, order, steps, **options)

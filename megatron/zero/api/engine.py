@@ -3,8 +3,7 @@
     loss = engine(batch);  engine.backward(loss);  engine.step()
     engine.save_checkpoint(folder, client_state={...});  path, client_state = engine.load_checkpoint(folder)
 
-It adds what belongs around the mechanism: the learning rate schedule, checkpoints, and things to ask. Counters and the
-loss scale are the mechanism's. `pretrain_gpt2.py` trains through it like everybody else.
+It adds the learning rate schedule, checkpoints, and things to ask. `pretrain_gpt2.py` trains through it as well.
 """
 
 from __future__ import annotations
@@ -36,31 +35,22 @@ from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
-from megatron.zero.api.batching import Batching
-from megatron.zero.api.casting import cast_inputs
 from megatron.zero.api.eigenvalues import Eigenvalues
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.loading import Collate, EpochLoader, make_loader
+from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
-from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.profiled import ProfiledStep
-from megatron.zero.api.saved import (
-    Identity,
-    LoadOptions,
-    check_save_call,
-    load_engine,
-    restore_streams,
-    saving_engine,
-    whole_weights,
-    write_weights,
-)
-from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
+from megatron.zero.api.same import check_argument, folder_of
+from megatron.zero.api.saved import (Identity, LoadOptions, check_save_call, load_engine, restore_streams,
+                                     saving_engine, whole_weights, write_weights)
+from megatron.zero.api.schedule import Moved, Scheduler, ZeroOptimizer, can_go_back
 from megatron.zero.api.status import EngineStatus, drive_use
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
+from megatron.zero.nested import mapped
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
 
@@ -111,7 +101,7 @@ class Engine(EngineStatus):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
-            args, kwargs = cast_inputs((args, kwargs), torch.float16)
+            args, kwargs = mapped((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
         if self._eigenvalues is not None and self.training:
             self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:
@@ -133,8 +123,7 @@ class Engine(EngineStatus):
              ) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
-        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`); a rank that gives fewer
-        adds 0."""
+        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
         with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)
@@ -176,15 +165,15 @@ class Engine(EngineStatus):
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
         self._settle_rate()
-        return super().get_lr()
+        return [float(group["lr"]) for group in self.core.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group in the next step."""
         self._settle_rate()
-        return super().get_mom()
+        return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
 
     def get_pld_theta(self) -> float | None:
-        """theta of progressive layer dropping in the step under way; None where no layer is left out."""
+        """theta of progressive layer dropping in the last step; None where no layer is left out."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def _settle_rate(self) -> None:
@@ -287,8 +276,7 @@ class Engine(EngineStatus):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
-        the same, and is not asked here: where one does not, its step is refused (settings.py), or the watch ends the
-        run."""
+        the same, and is not asked here: where one does not, its step is refused (settings.py), or the run ends."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
     def settle(self) -> None:
@@ -345,6 +333,7 @@ class Engine(EngineStatus):
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """New weights for the model and the optimizer's masters: those of data parallel rank 0. Every rank calls it."""
+        check_argument("the state dict of load_module_state_dict", state_dict, Mapping, "a dict of tensors by name")
         load_weights(self.core, state_dict, strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -383,13 +372,14 @@ class Engine(EngineStatus):
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
+        root = folder_of("save_checkpoint", save_dir)
         self.core.meet(SAVE)
         check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
-        root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
+        name = step_tag(self.global_steps) if tag is None else str(tag)
         earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
         self.finish_save()
         finish_earlier(earlier, self.groups.world)
@@ -422,9 +412,8 @@ class Engine(EngineStatus):
         self._background.wait()
 
     def abandon_save(self) -> bool:
-        """The save under way, if there is one, is not to be completed. Sends nothing, so that a rank which leaves may
-        call it alone; where training goes on, every rank calls it between the same two steps. True where it was too
-        late: the save is complete."""
+        """The save under way, if there is one, is not to be completed. Sends nothing: a rank that leaves may call it
+        alone, others between the same two steps. True where it was too late: the save is complete."""
         return self._background.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
@@ -437,13 +426,13 @@ class Engine(EngineStatus):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
+        root = folder_of("load_checkpoint", load_dir)
         self.core.meet(LOAD)
         called_alike("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
-        root = Path(load_dir)
         if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
             if self.groups.world.rank == 0:
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
@@ -489,8 +478,9 @@ class Engine(EngineStatus):
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
-        only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False. Every rank calls
-        it; the folder is rank 0's."""
+        `stage3_gather_16bit_weights_on_model_save` allows it; else a warning and False. The folder is rank 0's."""
+        check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
+        path = folder_of("save_16bit_model", save_dir) / save_filename
         self.core.meet("engine.save_16bit_model()")
         called_alike("save_16bit_model", {"save_filename": str(save_filename),
                                           "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
@@ -500,7 +490,7 @@ class Engine(EngineStatus):
                       "stage3_gather_16bit_weights_on_model_save to gather them", file=sys.stderr)
             return False
         weights = whole_weights(self.core, frozen=not exclude_frozen_parameters)
-        on_rank_0(lambda: write_weights(weights, Path(save_dir) / save_filename), self.groups.world)
+        on_rank_0(lambda: write_weights(weights, path), self.groups.world)
         return True
 
     save_fp16_model = save_16bit_model

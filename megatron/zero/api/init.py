@@ -12,8 +12,10 @@ counts. `Module.apply`, inside and until there is an engine, makes each module's
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -24,16 +26,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatron.checkpoint.agree import agree
+from megatron.config import ds_file
+from megatron.config.tree import Config
 from megatron.errors import ConfigError, TrainerError
+from megatron.launch import exits
+from megatron.launch.distributed import read_environment
 from megatron.launch.exits import answer_uncaught, explain
-from megatron.zero.api.meanwhile import depot, give_back_freed, meanwhile
+from megatron.zero.api.offload import name_of_command
 from megatron.zero.holders import Holder, holder_of
-from megatron.zero.initial_params import Building, Drawn, Parked, is_unfilled
+from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable
+from megatron.zero.initial_params import Building, Depot, Drawn, Parked, is_unfilled
 from megatron.zero.together import meet, owner_of
 from mpu import groups as mpu_groups
+from mpu.classic import current_groups
 from mpu.draws import source_of
 from mpu.groups import Group, Groups
-
 
 MOST_FREED = 16 << 20
 """Bytes of whole parameters that are let go before the system is given the memory back."""
@@ -46,8 +53,7 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     """Parameters are whole inside; all data parallel ranks enter together. Ordinary tensors are left alone.
 
     Edits count where `modifier_rank` says whose; without it they are refused, since they would be lost. There are no
-    gradients inside of what is edited, and of what is split: its elements are gone when a backward asks for them.
-    """
+    gradients inside of what is edited, and of what is split: its elements are gone when a backward asks for them."""
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     for parameter in given:
         if not isinstance(parameter, nn.Parameter):
@@ -65,6 +71,14 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     without_gradients = modifier_rank is not None or any(holder.comes_and_goes for holder in holders.values())
     with _loan([*holders.values()], modifier_rank, names), torch.no_grad() if without_gradients else nullcontext():
         yield
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """An engine with all its parameters gathered: forwards inside exchange nothing, and each rank may run as many as it
+    wants. Every rank enters and leaves."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 @contextmanager
@@ -144,8 +158,7 @@ class Init:
     Ranks keep parts of rank 0's values until `zero.initialize`, whose configuration says where they are then. `dtype`
     is the precision of what is kept meanwhile (default: as made). `remote_device` says where: "cpu" is the host, "nvme"
     the `zero_optimization.offload_param.nvme_path` of the configuration; without it that configuration's
-    `offload_param.device` does. `pin_memory` has no effect: nothing is computed with meanwhile.
-    """
+    `offload_param.device` does. `pin_memory` has no effect: nothing is computed with meanwhile."""
 
     def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
                  mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
@@ -288,4 +301,65 @@ def groups_of(mpu: Any) -> Groups:
     if missing:
         raise ConfigError(f"mpu is {mpu!r:.80}, without {', '.join(missing)}; pass our `mpu` package, a Groups, or an "
                           "object with get_{model,data}_parallel_{rank,group,world_size}")
-    return mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    if mpu is sys.modules["mpu"]:  # whose groups of one need no process group
+        return current_groups()
+    groups = mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
+    wanted = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
+              (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())]
+    if found != wanted:
+        raise ConfigError("the (rank, size) of mpu's model and data parallel process groups are "
+                          f"{found[0]} and {found[1]}, and its accessors say {wanted[0]} and {wanted[1]}: return the "
+                          "process group that has these ranks (None is a group of one)")
+    return groups
+
+
+DEVICE, PATH = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
+
+
+def meanwhile(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
+              ) -> tuple[str | None, str | None]:
+    """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
+    if remote_device not in (None, "none", "cpu", "nvme"):
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
+    found = None if source is None else ds_file.read(source, "config_dict_or_path")
+    device = None if found is None else found.keys.get(DEVICE)
+    if found is not None and None not in (remote_device, device) and remote_device != device:
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE} of {found.name} {device!r}; "
+                          "leave one of them out")
+    asked = device if remote_device is None else remote_device
+    if asked != "nvme":
+        return (None if asked == "none" else asked), None
+    if found is None:
+        raise ConfigError("zero.Init: remote_device 'nvme' needs the configuration, which names the drive's folder: "
+                          f"give config_dict_or_path= with {PATH}")
+    path = found.keys.get(PATH)
+    if path is None:
+        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH}, which {found.name} does not give: name a "
+                          "folder on the drive")
+    usable(path, PATH)
+    return asked, path
+
+
+def depot(path: str) -> Depot:
+    """A folder of this rank's own below it."""
+    exits.before_leaving(close_all)
+    return Depot(SwapFolder(path, f"{name_of_command()}-init", read_environment().rank, flag=PATH))
+
+
+def give_back_freed() -> None:
+    """The C library keeps what is freed below something that is in use, and finds it unfit for the next large tensor:
+    what has gone would still be charged to us."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # of glibc
+        libc.malloc_trim(0)
+
+
+def notes_of_init(model: nn.Module, config: Config, device: str) -> list[str]:
+    """Where `zero.Init` was asked to keep parameters, if they live elsewhere from now on. `device` is the engine's."""
+    home = config.offload.offload_param_device
+    holders = [holder_of(parameter) for parameter in model.parameters()]
+    asked = {holder.asked for holder in holders if isinstance(holder, Parked) and holder.asked is not None}
+    place = device if home == "none" else home
+    return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
+            f"--offload-param-device {home} says" for other in sorted(asked - {place})]

@@ -1,4 +1,4 @@
-"""`zero.initialize`: an engine for any model and loop, from a DeepSpeed-style configuration.
+"""`zero.initialize`, an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
 
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -9,17 +9,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.checkpoint.agree import alike
@@ -31,6 +33,7 @@ from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig
 from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
+from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
@@ -38,17 +41,13 @@ from megatron.optim.rule import ParamGroup, Rule
 from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.init import groups_of
+from megatron.zero.api.init import groups_of, notes_of_init
 from megatron.zero.api.layer_drop import check_forward
-from megatron.zero.api.meanwhile import notes as meanwhile_notes
-from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.offload import homes_of, offload_notes
-from megatron.zero.api.optimizer import ZeroOptimizer
-from megatron.zero.api.same import check_model
-from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
-from megatron.zero.api.taking import check_free, taking
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.api.same import check_argument, check_model, check_parameters, taking
+from megatron.zero.api.schedule import FollowSchedule, Scheduler, ZeroOptimizer, schedule_of
+from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
 from megatron.zero.hidden import note_of_split, split_groups
 from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
@@ -58,8 +57,12 @@ from megatron.zero.watch import watch_over
 from mpu.groups import Groups
 
 
-def initialize(args: argparse.Namespace | None = None, model: nn.Module | None = None,
-               optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+DEFAULT_PORT = 29500
+FOREIGN_LAUNCHERS = ("SLURM_", "OMPI_")
+
+
+def initialize(args: Namespace | None = None, model: nn.Module | None = None,
+               optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
                model_parameters: Iterable[nn.Parameter] | Iterable[ParamGroup] | None = None,
                training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
                distributed_port: int = DEFAULT_PORT, mpu: Any = None,
@@ -72,13 +75,19 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
 
     `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
     callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
-    makes it from the optimizer), or the config's. `mpu` names the groups where the model is tensor parallel. All
-    parameters get the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
-    working precision.
-    """
+    makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
+    only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
+    groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
+    (default: this rank's) one by one, and to the working precision."""
     exits.answer_uncaught()
-    if model is None:
-        raise ConfigError("zero.initialize needs a model")
+    check_argument("model", model, nn.Module, "an nn.Module")
+    check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
+    check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
+    check_argument("model_parameters", model_parameters, Iterable | None, "parameters, or param groups")
+    check_argument("training_data", training_data, Sized | None, "a dataset with a length")
+    if not hasattr(lr_scheduler, "state_dict"):
+        check_argument("lr_scheduler", lr_scheduler, Callable | None, "a scheduler, or a function that makes one")
+    assert model is not None
     argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer's: it has met already
         distributed.init()
@@ -98,17 +107,23 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     with config.words.speaking():
-        check_free(model)
-        rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
-        _check_groups(model, param_groups)
+        check_parameters(model)
+        evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
+            all(given is None for given in (optimizer, model_parameters, lr_scheduler))
+        rule, param_groups, defaults, client = _rule_and_groups(settings, model, () if evaluates else model_parameters,
+                                                                optimizer, evaluates)
+        if not evaluates:
+            _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
             check_forward(model)
         check_model(model, groups.world)
         alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
-        moved = meanwhile_notes(model, config, device.type)
+        moved = notes_of_init(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
     with taking(model), ExitStack() as failed:
         failed.callback(homes.close)  # of a full drive, which whoever tries again needs empty
+        if evaluates:
+            model.requires_grad_(False)
         _move_buffers(model, device, DTYPES[config.precision.name])
         with config.words.speaking():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
@@ -124,7 +139,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         engine.notes = [*moved, *told, *_notes(settings, core)]
         if groups.world.rank == 0:
             _say(settings, engine, groups.dp.size)
-            _warn_of_empty(param_groups)
+            _warn_of_empty(() if evaluates else param_groups)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         failed.pop_all()
@@ -151,7 +166,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags of a DeepSpeed script: --deepspeed, --deepspeed_config FILE. (`--local_rank` is the script's own.)"""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
@@ -160,7 +175,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
+def _config_source(args: Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
     """The one argument that the configuration is given in, and what it says."""
     named = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
              "config": config, "config_params": config_params}
@@ -168,6 +183,7 @@ def _config_source(args: argparse.Namespace | None, config: Any, config_params: 
     if len(given) != 1:
         raise ConfigError(f"zero.initialize needs one configuration, found {' and '.join(given) or 'none'}: "
                           "give config= (a path or a dict), or args.deepspeed_config")
+    check_argument(given[0], named[given[0]], str | os.PathLike | Mapping | Config, "a path, or a dict")
     return given[0], named[given[0]]
 
 
@@ -260,17 +276,17 @@ def _rows(settings: _Settings, dp_size: int) -> Iterator[str]:
         yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
 
 
-def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,
-                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], torch.optim.Optimizer | None]:
+def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
+                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], Optimizer | None]:
     """The client's optimizer, or the configuration's over the client's parameters (default: the model's); the
     hyper-parameters of a group that names none come third, and the client's optimizer, where there is one, last."""
     given = list(model.parameters() if parameters is None else parameters)
-    if client is not None and not isinstance(client, torch.optim.Optimizer):
+    if client is not None and not isinstance(client, Optimizer):
         client = client(given)
     if client is not None:
         return from_torch(client), client.param_groups, client.defaults, client
-    if not settings.has_optimizer:
-        raise ConfigError("no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration")
+    if not (settings.has_optimizer or evaluates):
+        raise ConfigError(NO_OPTIMIZER)
     config = settings.config
     rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -322,3 +338,47 @@ def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
+
+
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+                     distributed_port: int = DEFAULT_PORT, verbose: bool = True,
+                     timeout: timedelta | float | None = None, init_method: str | None = None,
+                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+                     world_size: int = -1) -> None:
+    """Meet the other ranks that a launcher started; may be called again.
+
+    `rank` and `world_size` say it where no launcher does; `distributed_port` counts where MASTER_PORT is not set, and
+    `init_method` (torch's) in place of both. Slurm's and OpenMPI's variables count unless `auto_mpi_discovery` is off.
+    `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
+    the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
+    already."""
+    exits.answer_uncaught()
+    if dist_init_required is False:
+        return
+    env = _place(rank, world_size, auto_mpi_discovery)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    with distributed.setting_variables():
+        if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                       init_method=init_method, also_alone=True)
+    _tell(env)
+
+
+def _tell(env: Environment) -> None:
+    """The place as torchrun's variables, where the launcher (or none) set others: `read_environment` finds the same."""
+    for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
+                         ("LOCAL_WORLD_SIZE", env.local_world_size)):
+        os.environ.setdefault(name, str(number))
+
+
+def _place(rank: int, world_size: int, any_launcher: bool) -> Environment:
+    """This rank's place: a launcher's, or the given one; both must agree."""
+    environ = {name: value for name, value in os.environ.items()
+               if any_launcher or not name.startswith(FOREIGN_LAUNCHERS)}
+    given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
+    for name, number in given.items():
+        if environ.setdefault(name, str(number)) != str(number):
+            raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
+                              f"{environ[name]}; leave the argument out")
+    return distributed.read_environment(environ)

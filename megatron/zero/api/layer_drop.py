@@ -41,8 +41,8 @@ class ProgressiveLayerDrop:
         return self._schedule.at(self.step)
 
     def get_theta(self) -> float:
-        """theta of the step under way."""
-        return self.current_theta
+        """theta of the last step; as in DeepSpeed, that of the first one before any."""
+        return self._schedule.at(max(0, self.step - 1))
 
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of the forward."""

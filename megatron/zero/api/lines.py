@@ -28,8 +28,7 @@ class Lines:
 
     `flag` is where its name comes from, and `say` is told of another writer of it. What has been left of a last line
     stays, as a line of its own; with `drops_half` it is taken away, where readers would take half a number for one.
-    Until the first line is appended the file stays as it is.
-    """
+    Until the first line is appended the file stays as it is."""
 
     def __init__(self, flag: str, path: str, say: Callable[[str], object], *, head: str = "",
                  drops_half: bool = False) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
+from mpu.groups import neighbours
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ def _home(engine: Any, kind: str) -> str | None:
     return None if device == "none" else device
 
 
+def _alone(engine: Any) -> ProcessGroup:
+    return neighbours(engine.groups.world, 1).process_group
+
+
 def _as_submodule(engine: Any) -> nn.Module:
     """The model as DeepSpeed's engine holds it: a child called `module`, which names begin with."""
     return nn.ModuleDict({"module": engine.module})
@@ -157,16 +163,16 @@ PLACE: dict[str, Row] = {
     "dp_world_size": Holds(lambda e: e.groups.dp.size, "data parallel ranks"),
     "mp_world_size": Holds(lambda e: e.groups.tp.size, "tensor parallel ranks"),
     "seq_dp_world_size": Holds(lambda e: e.groups.dp.size, "data parallel ranks"),
-    "data_parallel_group": Holds(lambda e: e.groups.dp.handle, "the process group; None where it has one rank"),
-    "seq_data_parallel_group": Holds(lambda e: e.groups.dp.handle, "the process group; None where it has one rank"),
+    "data_parallel_group": Holds(lambda e: e.groups.dp.process_group, "the process group, of one rank too"),
+    "seq_data_parallel_group": Holds(lambda e: e.groups.dp.process_group, "the process group, of one rank too"),
     "get_data_parallel_rank": Reads(lambda e: e.groups.dp.rank, "this rank in its data parallel group"),
     "get_data_parallel_world_size": Reads(lambda e: e.groups.dp.size, "ranks of that group"),
-    "get_data_parallel_group": Reads(lambda e: e.groups.dp.handle, "that group; None where it has one rank"),
+    "get_data_parallel_group": Reads(lambda e: e.groups.dp.process_group, "that group, of one rank too"),
     "get_model_parallel_rank": Reads(lambda e: e.groups.tp.rank, "this rank in its tensor parallel group"),
     "get_tensor_parallel_rank": Reads(lambda e: e.groups.tp.rank, "this rank in its tensor parallel group"),
     "sequence_parallel_size": Holds(lambda e: 1, "a sequence is whole on each rank"),
-    "get_sequence_parallel_group": Reads(lambda e: None, "a sequence is whole on each rank"),
-    "seq_parallel_group": Holds(lambda e: None, "a sequence is whole on each rank"),
+    "get_sequence_parallel_group": Reads(_alone, "this rank alone: a sequence is whole on each rank"),
+    "seq_parallel_group": Holds(_alone, "this rank alone: a sequence is whole on each rank"),
     "autotp_size": Reads(lambda e: 0, "tensor parallelism is the model's, by `mpu`"),
     "pipeline_parallelism": Holds(lambda e: False, "there are no pipeline stages"),
     "has_moe_layers": Holds(lambda e: False, "there are no experts"),

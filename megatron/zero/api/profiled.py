@@ -90,7 +90,7 @@ class ProfiledStep:
         self._step_before = (self._step_before or 0.0) + self._now() - start
 
     def _now(self) -> float:
-        device = self._core.buckets[0].device
+        device = self._core.state.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()

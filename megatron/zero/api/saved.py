@@ -194,7 +194,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     engine.meet(LOAD)
     agree(engine.check_before_load, engine.groups.world)
     agree(lambda: check_shared(found), engine.groups.world)
-    optimizer, shared, where = options.optimizer, found.shared_state, where_of(found)
+    optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, where_of(found)
     if options.counters and not shared["engine"]:
         raise CheckpointError(f"{found.tag} of {found.folder.parent} holds imported weights, not a run: load them with "
                               "load_module_only=True, or --finetune")
@@ -203,7 +203,8 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
         check_owed(engine, found)
     _check_names(engine, found, options.strict)
     _check_shapes(engine, found, options.strict and optimizer)
-    wanted, groups = _wanted_of_groups(shared, scheduler, options), shared.get("param_groups")
+    wanted = _wanted_of_groups(shared, scheduler, options) if engine.buckets else frozenset()
+    groups = shared.get("param_groups")
     if wanted and groups is not None:
         check_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
         check_values([{name: group[name] for name in group if name in wanted} for group in groups],

@@ -1,21 +1,25 @@
-"""The learning rate of an engine: the schedule of a configuration as a scheduler of torch's kind.
+"""The optimizer and the learning rate of an engine, as scripts know them. The engine takes the steps.
 
-Not here: the curves (optim/schedule.py), and DeepSpeed's scheduler classes (optim/schedulers.py).
+The `param_groups` of the optimizer are the engine's: setting `group["lr"]` there, as torch's and our schedulers do,
+changes learning rates. The schedule of a configuration is a scheduler of torch's kind. Not here: the curves
+(optim/schedule.py), and DeepSpeed's scheduler classes (optim/schedulers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from megatron.config.tree import Config
+from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule
 from megatron.optim.schedulers import Scheduler as Curve
 from megatron.zero.api.saved import Stateful
+from megatron.zero.engine import ZeroEngine
 
 
 class Scheduler(Stateful, Protocol):
@@ -25,10 +29,8 @@ class Scheduler(Stateful, Protocol):
 
 
 class FollowSchedule:
-    """A schedule, which is a pure function of the step, as a scheduler of the groups of an optimizer.
-
-    All groups have the schedule's rate. With `own_floor`, each group's peak is the rate it has now, and its floor is
-    this share of that rate."""
+    """A schedule, which is a pure function of the step, as a scheduler. All groups have its rate; with `own_floor` the
+    peak of each is the rate it has now, and its floor is this share of that."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, own_floor: float | None = None) -> None:
         self._optimizer, self.schedule, self._own_floor = optimizer, schedule, own_floor
@@ -98,3 +100,54 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
                     section.warmup_type, section.cycle_decay, low, high, growth, section.lr_wsd_decay_style,
                     section.lr_wsd_decay_iters or 0)
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """What `zero.initialize` returns beside the engine."""
+
+    _is_built = False
+
+    def __init__(self, engine: ZeroEngine, defaults: Mapping[str, Any] | None = None,
+                 client: torch.optim.Optimizer | None = None) -> None:
+        """`defaults` are those of the optimizer behind it: torch's cyclic schedulers look there for momentum. `client`
+        is the one that the user gave; a scheduler may have been made for it."""
+        super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
+        self.defaults, self.param_groups = {**(defaults or {})}, engine.param_groups
+        self._engine, self._client, self._is_built = engine, client, True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_built:
+            raise ConfigError("add_param_group after zero.initialize: its buffers hold the parameters it began with; "
+                              "give all groups to initialize, frozen ones excepted")
+        super().add_param_group(param_group)
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self._engine.scaler.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was skipped because a gradient was not finite."""
+        report = self._engine.last_report
+        return report is not None and not report.applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._engine.zero_grad()
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        raise ConfigError("the engine steps the optimizer: call engine.step() instead of optimizer.step()")
+
+    def note_step(self) -> None:
+        """A step was taken: torch's schedulers warn where one of theirs comes before it, and look for this mark."""
+        for optimizer in (self, self._client):
+            if optimizer is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ConfigError("optimizer state is split over ranks: engine.save_checkpoint() saves it")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ConfigError("optimizer state is split over ranks: engine.load_checkpoint() loads it")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -36,7 +34,7 @@ class EngineStatus:
 
     @property
     def device(self) -> torch.device:
-        return self.core.buckets[0].device
+        return self.core.state.device
 
     @property
     def global_steps(self) -> int:
@@ -90,14 +88,6 @@ class EngineStatus:
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last optimizer step, before clipping; None before the first."""
         return None if self.core.last_report is None else self.core.last_report.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each param group in the next step."""
-        return [float(group["lr"]) for group in self.core.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
-        return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
 
     def get_type(self) -> list[str]:
         """What kind of optimizer steps each param group."""

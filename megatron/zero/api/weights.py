@@ -40,9 +40,8 @@ def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_var
 
 
 def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0, the
-    others may have none. Collective, one bucket at a time; what does not fit is an error on every rank, and nothing is
-    changed then."""
+    """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0.
+    Collective, one bucket at a time; what does not fit is an error on every rank, and changes nothing."""
     gives = core.groups.dp.rank == 0
     buckets = [*core.buckets, *core.frozen]
 

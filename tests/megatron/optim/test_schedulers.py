@@ -12,7 +12,7 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule
-from megatron.optim.schedulers import Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from megatron.optim.schedulers import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
 
@@ -154,3 +154,62 @@ def test_what_cannot_be_honoured_is_a_config_error(given: dict[str, Any], told: 
     with pytest.raises(ConfigError) as caught:
         WarmupLR(Groups(), **given)
     assert told in str(caught.value)
+
+
+CYCLE = [dict(cycle_first_step_size=4), dict(cycle_first_step_size=3, cycle_second_step_size=5, decay_lr_rate=0.5),
+         dict(cycle_first_step_size=1, decay_step_size=2, decay_lr_rate=0.5, decay_mom_rate=0.01),
+         dict(cycle_first_step_size=6, cycle_first_stair_count=3), dict(cycle_first_step_size=5, cycle_momentum=False),
+         dict(cycle_first_step_size=5, cycle_second_step_size=4, cycle_first_stair_count=0, cycle_second_stair_count=2)]
+
+
+def cycle_of(it: int, cycle_first_step_size: int, cycle_second_step_size: int = 0, decay_step_size: int = 0,
+             decay_lr_rate: float = 0.0, decay_mom_rate: float = 0.0, cycle_first_stair_count: int = 0,
+             cycle_second_stair_count: int | None = None, cycle_momentum: bool = True,
+             ) -> tuple[list[float], float | None]:
+    """The published cycle after `it` + 1 calls of `step`: rates between (0.1, 0.2) and 1.0, momentum 0.8 to 0.9."""
+    first, second = cycle_first_step_size, cycle_second_step_size or cycle_first_step_size
+    at = it + 1
+    if at >= first + second:
+        every = (at - first - second) / decay_step_size if decay_step_size else 0.0
+        return ([low / (1 + decay_lr_rate * every) for low in (0.1, 0.2)],
+                0.9 * (1 + decay_mom_rate * every) if cycle_momentum else None)
+    height = at / first if at <= first else (first + second - at) / second
+    stairs = cycle_first_stair_count if at <= first or cycle_second_stair_count is None else cycle_second_stair_count
+    height = math.floor(height * stairs + 1e-9) / stairs if stairs else height
+    return [low + (1.0 - low) * height for low in (0.1, 0.2)], 0.9 - 0.1 * height if cycle_momentum else None
+
+
+@pytest.mark.parametrize("given", CYCLE, ids=str)
+def test_one_cycle(given: dict[str, Any]) -> None:
+    groups = Groups([{"lr": 0.5, "betas": (0.5, 0.9)}, {"lr": 2.0, "betas": (0.5, 0.9)}])
+    scheduler = OneCycle(groups, [0.1, 0.2], 1.0, **given)
+    assert groups.rates == [0.1, 0.2] and groups.param_groups[0]["betas"][0] == (0.8 if "cycle_momentum" not in given
+                                                                                 else 0.5)
+    for it in range(15):
+        scheduler.step()
+        rates, momentum = cycle_of(it, **given)
+        assert all(map(close, groups.rates, rates)), it
+        assert scheduler.get_mom() == (None if momentum is None else [(pytest.approx(momentum), 0.99)] * 2)
+        assert momentum is None or groups.param_groups[1]["betas"] == (pytest.approx(momentum), 0.99)
+        resumed = OneCycle(Groups(), [0.1, 0.2], 1.0, **given)
+        resumed.load_state_dict(scheduler.state_dict())
+        assert resumed.get_last_lr() == groups.rates and resumed.get_mom() is None, "groups without betas keep theirs"
+
+
+@pytest.mark.parametrize("stairs", [False, True])
+def test_range_test(stairs: bool) -> None:
+    groups = Groups()
+    scheduler = LRRangeTest(groups, [0.1, 0.2], 3, 0.5, stairs)
+    assert groups.rates == [0.1, 0.2]
+    for it in range(10):
+        scheduler.step()
+        grown = 1 + 0.5 * ((it + 1) // 3 if stairs else (it + 1) / 3)
+        assert all(map(close, groups.rates, [0.1 * grown, 0.2 * grown])), it
+
+
+def test_sizes_of_a_cycle_are_checked() -> None:
+    for make, told in ((lambda: OneCycle(Groups(), 0.1, 1.0, cycle_first_step_size=0), "first_step_size is 0: exp"),
+                       (lambda: LRRangeTest(Groups(), lr_range_test_step_size=1.5), "step_size is 1.5"),  # type: ignore
+                       (lambda: OneCycle(Groups(), [0.1], 1.0), "1 learning rates are given: expected one, or")):
+        with pytest.raises(ConfigError, match=told):
+            make()

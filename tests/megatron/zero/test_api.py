@@ -404,7 +404,7 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"^{argument}=nofile.json cannot be read: .*; give the path"):
             zero.initialize(model=model, **{argument: "nofile.json"})
     with pytest.raises(ConfigError, match="no optimizer: give optimizer= to zero.initialize"):
-        zero.initialize(model=model, config={"train_batch_size": 4})
+        zero.initialize(model=model, model_parameters=model.parameters(), config={"train_batch_size": 4})
     with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number"):
         zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"]})
     with pytest.raises(ConfigError, match="2 errors:\n.* unknown key gradient_cliping; .*\n.* give train_batch_size"):

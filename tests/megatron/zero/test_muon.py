@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,20 @@ def whole(by_rank: list[Any], tp: int, model: nn.Module) -> dict[str, Tensor]:
     return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
 
 
-def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any]) -> Any:
-    engine = engine_of(layout, **settings)
+def products(*, in_bf16: bool) -> Any:
+    """Inside, the processor multiplies bf16 fast, or does not."""
+    return patch.object(muon, "multiplies_bf16", lambda device: in_bf16)
+
+
+def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any], in_bf16: bool = True) -> Any:
+    with products(in_bf16=in_bf16):
+        engine = engine_of(layout, **settings)
     train(engine, 0, STEPS)
     return masters(engine)
 
 
-def trained(layout: Layout, **settings: Any) -> dict[str, Tensor]:
-    return whole(run_ranks(_trained, layout.ranks, layout, settings), layout.tp, Model())
+def trained(layout: Layout, *, in_bf16: bool = True, **settings: Any) -> dict[str, Tensor]:
+    return whole(run_ranks(_trained, layout.ranks, layout, settings, in_bf16), layout.tp, Model())
 
 
 def different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
@@ -100,7 +106,18 @@ def different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 # ---- beside torch ----------------------------------------------------------------------------------------------------
 
 
-def by_torch(steps: int, adjust: str, nesterov: bool, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
+def in_fp32(gradient: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+    """torch's Newton-Schulz, which always is in bf16."""
+    x = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
+    x = x / x.norm()
+    for a, b, c in steps * [coefficients]:
+        product = x @ x.T
+        x = a * x + (b * product + c * product @ product) @ x
+    return x.T if gradient.shape[0] > gradient.shape[1] else x
+
+
+def by_torch(steps: int, adjust: str, nesterov: bool, scales: tuple[float, float] = (1.0, 1.0),
+             in_bf16: bool = True) -> dict[str, Tensor]:
     """Whole matrices on one process; q, k and v are three."""
     model = Model()
     pieces = {name: [nn.Parameter(piece.clone()) for piece in parameter.detach().chunk(3 if "qkv.w" in name else 1)]
@@ -118,17 +135,19 @@ def by_torch(steps: int, adjust: str, nesterov: bool, scales: tuple[float, float
             mean = torch.stack([gradient(name, sample)(shape) for sample in samples]).mean(0)
             for part, grad in zip(parts, mean.chunk(len(parts))):
                 part.grad = grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+        with nullcontext() if in_bf16 else patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp32):
+            for optimizer in optimizers:
+                optimizer.step()
     return {name: torch.cat(parts).detach() for name, parts in pieces.items()}
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_it_is_what_torch_makes_of_whole_matrices(adjust: str, nesterov: bool) -> None:
+@pytest.mark.parametrize("nesterov, in_bf16", [(True, True), (False, True), (True, False)])
+def test_it_is_what_torch_makes_of_whole_matrices(adjust: str, nesterov: bool, in_bf16: bool) -> None:
     """A rounding in fp32 where a kernel multiplies and adds at once: it may turn one of bf16's, of a momentum."""
     own = (f"adjust_lr_fn={adjust}", f"nesterov={str(nesterov).lower()}")
-    found, wanted = trained(Layout(2, 1, 3), optimizer_params=own), by_torch(STEPS, adjust, nesterov)
+    found = trained(Layout(2, 1, 3), optimizer_params=own, in_bf16=in_bf16)
+    wanted = by_torch(STEPS, adjust, nesterov, in_bf16=in_bf16)
     for name, weight in wanted.items():
         moved = (weight - first(name)(weight.shape)).norm() if name in HIDDEN else weight.norm()
         assert (found[name] - weight).norm() <= 1e-5 * moved, name
@@ -239,6 +258,41 @@ def test_matrices_are_made_orthogonal_on_the_device_wherever_state_is() -> None:
     assert on_host == [there_and_back] * 2
 
 
+# ---- on a processor that is slow in bf16 -----------------------------------------------------------------------------
+
+
+def _resumed(rank: int, world: int, folder: Path) -> list[Any]:
+    """One rank is slow, and all take fp32; what goes on on another processor keeps that, and a GPU does not."""
+    layout = Layout(world, 1, 3)
+    with products(in_bf16=rank == 0):
+        engine = engine_of(layout)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    train(engine, 2, STEPS)
+    with products(in_bf16=True):
+        again = engine_of(layout)
+    again.load_checkpoint(folder)
+    train(again, 2, STEPS)
+    rule = again.core.rule
+    assert isinstance(rule, muon.Muon)
+    rule.restore({"newton_schulz": "float32", "on": "cuda"})
+    elsewhere = rule.scalars()["newton_schulz"]
+    rule.restore({})  # what earlier versions saved
+    same = alike(masters(again), masters(engine))
+    return [engine.core.rule.scalars(), same, elsewhere, rule.scalars()["newton_schulz"]]
+
+
+def test_the_precision_is_one_choice_and_resumed(tmp_path: Path) -> None:
+    chosen = {"newton_schulz": "float32", "on": "cpu"}
+    assert run_ranks(_resumed, 2, tmp_path) == [[chosen, True, "bfloat16", "bfloat16"]] * 2
+
+
+def test_layouts_are_alike_in_fp32_as_well() -> None:
+    alone = trained(Layout(), in_bf16=False)
+    assert not different(trained(Layout(4, 2, 3), in_bf16=False), alone)
+    assert different(trained(Layout()), alone)
+
+
 # ---- it really runs --------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +357,8 @@ def _sent(rank: int, world: int, layout: Layout) -> tuple[int, int]:
     settings = {**SETTINGS, "zero_stage": layout.stage, "model_parallel_size": layout.tp, "batch_size": 1,
                 "global_batch_size": world // layout.tp}
     config = configure_gpt2(**settings)
-    engine = gpt2_engine(config, groups.build(layout.tp))
+    with products(in_bf16=True):
+        engine = gpt2_engine(config, groups.build(layout.tp))
     engine.backward(gpt2_loss(engine, torch.ones(1, 17, dtype=torch.int64)))
     with accelerator_side(), operations() as sent:
         engine.step()

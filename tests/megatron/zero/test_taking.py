@@ -76,11 +76,16 @@ def refuses(*_: Any) -> NoReturn:
     raise ValueError("of the user's")
 
 
+class Endless:
+    def __len__(self) -> int:
+        raise TypeError("endless")
+
+
 @STAGES
 @pytest.mark.parametrize("keys, arguments, kind", [
     ({}, {"lr_scheduler": refuses}, ValueError),
     ({"csv_monitor": {"enabled": True, "output_path": "file", "job_name": "x"}}, {}, StorageError),
-    ({}, {"training_data": object()}, TypeError)], ids=["scheduler", "monitor", "data"])
+    ({}, {"training_data": Endless()}, TypeError)], ids=["scheduler", "monitor", "data"])
 def test_one_that_fails_later_leaves_a_model_that_says_so(
         keys: dict[str, Any], arguments: dict[str, Any], kind: type[Exception], stage: int, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.config.tree import Config
 from megatron.errors import StorageError
 from megatron.optim.adam import AdamW
-from megatron.zero.api.drives import Drives, expected_of_drives
+from megatron.zero.api.offload import Drives, expected_of_drives
 from megatron.zero.homes import preflight
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import everywhere

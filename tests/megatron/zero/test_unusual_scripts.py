@@ -1,0 +1,346 @@
+"""What scripts do that few examples show: kinds of parameters, hooks of their own, evaluation alone, a GAN, and
+arguments of the wrong kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.model import GPT2
+from megatron.zero import utils
+from megatron.zero.api.engine import Engine
+from tests.distributed import run_ranks
+from tests.megatron.helpers import tiny_model
+
+STAGES = pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+
+
+def config(stage: int, **keys: Any) -> dict[str, Any]:
+    parts = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, **(parts if stage == 3 else {})}, **keys}
+
+
+class Model(nn.Module):
+    def __init__(self, table: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = table or nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.table(rows)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+ROWS = torch.tensor([[1, 2, 2], [5, 1, 0]])
+
+
+def trained(model: nn.Module, stage: int, steps: int = 2, **keys: Any) -> Engine:
+    engine = zero.initialize(model=model, config=config(stage, **keys))[0]
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(ROWS))
+        engine.step()
+    return engine
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def unusable(parameter: Any, requires_grad: bool = True) -> Model:
+    model = Model()
+    model.extra = nn.Parameter(parameter, requires_grad)
+    return model
+
+
+@STAGES
+@pytest.mark.parametrize("make, told", [
+    (lambda: Model(nn.Sequential(nn.Embedding(8, 3), nn.LazyLinear(4))), "table.1.weight is a lazy parameter .*: run"),
+    (lambda: unusable(TwoTensor(torch.ones(2), torch.ones(2))), "extra is a TwoTensor of torch.float32"),
+    (lambda: unusable(torch.eye(2).to_sparse()), "extra is a Parameter .* torch.sparse_coo: .*to_dense"),
+    (lambda: unusable(torch.ones(2) + 0j), "extra is a Parameter of torch.complex64 .* torch.view_as_real"),
+    (lambda: unusable(torch.ones(2, dtype=torch.int8), False), "a Parameter of torch.int8 .* keep it as a buffer"),
+    (lambda: Model(nn.Embedding(8, 4, max_norm=1.0)), r"table has max_norm=1: .*; set max_norm = None, and scale"),
+    (lambda: Model(nn.EmbeddingBag(8, 4, max_norm=1.0)), r"table has max_norm=1: .*; set max_norm = None, and scale"),
+], ids=["lazy", "wrapper", "sparse", "complex", "integer", "max_norm", "bag"])
+def test_parameters_that_cannot_be_trained_are_refused(make: Callable[[], Model], told: str, stage: int) -> None:
+    model = make()
+    with pytest.raises(ConfigError, match=told) as caught:
+        zero.initialize(model=model, config=config(stage))
+    assert "\n" not in str(caught.value) and not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_advice_in_the_place_of_max_norm_is_the_same_forward() -> None:
+    table = nn.Embedding(8, 4, max_norm=1.0)
+    rows = nn.functional.embedding(ROWS, table.weight.detach().clone())
+    assert torch.allclose(rows * (1.0 / rows.norm(dim=-1, keepdim=True)).clamp(max=1), table(ROWS), atol=1e-6)
+
+
+def _weights(rank: int, world: int, stage: int, accumulation: int) -> list[dict[str, Tensor]]:
+    table = torch.arange(32.0).view(8, 4).cos()
+    return [trained(Model(nn.Embedding.from_pretrained(table, freeze=False, sparse=sparse)), stage,
+                    gradient_accumulation_steps=accumulation).module_state_dict() for sparse in (False, True)]
+
+
+@STAGES
+@RANKS
+def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(ranks: int, stage: int) -> None:
+    for accumulation in (1, 2):
+        dense, sparse = run_ranks(_weights, ranks, stage, accumulation)[0]
+        assert all(sparse[name].equal(dense[name]) for name in dense)
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _seen(rank: int, world: int, stage: int, late: bool) -> dict[str, list[float | None]]:
+    """What hooks of a user see, whenever they are registered; tables write their gradients in place."""
+    torch.manual_seed(0)
+    model, seen = GPT2(tiny_model()), dict[str, list[float | None]]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def note(parameter: Tensor) -> None:
+        norm = None if parameter.grad is None else float(parameter.grad.float().norm())
+        seen.setdefault(names[parameter], []).append(norm)  # type: ignore[index]
+
+    def listen() -> None:
+        for parameter in names:
+            parameter.register_post_accumulate_grad_hook(note)
+
+    if not late:
+        listen()
+    engine = zero.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))[0]
+    if late:
+        listen()
+    for micro in range(4):
+        rows = (torch.arange(16).view(2, 8) + rank + micro) % 7
+        engine.backward(engine(rows, rows).mean())
+        engine.step()
+    assert len(seen) == len(names)
+    return seen
+
+
+@STAGES
+@RANKS
+def test_a_hook_sees_the_gradient_whenever_it_was_registered(ranks: int, stage: int) -> None:
+    late, early = (run_ranks(_seen, ranks, stage, when) for when in (True, False))
+    assert late == early and not any(None in values for seen in late for values in seen.values())
+
+
+def test_a_hook_may_change_the_gradient() -> None:
+    """Ours takes what it leaves."""
+    def forget(parameter: Any) -> None:
+        parameter.grad.zero_()
+
+    engine = zero.initialize(model=Model(), config=config(2))[0]
+    weight = engine.module.layers[0].weight  # type: ignore[index,union-attr]
+    handle = weight.register_post_accumulate_grad_hook(forget)
+    before = weight.detach().clone()
+    for removed in (False, True):
+        engine.backward(engine(ROWS))
+        engine.step()
+        moved = (weight - before).abs().max()
+        assert (moved > 5e-3) == removed
+        handle.remove()
+
+
+# ---- evaluation alone ------------------------------------------------------------------------------------------------
+
+
+def _evaluated(rank: int, world: int, stage: int, folder: str, keys: dict[str, Any]) -> list[Any]:
+    engine = trained(Model(), stage, **keys)
+    engine.save_checkpoint(folder)
+    wanted = engine.eval()(ROWS).item()
+    model = Model()
+    own, optimizer, _, _ = zero.initialize(
+        model=model, config={name: value for name, value in config(stage, **keys).items() if name != "optimizer"})
+    assert own.core.state.buckets == [] and not any(p.requires_grad for p in model.parameters())
+    fresh = own.eval()(ROWS).item()
+    for call in (lambda: own.backward(own(ROWS)), own.step):
+        with pytest.raises(ConfigError, match=r"this engine only evaluates, .* no optimizer: give optimizer= to zero"):
+            call()
+    path, _ = own.load_checkpoint(folder)
+    assert path is not None and optimizer.param_groups[0]["params"] == []
+    return [wanted, fresh, own(ROWS).item(), own.module_state_dict(), own.device.type]
+
+
+@STAGES
+@RANKS
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_an_engine_without_an_optimizer_evaluates(ranks: int, stage: int, keys: dict[str, Any], tmp_path: Path) -> None:
+    for wanted, fresh, loaded, state, device in run_ranks(_evaluated, ranks, stage, str(tmp_path), keys):
+        assert fresh == pytest.approx(Model()(ROWS).item(), rel=1e-2 if keys else 1e-6)
+        assert loaded == wanted != fresh and device == "cpu" and len(state) in (0, 5)
+
+
+def test_what_asks_for_training_asks_for_an_optimizer() -> None:
+    plain = {"train_batch_size": 4}
+    wants = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    for arguments in ({"model_parameters": Model().parameters()}, {"lr_scheduler": lambda optimizer: None},
+                      {"config": {**plain, **wants}}):
+        with pytest.raises(ConfigError, match="^no optimizer: give optimizer= to zero.initialize"):
+            zero.initialize(**{"model": Model(), "config": plain, **arguments})
+
+
+# ---- two engines -----------------------------------------------------------------------------------------------------
+
+
+def _two(rank: int, world: int, stage: int) -> tuple[list[float], list[float], str]:
+    """A GAN: losses of both models, beside those of plain torch; and one loss through both engines."""
+    def made() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return (nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)),
+                nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+    bce = nn.functional.binary_cross_entropy_with_logits
+    noise, real, ones, zeros = torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 1), torch.zeros(2, 1)
+
+    def losses(make: Any, judge: Any, frozen: nn.Module, on: Callable[[Any, Tensor], None]) -> list[float]:
+        found = []
+        for _ in range(3):
+            loss = bce(judge(real), ones) + bce(judge(make(noise).detach()), zeros)
+            on(judge, loss)
+            found.append(loss.item())
+            frozen.requires_grad_(False)
+            loss = bce(judge(make(noise)), ones)
+            on(make, loss)
+            frozen.requires_grad_(True)
+            found.append(loss.item())
+        return found
+
+    def by_engine(engine: Any, loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    def by_torch(model: Any, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    make, judge = (zero.initialize(model=model, config=config(stage))[0] for model in made())
+    ours = losses(make, judge, judge.module, by_engine)
+    with pytest.raises(ConfigError) as caught:
+        make.backward(judge(make(noise)).mean())
+    plain = made()
+    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in plain}
+    return ours, losses(*plain, plain[1], by_torch), str(caught.value)
+
+
+@STAGES
+@RANKS
+def test_a_gan_of_two_engines_trains_as_plain_models_do(ranks: int, stage: int) -> None:
+    for ours, plain, told in run_ranks(_two, ranks, stage):
+        assert ours == pytest.approx(plain, abs=1e-6)
+        assert "got a gradient in the backward of another engine" in told and "requires_grad_(False)" in told
+
+
+# ---- names of DeepSpeed's --------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, called: list[int]) -> Tensor:
+        return x + torch.stack([self.experts[number](x) for number in called]).sum(0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.inside = nn.Linear(4, 4), Experts()
+
+    def forward(self, x: Tensor, called: list[int]) -> Tensor:
+        return self.inside(self.inlet(x), called).square().mean()
+
+
+def _mixed(rank: int, world: int, stage: int) -> tuple[dict[str, Tensor], list[float], int]:
+    """Ranks call other experts, and other numbers of them; and run other numbers of forwards with all gathered."""
+    model = Mixture()
+    assert utils.set_z3_leaf_modules(model, [Experts]) == [model.inside]
+    engine = zero.initialize(model=model, config=config(stage))[0]
+    for step in range(3):
+        engine.backward(engine(torch.ones(2, 4), [step, step + 1] if rank else [3 - step]))
+        engine.step()
+    with zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+        found = [unwrapped(torch.ones(2, 4), [rank]).item() for _ in range(2 + rank)]
+    return engine.module_state_dict(), found, len(engine.core.unit_modules())
+
+
+@RANKS
+def test_ranks_may_call_other_experts_of_a_leaf(ranks: int) -> None:
+    plain, split = (run_ranks(_mixed, ranks, stage) for stage in (0, 3))
+    assert all(torch.allclose(plain[0][0][name], split[0][0][name], atol=1e-6) for name in plain[0][0])
+    for (_, found, _), (_, wanted, _) in zip(split, plain, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-6) and len({*found}) == 1
+    assert {units for _, _, units in split} == {2}, "the experts are no units"
+
+
+def test_leaves_are_marked_and_told() -> None:
+    model = Mixture()
+    assert utils.set_z3_leaf_modules(model, ["Experts", f"{__name__}.Experts"]) == [model.inside]
+    assert utils.get_z3_leaf_modules(model) == [model.inside] and utils.z3_leaf_module(model.inside)
+    assert utils.z3_leaf_parameter(model.inside.experts[0].weight) and not utils.z3_leaf_parameter(model.inlet.weight)
+    assert utils.unset_z3_leaf_modules(model, [nn.Module], raise_if_not_found=False) and \
+        utils.get_z3_leaf_modules(model) == []
+    utils.set_z3_leaf_module(model, True)
+    assert zero.initialize(model=model, config=config(3))[0].core.unit_modules() == [model]
+    with pytest.raises(ConfigError, match="no module of Mixture is of the classes .*Conv2d.*: name one"):
+        utils.set_z3_leaf_modules(model, [nn.Conv2d])
+
+
+def test_the_accelerator_has_streams_of_random_numbers() -> None:
+    accelerator = zero.get_accelerator()
+    state = accelerator.get_rng_state()
+    accelerator.manual_seed(7)
+    assert accelerator.initial_seed() == 7 == accelerator.default_generator(0).initial_seed()
+    first = torch.rand(3)
+    accelerator.set_rng_state(state)
+    accelerator.random().manual_seed(7)
+    assert torch.rand(3).equal(first)
+    assert {torch.float32, torch.float16, torch.bfloat16} == {*accelerator.supported_dtypes()}
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_plain_arguments_of_the_wrong_kind_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = trained(Model(), 0)
+    cases: dict[str, Callable[[], object]] = {
+        r"was given \(tensor.* \(tuple\): give it the loss": lambda: engine.backward((engine(ROWS),)),  # type: ignore
+        r"backward\(\) was given 3.0 \(float\)": lambda: engine.backward(3.0),  # type: ignore[arg-type]
+        r"of shape \[2\]: take the mean": lambda: engine.backward(engine(ROWS) * torch.ones(2)),
+        "a loss that requires no gradient: run the forward outside": lambda: engine.backward(torch.ones(())),
+        "save_filename is None: expected the name of a file": lambda: engine.save_16bit_model("x", ""),
+        "state dict of load_module_state_dict is": lambda: engine.load_module_state_dict([1]),  # type: ignore[arg-type]
+        "set_train_batch_size: '8'; expected an integer": lambda: engine.set_train_batch_size("8"),  # type: ignore
+        "set_train_micro_batch_size: 2.5; expected": lambda: engine.set_train_micro_batch_size(2.5),  # type: ignore
+        **{f"the folder of {name} is {told}: expected the path of a folder": lambda name=name, given=given:
+           getattr(engine, name)(given) for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model")
+           for given, told in ((None, None), ("", None), (3, r"3 \(int\)"))},
+        **{rf"^{name} is 3 \(int\): expected ": lambda name=name: zero.initialize(
+            **{"model": Model(), "config": config(0), **({"config": None} if name == "config_params" else {}), name: 3})
+           for name in ("model", "args", "optimizer", "model_parameters", "training_data", "lr_scheduler", "config",
+                        "config_params")},
+    }
+    for told, call in cases.items():
+        with pytest.raises(ConfigError, match=told) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert not any(tmp_path.iterdir())
+    engine.save_checkpoint(".")
+    assert any(tmp_path.iterdir())
