@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from megatron.fsdp.gradients import check_summed
 from megatron.fsdp.root import Root
 from megatron.zero.hooks import before_every_step
 
@@ -29,4 +30,10 @@ def rest_around(parameters: Iterable[Tensor]) -> None:
             root.rest_between()
 
 
-before_every_step(rest_around)
+def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
+    rest_around(parameters)
+    if not has_closure:  # which makes other gradients
+        check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
+
+
+before_every_step(_before_step)

@@ -114,11 +114,30 @@ class Run(Rectangular, Tensor):
         return as_run(local(self).clone(), self)
 
 
+class Unsummed(Run):
+    """A gradient that backwards inside `no_sync` have left on each rank. It can be forgotten (`None`, `zero_()`), and
+    every other use raises. Its elements are NaN, without memory, for what reads a tensor without asking its class."""
+
+    is_forgotten = False
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Run:
+        blank = torch.full((1,), torch.nan, dtype=_dtype(parameter), device=parameter.device)
+        return run_of(blank.expand(local(parameter).shape), *place_of(parameter), cls)
+
+    @staticmethod
+    def refusal() -> ConfigError:
+        return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
+                           "yet; run the last backward before a step or a clip outside of no_sync()")
+
+
 Part = Shard | Run
 
 
 def local(part: Tensor) -> Tensor:
     """The elements of this rank, as an ordinary tensor."""
+    if isinstance(part, Unsummed):
+        raise Unsummed.refusal()
     _appear()
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
@@ -264,12 +283,17 @@ def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    part = None if func in NEEDS_NOTHING else next(_parts((*args, *kwargs.values())), None)
-    if part is not None and func not in SIZES:
-        _appear()
-    if part is None:
+    parts = [] if func in NEEDS_NOTHING else [*_parts((*args, *kwargs.values()))]
+    if not parts:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    part = parts[0]
+    if func not in SIZES:
+        _appear()
+        if any(isinstance(one, Unsummed) for one in parts):  # also behind parameters, which an optimizer names first
+            if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
+                return _forgotten(args[0])
+            raise Unsummed.refusal()
     if func in SIZES and args and args[0] is part:
         return func(torch.empty(place_of(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:
@@ -284,6 +308,15 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         result = func(*args, **kwargs)
     _note_writes(func, args)
     return _wrapped(name, args, part, result)
+
+
+def _forgotten(zeroed: Any) -> Any:
+    for one in zeroed if isinstance(zeroed, list | tuple) else (zeroed,):
+        if isinstance(one, Unsummed):
+            one.is_forgotten = True
+        else:
+            one.zero_()
+    return zeroed
 
 
 def _alias(part: Tensor) -> Run:

@@ -160,10 +160,10 @@ def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str
     return handle
 
 
-def before_every_step(call: Callable[[Iterator[Tensor]], None]) -> None:
-    """Of any optimizer of torch; `call` is given its parameters."""
-    register_optimizer_step_pre_hook(
-        lambda optimizer, args, kwargs: call(one for group in optimizer.param_groups for one in group["params"]))
+def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:
+    """Of any optimizer of torch: `call(parameters, has_closure)`."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: call(
+        [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
 
 
 def before_state(module: nn.Module, call: Callable[[], None]) -> None:
