@@ -16,7 +16,7 @@ checkpoint.py (and as checkpoints), checkpointing.py (activation checkpointing).
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron.fsdp.checkpointing import checkpoint_wrapper
+from megatron.fsdp.checkpointing import checkpoint_wrapper, disable_checkpointing
 from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.distributed_state import (
     StateDictOptions,
@@ -45,6 +45,7 @@ FSDP = FullyShardedDataParallel
 
 __all__ = ["CPUOffloadPolicy", "FSDP", "FSDPModule", "FullyShardedDataParallel", "MixedPrecisionPolicy",
            "OffloadPolicy", "StateDictOptions", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_",
-           "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "fully_shard", "get_model_state_dict",
-           "get_optimizer_state_dict", "get_state_dict", "load_checkpoint", "save_checkpoint", "set_model_state_dict",
-           "set_optimizer_state_dict", "set_state_dict", "summon_full_params", "transformer_auto_wrap_policy", "wrap"]
+           "config_auto_wrap_policy", "default_auto_wrap_policy", "disable_checkpointing", "enable_wrap", "fully_shard",
+           "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "load_checkpoint", "save_checkpoint",
+           "set_model_state_dict", "set_optimizer_state_dict", "set_state_dict", "summon_full_params",
+           "transformer_auto_wrap_policy", "wrap"]

@@ -21,8 +21,8 @@ from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError
 from megatron.fsdp.optim_state import cut_of_first, first_states, own_state, split_kinds, whole_states
 from megatron.fsdp.shard import Shard
-from megatron.fsdp.sharding import plain_name, the_member
-from megatron.fsdp.state_dict import buckets_of, full_state_dict, inside, load_from_first, named_tensors, ready
+from megatron.fsdp.sharding import inside, the_member
+from megatron.fsdp.state_dict import buckets_of, full_state_dict, load_from_first, named_tensors, ready, saved_buffers
 from megatron.zero.api.hyper import OF_THE_RUN, hyper_parameters
 from mpu.collectives import broadcast_json
 
@@ -44,9 +44,14 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> State:
     if options.full_state_dict:
         return full_state_dict(module, device="cpu" if options.cpu_offload else None,
                                everywhere=not options.cpu_offload, frozen=not options.ignore_frozen_params)
-    return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor
-            for name, tensor in named_tensors(module).items()
-            if not (options.ignore_frozen_params and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)}
+    with saved_buffers(module):
+        state = named_tensors(module)
+    for name, tensor in [*state.items()]:
+        if options.ignore_frozen_params and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            del state[name]
+        elif isinstance(tensor, Tensor):
+            state[name] = tensor.detach()
+    return state
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
@@ -55,7 +60,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     if options.broadcast_from_rank0:
         load_from_first(module, model_state_dict, options.strict)
     else:
-        model.load_state_dict(dict(model_state_dict), options.strict)
+        model.load_state_dict(model_state_dict, options.strict)
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
@@ -111,7 +116,7 @@ def _of_first(model: nn.Module, states: Mapping[str, State], groups: list[State]
               ) -> tuple[dict[str, State], list[State]]:
     """This rank's part of the states that the first rank has, and its groups. Collective."""
     root = the_member(inside(model)).root
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     agree(lambda: _check_whole(states, parameters) if root.dp.rank == 0 else None, root.dp)
     plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
     told = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -149,7 +154,7 @@ def _each(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _groups_for(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],

@@ -96,6 +96,14 @@ class FSDPModule(NoCopies):
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
+    def set_post_optim_event(self, event: Any) -> None:
+        """What is asked of the device from now on waits for `event`: an optimizer's step on another stream."""
+        event.wait()
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        raise ConfigError("set_all_reduce_hook() is not supported: gradients are summed over one group of ranks, by "
+                          "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
+
 
 class Unsharding:
     """What `unshard(async_op=True)` returns."""

@@ -27,6 +27,7 @@ from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
+from megatron.zero.holders import holder_of
 from megatron.zero.hooks import (
     Call,
     Unit,
@@ -79,6 +80,8 @@ class Root:
         self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = attach(units, self)
         self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
+        self._ignored = {parameter for parameter in self.module.parameters() if holder_of(parameter) is None}
         if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
             connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
@@ -116,6 +119,8 @@ class Root:
 
     def before_forward(self, unit: Unit) -> None:
         self._leave_failed_backward()
+        for hook in self._last_hooks[unit]:  # those of the user, also later ones, see full parameters
+            unit.module._forward_hooks.move_to_end(hook)
         if not self.passes.in_backward:
             if unit.is_root or not self._running:
                 self._begin_forward()
@@ -200,6 +205,12 @@ class Root:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
+        if any(holder_of(one) is None and one not in self._ignored for one in self.module.parameters()):
+            name = next(name for name, one in self.module.named_parameters()
+                        if holder_of(one) is None and one not in self._ignored)
+            raise ConfigError(f"{name} was added to the model, or replaced, after {type(self.module).__name__} was "
+                              "sharded: each rank would train its own; change the model before it is sharded, or shard "
+                              "the new module as well")
 
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""

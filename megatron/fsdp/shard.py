@@ -458,7 +458,8 @@ _INSTEAD = {
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
     "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
                 "state dict of megatron.fsdp (docs/fsdp.md)",
-    "": "whole values are in `with megatron.fsdp.summon_full_params(model)`, full state dicts in docs/fsdp.md",
+    "": "full values are in the module's forward and its forward hooks, and between passes in `with "
+        "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md",
 }
 
 

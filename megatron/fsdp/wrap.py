@@ -5,7 +5,8 @@
     model = FSDP(model, mixed_precision=True)
 
 A *policy* is asked of each module, from the outside in: `policy(module, recurse, unwrapped_params, module_is_root)`
-says with `recurse` whether to look inside, and without whether to wrap this one, once those inside have been.
+says with `recurse` whether to look inside, and then without whether to wrap this one, once those inside have been. A
+module that is not looked into belongs to the one around it.
 """
 
 from __future__ import annotations
@@ -67,18 +68,16 @@ def _wrapped(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_ro
              ) -> tuple[nn.Module, int]:
     """The module, and how many elements of it were wrapped."""
     count = sum(shape_of(parameter).numel() for parameter in module.parameters())
-    done = 0
-    if policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
-        for name, child in module.named_children():
-            new, inside = _wrapped(child, policy, kwargs)
-            if new is not child:
-                setattr(module, name, new)
-            done += inside
-        if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
-            return module, done
-        return wrap(module, **kwargs), count
-    if not policy(module=module, recurse=False, unwrapped_params=count, module_is_root=is_root):
+    if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
+    done = 0
+    for name, child in module.named_children():
+        new, inside = _wrapped(child, policy, kwargs)
+        if new is not child:
+            setattr(module, name, new)
+        done += inside
+    if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
+        return module, done
     return wrap(module, **kwargs), count
 
 
