@@ -81,7 +81,7 @@ class Root:
         self._handles: list[RemovableHandle] = attach(units, self)
         self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
         self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
-        self._ignored = {parameter for parameter in self.module.parameters() if holder_of(parameter) is None}
+        self._known = {id(parameter): parameter for parameter in self.module.parameters()}
         if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
             connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
@@ -205,12 +205,16 @@ class Root:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
-        if any(holder_of(one) is None and one not in self._ignored for one in self.module.parameters()):
-            name = next(name for name, one in self.module.named_parameters()
-                        if holder_of(one) is None and one not in self._ignored)
-            raise ConfigError(f"{name} was added to the model, or replaced, after {type(self.module).__name__} was "
-                              "sharded: each rank would train its own; change the model before it is sharded, or shard "
-                              "the new module as well")
+        if any(id(parameter) not in self._known for parameter in self.module.parameters()):
+            self._check_added()
+
+    def _check_added(self) -> None:
+        """Modules that came after the model was sharded must be sharded themselves."""
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in self._known and not isinstance(holder_of(parameter), FlatBucket):
+                raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
+                                  "sharded, and each rank would train its own: change the model before it is sharded, "
+                                  "or shard the new module as well")
 
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""

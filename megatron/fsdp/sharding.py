@@ -165,6 +165,7 @@ def _shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
+        child = inside(child)
         unit = id(child) if id(child) in unit_of else unit
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(unit)
@@ -214,7 +215,7 @@ def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared
 def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> Iterator[tuple[str, nn.Module]]:
     """Those that are in no module that is sharded inside."""
     theirs = {one for _, child, _ in inner for one in child.modules()}
-    return ((path, child) for path, child in module.named_modules() if child not in theirs)
+    return ((path, child) for path, child in module.named_modules() if inside(child) not in theirs)
 
 
 def _check_own(own: dict[str, nn.Parameter]) -> None:
