@@ -11,17 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.fsdp.shard import Run, Unsummed, gradient_of, local, run_of, runs, set_gradient
 from megatron.zero.bucket import FlatBucket
-
-
-def summed_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Of this rank's run; an error where it is not summed over the ranks yet."""
-    gradient = gradient_of(parameter)
-    return None if gradient is None else local(gradient)
 
 
 def check_summed(parameters: Iterable[Tensor]) -> None:

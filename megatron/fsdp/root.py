@@ -12,16 +12,17 @@ views of the masters (shard.py, gradients.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
-from megatron.fsdp.gradients import ShownGradients
+from megatron.fsdp.gradients import ShownGradients, check_summed
 from megatron.fsdp.scaling import Scaling
 from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
@@ -32,6 +33,7 @@ from megatron.zero.hooks import (
     Call,
     Unit,
     attach,
+    before_every_step,
     scale_gradients,
     when_autograd_is_through,
     when_forward_is_over,
@@ -46,6 +48,7 @@ from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
+_ROOTS: WeakSet[Root] = WeakSet()
 
 
 class Root:
@@ -88,6 +91,7 @@ class Root:
                                     waits=self.scaling.is_on)
         if self.scaling.is_on:
             self._handles.append(scale_gradients(self.module, self._scale))
+        _ROOTS.add(self)
 
     def set_stays(self, unit: Unit, stays: bool) -> None:
         (self._stays.add if stays else self._stays.discard)(unit)
@@ -120,7 +124,7 @@ class Root:
     def before_forward(self, unit: Unit) -> None:
         self._leave_failed_backward()
         for hook in self._last_hooks[unit]:  # those of the user, also later ones, see full parameters
-            unit.module._forward_hooks.move_to_end(hook)
+            unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
         if not self.passes.in_backward:
             if unit.is_root or not self._running:
                 self._begin_forward()
@@ -313,3 +317,21 @@ class Root:
             print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
                   f"{self.scaling.scale:g}", file=sys.stderr)
         return [frozenset() for _ in reached]
+
+
+def rest_around(parameters: Iterable[Tensor]) -> None:
+    """Of all models that have one of these, before they are used as shards. A forward with gradients leaves the
+    outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
+    wanted = {id(one) for one in parameters} if _ROOTS else set()
+    for root in list(_ROOTS):
+        if root.residency.live and any(id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
+            root.rest_between()
+
+
+def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
+    rest_around(parameters)
+    if not has_closure:  # which makes other gradients
+        check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
+
+
+before_every_step(_before_step)

@@ -13,18 +13,20 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
-from megatron.fsdp.resting import know
 from megatron.fsdp.root import Root
 from megatron.fsdp.same import check_same
 from megatron.fsdp.settings import Settings, cast
 from megatron.fsdp.shard import Shards
 from megatron.fsdp.whole import bring_back
+from megatron.launch import distributed
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.buffers import copy_buffers_from_first
 from megatron.zero.engine import forget_gradients
@@ -39,11 +41,14 @@ from megatron.zero.policy import Wire, policy
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
 from megatron.zero.units import ROOT, Cut
+from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, neighbours
 
 STAGE = 3
 _MEMBER = "_fsdp_member"
+
+distributed.leave_at_exit()  # before the script meets, where it imports before that
 
 
 @dataclass
@@ -134,7 +139,6 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     member = Member(unit, settings, Root(units, stays, group, device, log, turns), own_dtypes)
     for root in roots.values():
         member.root.divisors |= root.divisors
-    know(member.root)
     for _, child in _own_modules(module, inner):
         before_state(child, member.before_state)
     module.__dict__[_MEMBER] = member
@@ -314,3 +318,33 @@ def _cast_around(module: nn.Module, settings: Settings) -> None:
         change_inputs(module, partial(cast, dtype=settings.input_dtype))
     if settings.output_dtype is not None:
         change_outputs(module, partial(cast, dtype=settings.output_dtype))
+
+
+# ---- over which ranks, and where -----------------------------------------------------------------------------------
+
+
+def group_of_mesh(mesh: Any) -> Group:
+    """Of a torch DeviceMesh; None: all ranks."""
+    if mesh is None:
+        return group_of(None)
+    if mesh.ndim != 1:
+        raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
+                          "mesh['shard']")
+    return group_of(mesh.get_group())
+
+
+def group_of(process_group: ProcessGroup | None) -> Group:
+    """None: all ranks, or this process alone where none have met."""
+    return groups.build(1).world if process_group is None else groups.of_handle(process_group)
+
+
+def device_of(module: nn.Module, group: Group) -> torch.device:
+    """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
+    device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
+    if device is None:
+        if group.is_solo or group.sends_from_host:
+            return torch.device("cpu")
+        device = distributed.device_for(distributed.read_environment())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and control messages go by way of it
+    return device

@@ -16,13 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, alike
 from megatron.errors import ConfigError
 from megatron.fsdp.root import Root
-from megatron.fsdp.shard import Run, Shard, local, place_of
-from megatron.fsdp.sharding import inside, members, the_member
-from megatron.fsdp.whole import from_first, masters, replaced
+from megatron.fsdp.same import sum_of_bytes
+from megatron.fsdp.shard import Part, Shard, local, place_of
+from megatron.fsdp.sharding import Member, inside, members, the_member
+from megatron.fsdp.whole import from_first, keep, masters, replaced
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.placeholder import fill
 from megatron.zero.together import meet
 from mpu.collectives import broadcast_into, broadcast_json
 
@@ -106,7 +108,7 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
     for name in [name for name in state if name.startswith(prefix)]:
         if name in left_out:
             del state[name]
-        elif isinstance(state[name], Shard | Run):
+        elif isinstance(state[name], Part):
             raise ConfigError(f"a full state dict: {name} is shared with a module outside of this one, which has its "
                               "elements: take the state dict of the sharded module around both")
         elif isinstance(state[name], Tensor):
@@ -219,3 +221,62 @@ def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_
         raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of {whole[short[0]].numel()} "
                           "elements: the state dicts are not of one model at one time")
     return whole
+
+
+# ---- full parameters for a while ------------------------------------------------------------------------------------
+
+WHAT = "summon_full_params()"
+
+
+@contextmanager
+def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    """Inside, the parameters of a sharded module, or of all in a module (without `recurse` of this one alone), are
+    full, in the precision of the masters. Edits last unless it is `volatile`; they are the same on every rank, since each
+    keeps its part of its own. Every rank calls it."""
+    found = [member for _, child, member in members(module) if recurse or child is module]
+    if not found:
+        raise ConfigError(f"{WHAT}: {type(module).__name__} is not sharded, and nothing in it")
+    roots = _roots(module)
+    ready(module, WHAT)
+    buckets = [bucket for member in found for bucket in member.unit.buckets]
+    try:
+        lent = [(bucket, _lend(bucket)) for bucket in buckets]
+        for root in roots:
+            root.summoned = WHAT
+        yield
+        if not volatile:
+            _check_edits(lent, found)
+            edits = [(bucket, _now(bucket, whole)) for bucket, whole in lent]
+            for bucket, values in edits:
+                keep(bucket, values)
+    finally:
+        for bucket in buckets:  # also where there was no memory to lend all of them
+            bucket.show_absent()
+        for root in roots:
+            root.summoned = None
+            root.note_edits()
+
+
+def _lend(bucket: FlatBucket) -> list[Tensor]:
+    whole = masters(bucket)
+    for parameter, value in zip(bucket.parameters, whole, strict=True):
+        fill(parameter, value)
+    return whole
+
+
+def _now(bucket: FlatBucket, whole: Sequence[Tensor]) -> list[Tensor]:
+    """What the parameters are: `p.data = ...` is an edit too."""
+    for slot, parameter, value in zip(bucket.layout.slots, bucket.parameters, whole, strict=True):
+        if parameter.shape != value.shape:
+            raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {WHAT}, and was of "
+                              f"{list(value.shape)}")
+    return [parameter.detach() for parameter in bucket.parameters]
+
+
+def _check_edits(lent: Sequence[tuple[FlatBucket, Sequence[Tensor]]], found: Sequence[Member]) -> None:
+    group = found[0].root.dp
+    if group.is_solo:
+        return
+    told = {slot.name: sum_of_bytes(value) for bucket, whole in lent
+            for slot, value in zip(bucket.layout.slots, _now(bucket, whole), strict=True)}
+    alike(told, group, f"the ranks edited parameters differently inside {WHAT}, and nothing was kept (checksums)")

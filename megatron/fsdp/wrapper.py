@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from megatron.fsdp.arguments import Arguments, read_arguments
 from megatron.fsdp.clip import clip_grad_norm_
-from megatron.fsdp.member import NoCopies
-from megatron.fsdp.place import device_of, group_of
+from megatron.fsdp.fully_shard import NoCopies
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import WRAPPED, Member, check, shard, the_member
+from megatron.fsdp.settings import Arguments, read_arguments
+from megatron.fsdp.sharding import WRAPPED, Member, check, device_of, group_of, shard, the_member
 from megatron.fsdp.state_dict import (
     buckets_of,
     consolidate_shard_weights,
@@ -33,8 +32,8 @@ from megatron.fsdp.state_dict import (
     local_metadata_dict,
     local_state_dict,
     ready,
+    summon_full_params,
 )
-from megatron.fsdp.summon import summon_full_params
 
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
@@ -44,7 +43,7 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
 
 class FullyShardedDataParallel(NoCopies, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
-        """`given` are the arguments of arguments.py. Every rank of the group makes it."""
+        """`given` are the arguments of settings.py. Every rank of the group makes it."""
         super().__init__()
         self.arguments: Arguments = read_arguments(given)
         group = group_of(process_group)

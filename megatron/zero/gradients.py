@@ -99,8 +99,8 @@ class FlatGradients:
         """Note a gradient of the parameter; an error where it would miss the sum."""
         if index in self._arrived and (self._has_left or self._leaves_when_complete and self.complete):
             raise ConfigError(
-                f"{self.layout.slots[index].name} got a second gradient in one backward, after the gradients of its "
-                "block had been completed: a block that is used twice cannot be recomputed with use_reentrant=True; give "
+                f"{self.layout.slots[index].name} got a second gradient in one backward, after those of its "
+                "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
         if self._has_left:
             raise ConfigError(
