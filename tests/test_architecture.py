@@ -134,10 +134,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero
         megatron.fsdp.settings megatron.fsdp.rectangles
         megatron.fsdp.shard megatron.fsdp.gradients
-        megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.scaling megatron.fsdp.root
+        megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.root
         megatron.fsdp.sharding megatron.fsdp.fully_shard megatron.fsdp.clip
         megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
-        megatron.fsdp.checkpoint megatron.fsdp.distributed_state megatron.fsdp
+        megatron.fsdp.checkpoint megatron.fsdp
         megatron.inference.source megatron.inference.parser megatron.inference.former megatron.inference.request
         megatron.inference.prompts megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling

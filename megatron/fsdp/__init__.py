@@ -7,15 +7,16 @@ The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `o
 
 shard.py (a parameter between two passes), rectangles.py (as torch's checkpoints store it), gradients.py (its gradient),
 settings.py (how a module is sharded), same.py (whether the ranks start alike), whole.py (a bucket's full masters),
-agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a model in
+agreement.py (what ranks compare in a backward, the loss scale of fp16), root.py (the units of a model in
 training), sharding.py (what sharding a module does), fully_shard.py (torch's function), wrapper.py (FairScale's class),
 wrap.py (which modules are wrapped, or checkpointed), clip.py (the norm of gradients), state_dict.py and optim_state.py
-(state, full and in parts), distributed_state.py (by torch's functions), checkpoint.py (as checkpoints).
+(state, full and in parts, also by torch's functions), checkpoint.py (as checkpoints).
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.fsdp.clip import clip_grad_norm_
-from megatron.fsdp.distributed_state import (
+from megatron.fsdp.fully_shard import FSDPModule, fully_shard
+from megatron.fsdp.optim_state import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -24,7 +25,6 @@ from megatron.fsdp.distributed_state import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from megatron.fsdp.fully_shard import FSDPModule, fully_shard
 from megatron.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from megatron.fsdp.state_dict import summon_full_params
 from megatron.fsdp.wrap import (

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings, check_dtype
-from megatron.fsdp.sharding import Member, check, device_of, group_of_mesh, members, shard, the_member
+from megatron.fsdp.sharding import check, device_of, group_of_mesh, members, shard, the_member
 from megatron.zero.bucket import FlatBucket
 
 
@@ -32,30 +32,16 @@ class NoCopies:
                           "for a second model copy the first before it is sharded, and shard both")
 
 
-class FSDPModule(NoCopies):
+class FSDPModule(NoCopies, nn.Module):
     """A mixin; `fully_shard` makes a module's class one of this."""
-
-    @property
-    def _module(self) -> nn.Module:
-        assert isinstance(self, nn.Module)
-        return self
-
-    def _member(self) -> Member:
-        return the_member(self._module)
-
-    def _members(self, recurse: bool) -> list[Member]:
-        return [member for _, _, member in members(self._module)] if recurse else [self._member()]
 
     def unshard(self, async_op: bool = False) -> Unsharding | None:
         """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
         it."""
-        member = self._member()
+        member = the_member(self)
         if not member.root.is_running:
             member.root.catch_up()
-        buckets = member.unit.buckets
-        for bucket in buckets:
-            bucket.prefetch()
-        waits = Unsharding(buckets)
+        waits = Unsharding(member.unit.buckets)
         if async_op:
             return waits
         waits.wait()
@@ -63,13 +49,13 @@ class FSDPModule(NoCopies):
 
     def reshard(self) -> None:
         """Split the parameters of this module again."""
-        for bucket in self._member().unit.buckets:
+        for bucket in the_member(self).unit.buckets:
             bucket.leave()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
-        root = self._member().root
-        if root.module is not self._module or not recurse:
+        root = the_member(self).root
+        if root.module is not self or not recurse:
             raise ConfigError("set_requires_gradient_sync is for the outermost sharded module and all in it: gradients "
                               "of a step are summed together")
         root.syncs = requires_gradient_sync
@@ -80,8 +66,7 @@ class FSDPModule(NoCopies):
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Changes nothing: what is gathered ahead is what followed in the pass before."""
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Changes nothing: what is gathered ahead is what followed in the pass before."""
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Changes nothing: parameters are split again after every backward."""
@@ -93,7 +78,7 @@ class FSDPModule(NoCopies):
         """Changes nothing: there is one group of ranks, and no sum beyond it."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        for member in self._members(recurse):
+        for member in [one for _, _, one in members(self)] if recurse else [the_member(self)]:
             member.settings = replace(member.settings, reshards=reshard_after_forward)
             member.root.set_stays(member.unit, not reshard_after_forward)
 
@@ -101,7 +86,7 @@ class FSDPModule(NoCopies):
         """What sums of this module's gradients over the ranks are divided by, in place of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
-        member = self._member()
+        member = the_member(self)
         member.root.divisors |= dict.fromkeys(member.unit.buckets, factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
@@ -120,6 +105,8 @@ class Unsharding:
 
     def __init__(self, buckets: Iterable[FlatBucket]) -> None:
         self._buckets = buckets
+        for bucket in buckets:
+            bucket.prefetch()
 
     def wait(self) -> None:
         for bucket in self._buckets:

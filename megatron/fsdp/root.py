@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
-from megatron.fsdp.agreement import Agreement, Reached
+from megatron.fsdp.agreement import Agreement, Reached, Scaling
 from megatron.fsdp.gradients import ShownGradients, check_summed
-from megatron.fsdp.scaling import Scaling
 from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
@@ -172,7 +171,9 @@ class Root:
         if self.summoned is not None:
             raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first. (A "
                               "forward needs none: every rank calls it, and parameters come as they are used.)")
-        self._watch()
+        if not self._watched:  # until the first forward modules are put together
+            self._watched = True
+            watch_over(self)
         if torch.is_grad_enabled():
             self._check_trained()
             for shards in self._shards:
@@ -180,12 +181,6 @@ class Root:
         for shown in self._gradients:
             shown.let_go_of_forgotten()
         self.heed_writes()
-
-    def _watch(self) -> None:
-        """From the first forward on: until then modules are put together."""
-        if not self._watched:
-            self._watched = True
-            watch_over(self)
 
     def catch_up(self) -> None:
         """Before something is taken from the model outside of its passes: what was written to it counts, and what the

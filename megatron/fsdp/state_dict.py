@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.fsdp.root import Root
 from megatron.fsdp.same import sum_of_bytes
 from megatron.fsdp.shard import Part, Shard, local, place_of
-from megatron.fsdp.sharding import Member, inside, members, the_member
+from megatron.fsdp.sharding import inside, members, the_member
 from megatron.fsdp.whole import from_first, keep, masters, replaced
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.placeholder import fill
@@ -35,8 +35,7 @@ _EXTRA_STATE = "_extra_state"
 
 def named_tensors(module: nn.Module) -> OrderedDict[str, Any]:
     """Parameters and buffers themselves by the names of a state dict."""
-    state: Any = module.state_dict(keep_vars=True)
-    return cast(OrderedDict[str, Any], state)
+    return module.state_dict(keep_vars=True)  # type: ignore[return-value]  # torch's is an OrderedDict
 
 
 def buckets_of(module: nn.Module) -> list[FlatBucket]:
@@ -61,8 +60,7 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, buffers that mixed precision has cast are in their own precision, as in the unwrapped model."""
     changed = [(child._buffers, name, dtype) for _, _, member in members(module)
                for child, name, dtype in member.own_dtypes]
-    with replaced([(of, name, buffer.to(dtype)) for of, name, dtype in changed
-                   if (buffer := of.get(name)) is not None]):
+    with replaced([(of, name, of[name].to(dtype)) for of, name, dtype in changed if of.get(name) is not None]):
         yield
 
 
@@ -98,13 +96,12 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
     state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
     keeps = everywhere or _roots(module)[0].dp.rank == 0
     if keep_vars or the_member(module).root.summoned == STATE_DICT:  # then it is that of a module around this one
-        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        return state
+        return module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     with _full_parameters(module, keeps, device), saved_buffers(module):
         if keeps:
             state = module.state_dict(destination=destination, prefix=prefix)
-        left_out = {} if frozen else {name for name, one in module.named_parameters(prefix, remove_duplicate=False)
-                                      if not one.requires_grad}
+        left_out = {name for name, one in module.named_parameters(remove_duplicate=False)
+                    if not (frozen or one.requires_grad)}
     for name in [name for name in state if name.startswith(prefix)]:
         if name in left_out:
             del state[name]
@@ -230,9 +227,8 @@ WHAT = "summon_full_params()"
 
 @contextmanager
 def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-    """Inside, the parameters of a sharded module, or of all in a module (without `recurse` of this one alone), are
-    full, in the precision of the masters. Edits last unless it is `volatile`; they are the same on every rank, since each
-    keeps its part of its own. Every rank calls it."""
+    """Inside, parameters of the sharded modules in `module` (without `recurse`, of itself) are full, in the precision
+    of the masters. Edits last unless it is `volatile`, and must be alike on all ranks. Every rank calls it."""
     found = [member for _, child, member in members(module) if recurse or child is module]
     if not found:
         raise ConfigError(f"{WHAT}: {type(module).__name__} is not sharded, and nothing in it")
@@ -245,8 +241,11 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
             root.summoned = WHAT
         yield
         if not volatile:
-            _check_edits(lent, found)
             edits = [(bucket, _now(bucket, whole)) for bucket, whole in lent]
+            if not roots[0].dp.is_solo:
+                alike({slot.name: sum_of_bytes(value) for bucket, values in edits
+                       for slot, value in zip(bucket.layout.slots, values, strict=True)}, roots[0].dp,
+                      f"the ranks edited parameters differently inside {WHAT}, and nothing was kept (checksums)")
             for bucket, values in edits:
                 keep(bucket, values)
     finally:
@@ -271,12 +270,3 @@ def _now(bucket: FlatBucket, whole: Sequence[Tensor]) -> list[Tensor]:
             raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {WHAT}, and was of "
                               f"{list(value.shape)}")
     return [parameter.detach() for parameter in bucket.parameters]
-
-
-def _check_edits(lent: Sequence[tuple[FlatBucket, Sequence[Tensor]]], found: Sequence[Member]) -> None:
-    group = found[0].root.dp
-    if group.is_solo:
-        return
-    told = {slot.name: sum_of_bytes(value) for bucket, whole in lent
-            for slot, value in zip(bucket.layout.slots, _now(bucket, whole), strict=True)}
-    alike(told, group, f"the ranks edited parameters differently inside {WHAT}, and nothing was kept (checksums)")

@@ -23,7 +23,7 @@ from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.fully_shard import NoCopies
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
 from megatron.fsdp.settings import Arguments, read_arguments
-from megatron.fsdp.sharding import WRAPPED, Member, check, device_of, group_of, shard, the_member
+from megatron.fsdp.sharding import WRAPPED, check, device_of, group_of, shard, the_member
 from megatron.fsdp.state_dict import (
     buckets_of,
     consolidate_shard_weights,
@@ -59,10 +59,6 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
         """The model inside."""
         inside: nn.Module = self.__dict__[WRAPPED]
         return inside
-
-    @property
-    def _sharded(self) -> Member:
-        return the_member(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -144,7 +140,7 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside leave whole gradients on the rank, to be summed by the first backward outside. Of the
         outermost wrapper."""
-        root = self._sharded.root
+        root = the_member(self.module).root
         before, root.syncs = root.syncs, False
         try:
             yield
