@@ -58,9 +58,8 @@ def ready(module: nn.Module, what: str) -> None:
 @contextmanager
 def saved_buffers(module: nn.Module) -> Iterator[None]:
     """Inside, buffers that mixed precision has cast are in their own precision, as in the unwrapped model."""
-    changed = [(child._buffers, name, dtype) for _, _, member in members(module)
-               for child, name, dtype in member.own_dtypes]
-    with replaced([(of, name, of[name].to(dtype)) for of, name, dtype in changed if of.get(name) is not None]):
+    with replaced([(child._buffers, name, buffer.to(dtype)) for _, _, member in members(module)
+                   for child, name, dtype in member.own_dtypes if (buffer := child._buffers.get(name)) is not None]):
         yield
 
 
