@@ -93,7 +93,8 @@ def steps(rank: int, world: int, cells: list[tuple[str, dict[str, bool]]], way: 
 
 @pytest.mark.parametrize("way", ["nested", "torch"])
 def test_a_step_on_gradients_that_are_not_summed_is_refused(way: str) -> None:
-    sample = [("SGD", {"foreach": False, "fused": False}), ("AdamW", {"fused": True}), ("ASGD", {"foreach": True})]
+    sample = [("SGD", {"foreach": False, "fused": False}), ("AdamW", {"foreach": True}), ("Adam", {"fused": True}),
+              ("ASGD", {"foreach": False})]
     assert run_ranks(steps, 2, sample, way) == [{}, {}]
 
 
