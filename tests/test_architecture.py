@@ -130,15 +130,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.initialize
         megatron.zero
         megatron.fsdp.settings megatron.fsdp.rectangles
-        megatron.fsdp.shard megatron.fsdp.gradients megatron.fsdp.arguments megatron.fsdp.place
-        megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.scaling megatron.fsdp.root
-        megatron.fsdp.resting
-        megatron.fsdp.sharding megatron.fsdp.member megatron.fsdp.fully_shard megatron.fsdp.clip megatron.fsdp.summon
+        megatron.fsdp.shard megatron.fsdp.gradients
+        megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.root
+        megatron.fsdp.sharding megatron.fsdp.fully_shard megatron.fsdp.clip
         megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
-        megatron.fsdp.checkpointing megatron.fsdp.checkpoint megatron.fsdp.distributed_state megatron.fsdp
-        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.prompts
-        megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
-        megatron.inference.generation megatron.inference.wording megatron.inference.int8
+        megatron.fsdp.checkpoint megatron.fsdp megatron.inference.source megatron.inference.former
+        megatron.inference.request megatron.inference.prompts megatron.inference.recorded megatron.inference.decoder
+        megatron.inference.sampling megatron.inference.generation megatron.inference.wording megatron.inference.int8
         megatron.inference.rounded
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
         megatron.inference.session megatron.inference.command

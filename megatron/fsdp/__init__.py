@@ -5,20 +5,18 @@
 
 The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `optimizer.step()`.
 
-shard.py (what a parameter is between two passes), rectangles.py (and as torch's checkpoints store it), gradients.py
-(and its gradient), settings.py and arguments.py (how a module is sharded), place.py (over which ranks), same.py
-(whether they start alike), whole.py (a bucket's masters, whole), agreement.py (what ranks compare in a backward),
-scaling.py (the loss scale of fp16), root.py (the units of a model in training), resting.py (when its parameters are
-split again), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function), wrapper.py
-(FairScale's class), wrap.py (which modules are wrapped), clip.py (the norm of gradients), summon.py (parameters whole
-for a while), state_dict.py and optim_state.py (state, whole and in parts), distributed_state.py (by torch's functions),
-checkpoint.py (and as checkpoints), checkpointing.py (activation checkpointing).
+shard.py (a parameter between two passes), rectangles.py (as torch's checkpoints store it), gradients.py (its gradient),
+settings.py (how a module is sharded), same.py (whether the ranks start alike), whole.py (a bucket's full masters),
+agreement.py (what ranks compare in a backward, the loss scale of fp16), root.py (the units of a model in
+training), sharding.py (what sharding a module does), fully_shard.py (torch's function), wrapper.py (FairScale's class),
+wrap.py (which modules are wrapped, or checkpointed), clip.py (the norm of gradients), state_dict.py and optim_state.py
+(state, full and in parts, also by torch's functions), checkpoint.py (as checkpoints).
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron.fsdp.checkpointing import checkpoint_wrapper
 from megatron.fsdp.clip import clip_grad_norm_
-from megatron.fsdp.distributed_state import (
+from megatron.fsdp.fully_shard import FSDPModule, fully_shard
+from megatron.fsdp.optim_state import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,14 +25,14 @@ from megatron.fsdp.distributed_state import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from megatron.fsdp.fully_shard import fully_shard
-from megatron.fsdp.member import FSDPModule
 from megatron.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from megatron.fsdp.summon import summon_full_params
+from megatron.fsdp.state_dict import summon_full_params
 from megatron.fsdp.wrap import (
     auto_wrap,
+    checkpoint_wrapper,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
+    disable_checkpointing,
     enable_wrap,
     transformer_auto_wrap_policy,
     wrap,
@@ -45,6 +43,7 @@ FSDP = FullyShardedDataParallel
 
 __all__ = ["CPUOffloadPolicy", "FSDP", "FSDPModule", "FullyShardedDataParallel", "MixedPrecisionPolicy",
            "OffloadPolicy", "StateDictOptions", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_",
-           "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "fully_shard", "get_model_state_dict",
-           "get_optimizer_state_dict", "get_state_dict", "load_checkpoint", "save_checkpoint", "set_model_state_dict",
-           "set_optimizer_state_dict", "set_state_dict", "summon_full_params", "transformer_auto_wrap_policy", "wrap"]
+           "config_auto_wrap_policy", "default_auto_wrap_policy", "disable_checkpointing", "enable_wrap", "fully_shard",
+           "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "load_checkpoint", "save_checkpoint",
+           "set_model_state_dict", "set_optimizer_state_dict", "set_state_dict", "summon_full_params",
+           "transformer_auto_wrap_policy", "wrap"]

@@ -34,8 +34,8 @@ from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp.optim_state import State, numbers_of, split_of
 from megatron.fsdp.root import Root
 from megatron.fsdp.shard import as_run, local, runs
-from megatron.fsdp.sharding import plain_name, the_member
-from megatron.fsdp.state_dict import inside, ready
+from megatron.fsdp.sharding import inside, the_member
+from megatron.fsdp.state_dict import ready, saved_buffers
 from megatron.fsdp.whole import own_masters
 from megatron.zero.api.hyper import check_groups, hyper_parameters, restore_groups
 from megatron.zero.api.saved import check_client_state, tied_names
@@ -70,6 +70,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     agree(lambda: check_client_state(client_state or {}), root.dp)
     on_rank_0(lambda: probe(folder), root.dp)
     kinds = split_of(optimizer, root.trained)
+    with saved_buffers(module):
+        buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
@@ -77,8 +79,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "optimizer": type(optimizer).__name__,
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        "buffers": {bare: buffer.detach().cpu() for bare, buffer in _buffers(module).items()},
-        "tied": tied_names(module, root.buckets, plain_name),
+        "buffers": buffers,
+        "tied": tied_names(module, root.buckets),
         "loop": {},
         "client_state": dict(client_state or {}),
     }
@@ -100,7 +102,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     agree(partial(_read_all, found, root), root.dp)
     root.note_edits()
     root.lineage = Lineage(found.manifest.record)
-    for name, buffer in _buffers(module).items():
+    for name, buffer in module.named_buffers():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])
     if optimizer is not None:
@@ -121,10 +123,6 @@ def _ready(model: nn.Module, what: str) -> tuple[nn.Module, Root]:
         raise ConfigError(f"{what} is for the outermost sharded module")
     ready(module, what)
     return module, root
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(name): buffer for name, buffer in module.named_buffers()}
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.fsdp.gradients import summed_gradient
-from megatron.fsdp.resting import rest_around
-from megatron.fsdp.shard import Shard, bucket_of
+from megatron.fsdp.root import rest_around
+from megatron.fsdp.shard import Shard, bucket_of, gradient_of, local
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
 from mpu.grads import sum_of_squares
@@ -62,7 +61,7 @@ def _group_of(buckets: Iterable[FlatBucket]) -> Group:
 
 def _runs(bucket: FlatBucket, members: Sequence[Shard]) -> Iterator[Tensor]:
     """The gradients of these parameters that this rank has: all at once, where nobody has touched them."""
-    gradients = [summed_gradient(one) for one in members]
+    gradients = [None if (one := gradient_of(parameter)) is None else local(one) for parameter in members]
     if len(members) == len(bucket.parameters) and bucket.grads.is_summed and all(
             one is not None and (not one.numel() or _is_in(one, bucket.grads.shard)) for one in gradients):
         yield bucket.grads.shard

@@ -11,16 +11,106 @@ A module that is sharded is of a class of its own, which has the methods of `FSD
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.member import FSDPModule
-from megatron.fsdp.place import device_of, group_of_mesh
 from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings, check_dtype
-from megatron.fsdp.sharding import check, shard
+from megatron.fsdp.sharding import check, device_of, group_of_mesh, members, shard, the_member
+from megatron.zero.bucket import FlatBucket
+
+
+class NoCopies:
+    """A mixin for what is bound to its ranks and buffers."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(f"{type(self).__name__} is sharded, and cannot be copied or pickled as a whole "
+                          "(copy.deepcopy, AveragedModel, torch.save(model)): save a full state dict (docs/fsdp.md); "
+                          "for a second model copy the first before it is sharded, and shard both")
+
+
+class FSDPModule(NoCopies, nn.Module):
+    """A mixin; `fully_shard` makes a module's class one of this."""
+
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
+        """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
+        it."""
+        member = the_member(self)
+        if not member.root.is_running:
+            member.root.catch_up()
+        waits = Unsharding(member.unit.buckets)
+        if async_op:
+            return waits
+        waits.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Split the parameters of this module again."""
+        for bucket in the_member(self).unit.buckets:
+            bucket.leave()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
+        root = the_member(self).root
+        if root.module is not self or not recurse:
+            raise ConfigError("set_requires_gradient_sync is for the outermost sharded module and all in it: gradients "
+                              "of a step are summed together")
+        root.syncs = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Changes nothing: every backward ends by itself."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Changes nothing: what is gathered ahead is what followed in the pass before."""
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: parameters are split again after every backward."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Changes nothing: what a backward does not use is not gathered."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: there is one group of ranks, and no sum beyond it."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        for member in [one for _, _, one in members(self)] if recurse else [the_member(self)]:
+            member.settings = replace(member.settings, reshards=reshard_after_forward)
+            member.root.set_stays(member.unit, not reshard_after_forward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What sums of this module's gradients over the ranks are divided by, in place of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
+        member = the_member(self)
+        member.root.divisors |= dict.fromkeys(member.unit.buckets, factor)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """What is asked of the device from now on waits for `event`: an optimizer's step on another stream."""
+        event.wait()
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        raise ConfigError("set_all_reduce_hook() is not supported: gradients are summed over one group of ranks, by "
+                          "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
+
+
+class Unsharding:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, buckets: Iterable[FlatBucket]) -> None:
+        self._buckets = buckets
+        for bucket in buckets:
+            bucket.prefetch()
+
+    def wait(self) -> None:
+        for bucket in self._buckets:
+            bucket.await_parameters()
 
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])

@@ -3,56 +3,25 @@
 It is a view of the bucket's own: what is done to it in place counts, `None` (`zero_grad()`) forgets it, and another
 tensor replaces it. A backward takes them all (`take`), since autograd would add whole gradients to them, and gives them
 back with what it has added (`show`). Gradients that a backward inside `no_sync` has left unsummed are shown as well, so
-that they can be forgotten, but not read.
+that they can be forgotten, but not read (`Unsummed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import NEEDS_NOTHING, Run, gradient_of, local, run_of, runs, set_gradient
+from megatron.fsdp.shard import Run, Unsummed, gradient_of, local, run_of, runs, set_gradient
 from megatron.zero.bucket import FlatBucket
 
-_TENSOR: Any = Tensor
 
-
-class Unsummed(Run):
-    """Stands for gradients of this rank that have not been summed over the ranks."""
-
-    is_forgotten = False
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func in NEEDS_NOTHING or func == _TENSOR.detach_:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **({} if kwargs is None else kwargs))
-        if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
-            for one in args[0] if isinstance(args[0], list | tuple) else args:
-                if isinstance(one, Unsummed):
-                    one.is_forgotten = True
-                else:
-                    one.zero_()
-            return args[0]
-        raise _refusal()
-
-
-def summed_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Of this rank's run; an error where it is not summed over the ranks yet."""
-    gradient = gradient_of(parameter)
-    if isinstance(gradient, Unsummed):
-        raise _refusal()
-    return None if gradient is None else local(gradient)
-
-
-def _refusal() -> ConfigError:
-    return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks yet; "
-                       "the last backward before a step or a clip belongs outside of no_sync()")
+def check_summed(parameters: Iterable[Tensor]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(isinstance(one.grad, Unsummed) for one in parameters):
+            raise Unsummed.refusal()
 
 
 class ShownGradients:
@@ -109,10 +78,7 @@ class ShownGradients:
         for index in sorted(reached):
             parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
             start, stop, offset = parts[index]
-            if summed:
-                run = run_of(grads.shard[start:stop], torch.Size(slot.shape), slot.name, offset)
-            else:
-                blank = torch.empty_like(local(parameter))
-                run = run_of(blank, torch.Size(slot.shape), slot.name, offset, Unsummed)
+            run = run_of(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
+                         offset) if summed else Unsummed.of(parameter)
             set_gradient(parameter, run)
             self._shown[index] = run

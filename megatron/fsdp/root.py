@@ -12,26 +12,28 @@ views of the masters (shard.py, gradients.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.lineage import Lineage
 from megatron.errors import ConfigError
-from megatron.fsdp.agreement import Agreement, Reached
-from megatron.fsdp.gradients import ShownGradients
-from megatron.fsdp.scaling import Scaling
+from megatron.fsdp.agreement import Agreement, Reached, Scaling
+from megatron.fsdp.gradients import ShownGradients, check_summed
 from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
+from megatron.zero.holders import holder_of
 from megatron.zero.hooks import (
     Call,
     Unit,
     attach,
+    before_every_step,
     scale_gradients,
     when_autograd_is_through,
     when_forward_is_over,
@@ -46,6 +48,7 @@ from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
+_ROOTS: WeakSet[Root] = WeakSet()
 
 
 class Root:
@@ -82,12 +85,15 @@ class Root:
         self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = attach(units, self)
         self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
+        self._known = {id(parameter): parameter for parameter in self.module.parameters()}
         if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
             connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
                                     waits=self.scaling.is_on)
         if self.scaling.is_on:
             self._handles.append(scale_gradients(self.module, self._scale))
+        _ROOTS.add(self)
 
     def set_stays(self, unit: Unit, stays: bool) -> None:
         (self._stays.add if stays else self._stays.discard)(unit)
@@ -119,6 +125,8 @@ class Root:
 
     def before_forward(self, unit: Unit) -> None:
         self._leave_failed_backward()
+        for hook in self._last_hooks[unit]:  # those of the user, also later ones, see full parameters
+            unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
         if not self.passes.in_backward:
             if unit.is_root or not self._running:
                 self._begin_forward()
@@ -166,7 +174,9 @@ class Root:
         if self.summoned is not None:
             raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first. (A "
                               "forward needs none: every rank calls it, and parameters come as they are used.)")
-        self._watch()
+        if not self._watched:  # until the first forward modules are put together
+            self._watched = True
+            watch_over(self)
         if torch.is_grad_enabled():
             self._check_trained()
             for shards in self._shards:
@@ -174,12 +184,6 @@ class Root:
         for shown in self._gradients:
             shown.let_go_of_forgotten()
         self.heed_writes()
-
-    def _watch(self) -> None:
-        """From the first forward on: until then modules are put together."""
-        if not self._watched:
-            self._watched = True
-            watch_over(self)
 
     def catch_up(self) -> None:
         """Before something is taken from the model outside of its passes: what was written to it counts, and what the
@@ -203,6 +207,16 @@ class Root:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
+        if any(id(parameter) not in self._known for parameter in self.module.parameters()):
+            self._check_added()
+
+    def _check_added(self) -> None:
+        """Modules that came after the model was sharded must be sharded themselves."""
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in self._known and not isinstance(holder_of(parameter), FlatBucket):
+                raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
+                                  "sharded, and each rank would train its own: change the model before it is sharded, "
+                                  "or shard the new module as well")
 
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""
@@ -301,3 +315,21 @@ class Root:
             print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
                   f"{self.scaling.scale:g}", file=sys.stderr)
         return [frozenset() for _ in reached]
+
+
+def rest_around(parameters: Iterable[Tensor]) -> None:
+    """Of all models that have one of these, before they are used as shards. A forward with gradients leaves the
+    outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
+    wanted = {id(one) for one in parameters} if _ROOTS else set()
+    for root in list(_ROOTS):
+        if root.residency.live and any(id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
+            root.rest_between()
+
+
+def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
+    rest_around(parameters)
+    if not has_closure:  # which makes other gradients
+        check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
+
+
+before_every_step(_before_step)

@@ -22,16 +22,18 @@ CHUNK = 1 << 22
 """Numbers that are summed at a time."""
 
 
-def check_same(parameters: Mapping[str, nn.Parameter], group: Group, where: str, *, inside: Sequence[str] = (),
-               settings: Mapping[str, object] = MappingProxyType({}), values: bool = True) -> None:
-    """A ConfigError on every rank that names the first parameter that differs, or those whose values do. `inside`: the
-    modules that are sharded already, in that order."""
+def check_same(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], group: Group, where: str, *,
+               inside: Sequence[str] = (), settings: Mapping[str, object] = MappingProxyType({}), values: bool = True,
+               ) -> None:
+    """A ConfigError on every rank that names the first parameter or buffer that differs, or those whose values do.
+    `inside`: the modules that are sharded already, in that order."""
     if group.is_solo:
         return
     rows = {"setting": [[name, str(value)] for name, value in settings.items()],
             "module sharded before": [[name] for name in inside],
-            "parameter": [[name, _kind(parameter)] for name, parameter in parameters.items()]}
-    digests = {name: _digest(parameter) for name, parameter in parameters.items() if values}
+            "parameter": [[name, _kind(parameter)] for name, parameter in parameters.items()],
+            "buffer": [[name, kind_of(buffer, buffer.shape)] for name, buffer in buffers.items()]}
+    digests = {name: _digest(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if values}
     told = unlike({**rows, "values": digests}, group)
     if not told:
         return
@@ -40,18 +42,19 @@ def check_same(parameters: Mapping[str, nn.Parameter], group: Group, where: str,
             raise ConfigError(f"the ranks shard {where} differently: {found}")
     raise ConfigError(difference(
         [(one["values"], [rank]) for rank, one in enumerate(told)],
-        f"the ranks start in {where} from different weights (give them the same seed before the model is made, or "
-        "sync_module_states=True, and all take those of the first)"))
+        f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
+        "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "
+        "the module is sharded)"))
 
 
 def _kind(parameter: nn.Parameter) -> str:
     return kind_of(parameter, shape_of(parameter)) + " (frozen)" * (not parameter.requires_grad)
 
 
-def _digest(parameter: nn.Parameter) -> str:
-    if holder_of(parameter) is not None:  # of zero.Init: the parts of one rank's values
-        return _kind(parameter)
-    return f"{_kind(parameter)} {sum_of_bytes(parameter.detach())}"
+def _digest(tensor: Tensor) -> str:
+    if holder_of(tensor) is not None or tensor.is_meta:  # of zero.Init: the parts of one rank's values
+        return ""
+    return sum_of_bytes(tensor.detach())
 
 
 def sum_of_bytes(values: Tensor) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -69,3 +71,116 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     raise ConfigError(f"{name} is {dtype!r}: give a floating point dtype of torch, or None for the parameters' own")
+
+
+# ---- FairScale's arguments, by name ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As given, with FairScale's defaults."""
+
+    reshard_after_forward: bool | int = True
+    mixed_precision: Any = False
+    fp32_reduce_scatter: bool = False
+    flatten_parameters: bool = True
+    cpu_offload: Any = False
+    move_params_to_cpu: bool = False
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    move_grads_to_cpu: bool | None = None
+    bucket_cap_mb: int = 25
+    disable_reshard_on_root: bool = True
+    gradient_predivide_factor: float | None = None
+    force_input_to_fp32: bool = False
+    state_dict_device: torch.device | str | None = None
+    state_dict_on_rank_0_only: bool = False
+    verbose: bool = False
+    sync_module_states: bool = False
+    """Not FairScale's: all ranks take the values of the first, in place of an error where theirs differ."""
+    no_broadcast_optim_state: bool = False
+    clear_autocast_cache: bool = False
+    compute_device: torch.device | str | None = None
+    allow_reset_parameters: bool = False
+    process_group_reduce_scatter: Any = None
+    given: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def work(self) -> torch.dtype | None:
+        """Parameters and gradients in use."""
+        named = getattr(self.mixed_precision, "param_dtype", None)  # torch's FSDP1
+        return self.compute_dtype or named or (torch.float16 if self.mixed_precision is True else None)
+
+    def settings(self, ranks: int) -> Settings:
+        reduced = getattr(self.mixed_precision, "reduce_dtype", None)
+        on_host = bool(self.move_params_to_cpu or getattr(self.cpu_offload, "offload_params", self.cpu_offload))
+        buffers = self.buffer_dtype or getattr(self.mixed_precision, "buffer_dtype", None) or self.work
+        return Settings(
+            reshards=self.reshard_after_forward,
+            param_dtype=check_dtype("compute_dtype", self.work),
+            reduce_dtype=torch.float32 if self.fp32_reduce_scatter else check_dtype("reduce_dtype", reduced),
+            input_dtype=self.work or (torch.float32 if self.force_input_to_fp32 else None),
+            buffer_dtype=check_dtype("buffer_dtype", buffers),
+            on_host=on_host,
+            predivide=self._predivide(ranks),
+            copies_first=self.sync_module_states)
+
+    def _predivide(self, ranks: int) -> float:
+        factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
+        if not 0 < factor <= ranks:
+            raise ConfigError(f"gradient_predivide_factor {factor}: give a number above 0, at most the number of ranks "
+                              f"({ranks})")
+        return factor
+
+    def notes(self, rank: int) -> list[str]:
+        """What was given and can do nothing here."""
+        if rank:
+            return []
+        default = Arguments()
+        return [f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
+                for name, why in _IDLE.items() if name in self.given and getattr(self, name) != getattr(default, name)]
+
+
+_IDLE = {
+    "flatten_parameters": "parameters are always in flat buffers, and keep their names",
+    "bucket_cap_mb": "the gradients of a wrapped module travel together",
+    "disable_reshard_on_root": "the outermost module keeps its parameters until its backward",
+    "no_broadcast_optim_state": "the optimizer's state is never broadcast",
+    "clear_autocast_cache": "autocast finds parameters of the precision it wants, or casts them itself",
+    "verbose": "what is sharded is shown by print(model)",
+    "move_grads_to_cpu": "gradients are where the step is taken: with move_params_to_cpu on the host",
+    "compute_device": "a module computes where it is, or on this rank's GPU",
+    "allow_reset_parameters": "reset_parameters() works inside summon_full_params()",
+    "process_group_reduce_scatter": "gradients and parameters take turns on one process group",
+}
+"""Arguments that change nothing -> why."""
+
+_ELSEWHERE = {
+    "sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
+    "auto_wrap_policy": "wrap the model with megatron.fsdp.auto_wrap(model, policy) inside enable_wrap()",
+    "backward_prefetch": "what is gathered ahead is what followed in the pass before",
+    "forward_prefetch": "what is gathered ahead is what followed in the pass before",
+    "limit_all_gathers": "one module is gathered ahead, at most",
+    "ignored_modules": "use fully_shard(module, ignored_params=...)",
+    "ignored_states": "use fully_shard(module, ignored_params=...)",
+    "param_init_fn": "make the model inside megatron.zero.Init()",
+    "device_id": "the device is that of the module, or this rank's GPU",
+    "device_mesh": "give process_group=mesh.get_group()",
+    "use_orig_params": "parameters are always the model's own",
+    "find_unused_parameters": "parameters that no rank uses keep no gradient, without being told",
+    "device_ids": "the device is that of the module, or this rank's GPU",
+    "gradient_as_bucket_view": "gradients are always views of flat buffers",
+}
+"""Arguments of torch's FSDP1 and DistributedDataParallel -> what to do."""
+
+
+def read_arguments(given: Mapping[str, Any]) -> Arguments:
+    known = {item.name for item in fields(Arguments)} - {"given"}
+    for name in given:
+        if name in _ELSEWHERE:
+            raise ConfigError(f"FullyShardedDataParallel({name}=...) is not an argument here: {_ELSEWHERE[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}" +
+                              (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}"))
+    return Arguments(**given, given=frozenset(given))

@@ -59,11 +59,13 @@ _ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
 _COPIES = frozenset((_TENSOR.copy_,))
 
 
-class Shard(Rectangular, Placeholder):
-    """A parameter between two passes."""
+class Part(Rectangular, Tensor):
+    """A tensor of which this rank has a run."""
 
     def _run(self) -> tuple[Tensor, list[Rectangle], torch.Size]:
-        return _rectangles(self)
+        run, (whole, _, offset) = local(self), place_of(self)
+        found = list(rectangles(whole, offset, run.numel()))
+        return run, found if whole.numel() else [Rectangle((0,) * len(whole), tuple(whole), 0)], whole
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -71,7 +73,14 @@ class Shard(Rectangular, Placeholder):
         return _answer(func, args, {} if kwargs is None else kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        """For a file, which has this rank's elements alone."""
+        if local(self).numel() != place_of(self)[0].numel():
+            _warn_of_parts()
+        return local(self).clone().__reduce_ex__(protocol)
+
+
+class Shard(Part, Placeholder):
+    """A parameter between two passes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Shard({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
@@ -79,7 +88,7 @@ class Shard(Rectangular, Placeholder):
     __str__ = __repr__  # type: ignore[assignment]
 
 
-class Run(Rectangular, Tensor):
+class Run(Part):
     """What is made of a parameter's run, element by element."""
 
     whole: torch.Size
@@ -91,14 +100,6 @@ class Run(Rectangular, Tensor):
     owner: nn.Parameter | None = None
     """The parameter whose memory this is, where writes to it count."""
 
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
-        return _answer(func, args, {} if kwargs is None else kwargs)
-
-    def _run(self) -> tuple[Tensor, list[Rectangle], torch.Size]:
-        return _rectangles(self)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Run(of {_described(self)}, {local(self).numel()} elements from {self.offset}, {self.dtype})"
 
@@ -107,18 +108,31 @@ class Run(Rectangular, Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         return as_run(local(self).clone(), self)
 
 
-Part = Shard | Run
+class Unsummed(Run):
+    """A gradient that backwards inside `no_sync` have left on each rank. It can be forgotten (`None`, `zero_()`), and
+    every other use raises. Its elements are NaN, without memory, for what reads a tensor without asking its class."""
+
+    is_forgotten = False
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Run:
+        blank = torch.full((1,), torch.nan, dtype=_dtype(parameter), device=parameter.device)
+        return run_of(blank.expand(local(parameter).shape), *place_of(parameter), cls)
+
+    @staticmethod
+    def refusal() -> ConfigError:
+        return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
+                           "yet; run the last backward before a step or a clip outside of no_sync()")
 
 
 def local(part: Tensor) -> Tensor:
     """The elements of this rank, as an ordinary tensor."""
+    if isinstance(part, Unsummed):
+        raise Unsummed.refusal()
     _appear()
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
@@ -128,13 +142,6 @@ def _appear() -> None:
     """Somebody looks, within a pass."""
     for shards in [*Shards.empty] if Shards.empty else ():
         shards.appear()
-
-
-def _plain(part: Tensor) -> Tensor:
-    """For a file, which has this rank's elements alone."""
-    if local(part).numel() != place_of(part)[0].numel():
-        _warn_of_parts()
-    return local(part).clone()
 
 
 @cache
@@ -175,12 +182,6 @@ def place_of(part: Tensor) -> tuple[torch.Size, str, int]:
     slot = bucket.slot_of(part)
     segment = next((one for one in bucket.layout.segments(bucket.shard_group.rank) if one.slot is slot), None)
     return torch.Size(slot.shape), slot.name, 0 if segment is None else segment.slot_offset
-
-
-def _rectangles(part: Tensor) -> tuple[Tensor, list[Rectangle], torch.Size]:
-    run, (whole, _, offset) = local(part), place_of(part)
-    found = list(rectangles(whole, offset, run.numel()))
-    return run, found if whole.numel() else [Rectangle((0,) * len(whole), tuple(whole), 0)], whole
 
 
 def bucket_of(part: Tensor) -> FlatBucket:
@@ -264,12 +265,17 @@ def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    part = None if func in NEEDS_NOTHING else next(_parts((*args, *kwargs.values())), None)
-    if part is not None and func not in SIZES:
-        _appear()
-    if part is None:
+    parts = [] if func in NEEDS_NOTHING else [*_parts((*args, *kwargs.values()))]
+    if not parts:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    part = parts[0]
+    if func not in SIZES:
+        _appear()
+        if any(isinstance(one, Unsummed) for one in parts):  # also behind parameters, which an optimizer names first
+            if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
+                return _forgotten(args[0])
+            raise Unsummed.refusal()
     if func in SIZES and args and args[0] is part:
         return func(torch.empty(place_of(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:
@@ -286,6 +292,15 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return _wrapped(name, args, part, result)
 
 
+def _forgotten(zeroed: Any) -> Any:
+    for one in zeroed if isinstance(zeroed, list | tuple) else (zeroed,):
+        if isinstance(one, Unsummed):
+            one.is_forgotten = True
+        else:
+            one.zero_()
+    return zeroed
+
+
 def _alias(part: Tensor) -> Run:
     """`p.data`, `p.detach()`: the same memory. A write to it is one to the parameter."""
     run = as_run(local(part), part)
@@ -299,11 +314,11 @@ def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **k
     target = local(part)
     if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
         raise _refusal(part, "to")
-    if func == _SET_DATA and not (isinstance(source, Shard | Run) and local(source).is_set_to(target)):
+    if func == _SET_DATA and not (isinstance(source, Part) and local(source).is_set_to(target)):
         raise ConfigError(f"{name}.data = ... would part the parameter from its buffers: write p.data.copy_(values), "
                           "and keep old values with p.data.clone()")
-    values = local(source) if isinstance(source, Shard | Run) else source
-    if isinstance(values, Tensor) and not isinstance(source, Shard | Run) and values.shape == whole:
+    values = local(source) if isinstance(source, Part) else source
+    if isinstance(values, Tensor) and not isinstance(source, Part) and values.shape == whole:
         values = values.detach().flatten()[offset : offset + target.numel()]
     elif isinstance(values, Tensor) and values.shape != target.shape and values.numel() != 1:
         raise ConfigError(f"{name} of shape {list(whole)} cannot take a tensor of shape {list(values.shape)}: give it "
@@ -317,11 +332,11 @@ def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **k
 def _check_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Operands that go together are runs of one size, or single numbers."""
     for column in _columns((*args, *kwargs.values())):
-        if all(isinstance(one, Shard | Run) for one in column) and _are_of_one_size(column):
+        if all(isinstance(one, Part) for one in column) and _are_of_one_size(column):
             continue
-        sizes = {local_size(one) for one in column if isinstance(one, Shard | Run) or _has_elements(one)}
+        sizes = {local_size(one) for one in column if isinstance(one, Part) or _has_elements(one)}
         if len(sizes) > 1:
-            part = next(one for one in column if isinstance(one, Shard | Run))
+            part = next(one for one in column if isinstance(one, Part))
             raise ConfigError(
                 f"{name} of {_described(part)}, of which this rank has a run of {local(part).numel()} elements, and a "
                 f"tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must be made "
@@ -361,10 +376,10 @@ def _wrapped(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any
     if isinstance(result, list | tuple) and result:
         given = next((value for value in args if isinstance(value, list | tuple)), [part] * len(result))
         return type(result)(_wrapped(name, (), one, value) for one, value in zip(given, result))
-    if result is None or isinstance(result, Shard | Run) or isinstance(result, str | torch.device) or not isinstance(
+    if result is None or isinstance(result, Part) or isinstance(result, str | torch.device) or not isinstance(
             result, Tensor):
         return result
-    if not isinstance(part, Shard | Run):
+    if not isinstance(part, Part):
         return result
     if local_size(result) != local_size(part):
         raise _refusal(part, name)
@@ -391,7 +406,7 @@ def _count_write(part: Tensor) -> None:
 def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
     """Those among the arguments of an operation, also inside of sequences and mappings."""
     for value in values:
-        if isinstance(value, Shard | Run):
+        if isinstance(value, Part):
             yield value
         elif isinstance(value, list | tuple):
             yield from _parts(value)
@@ -425,7 +440,8 @@ _INSTEAD = {
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
     "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
                 "state dict of megatron.fsdp (docs/fsdp.md)",
-    "": "whole values are in `with megatron.fsdp.summon_full_params(model)`, full state dicts in docs/fsdp.md",
+    "": "full values are in the module's forward and its forward hooks, and between passes in `with "
+        "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md",
 }
 
 

@@ -9,23 +9,26 @@ module around all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
-from megatron.fsdp.resting import know
 from megatron.fsdp.root import Root
 from megatron.fsdp.same import check_same
 from megatron.fsdp.settings import Settings, cast
 from megatron.fsdp.shard import Shards
 from megatron.fsdp.whole import bring_back
+from megatron.launch import distributed
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.buffers import copy_buffers_from_first
 from megatron.zero.engine import forget_gradients
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.holders import holder_of
@@ -38,11 +41,14 @@ from megatron.zero.policy import Wire, policy
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
 from megatron.zero.units import ROOT, Cut
+from mpu import groups
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Group, neighbours
+from mpu.groups import SOLO, Group, Groups, neighbours
 
 STAGE = 3
 _MEMBER = "_fsdp_member"
+
+distributed.leave_at_exit()  # before the script meets, where it imports before that
 
 
 @dataclass
@@ -52,10 +58,15 @@ class Member:
     unit: Unit
     settings: Settings
     root: Root
+    own_dtypes: Sequence[tuple[nn.Module, str, torch.dtype]]
+    """Of the buffers that are used in another precision."""
     sharded_at: int = field(default_factory=monotonic_ns)
     """Modules are sharded one after the other, in one order on all ranks."""
 
-    def rest(self) -> None:
+    def before_state(self, assigns: bool) -> None:
+        if assigns:
+            raise ConfigError("load_state_dict(assign=True) would replace sharded parameters by ordinary tensors of "
+                              "this rank: leave assign out, and each rank copies its part of the values")
         self.root.rest_between()
 
 
@@ -75,31 +86,34 @@ def members(module: nn.Module) -> Iterator[tuple[str, nn.Module, Member]]:
     """The sharded modules in a module, itself included, in its order."""
     for path, child in module.named_modules():
         if (member := member_of(child)) is not None:
-            yield plain_name(path), child, member
+            yield path, child, member
 
 
 WRAPPED = "_fsdp_wrapped_module"
-"""What a wrapper calls the module inside."""
+"""The attribute of a wrapper that is the module inside."""
 
 
-def plain_name(path: str) -> str:
-    """As the unwrapped model has it."""
-    return ".".join(part for part in path.split(".") if part != WRAPPED)
+def inside(model: nn.Module) -> nn.Module:
+    """The sharded module, of a wrapper or itself."""
+    found: nn.Module = model.__dict__.get(WRAPPED, model)
+    return found
 
 
 def check(module: nn.Module, settings: Settings, group: Group, device: torch.device,
           ignored: Collection[nn.Parameter] = ()) -> None:
     """An error where the module cannot be sharded: it and those inside stay as they are. Collective over the group."""
-    name = type(module).__name__
+    kind = type(module).__name__
     if member_of(module) is not None:
-        raise ConfigError(f"this {name} is sharded already: wrap a module once")
+        raise ConfigError(f"this {kind} is sharded already: wrap a module once")
     inner = list(members(module))
     _check_inner(inner, group, device)
     own = _own_parameters(module, ignored, {id(one) for _, shared in _shared(module, inner) for one in shared})
     _check_own(own)
     _check_whole(module)
-    check_same(own, group, name, inside=[path for path, _, _ in sorted(inner, key=lambda one: one[2].sharded_at)],
-               settings=vars(settings), values=not settings.copies_first)
+    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, inner)
+               for name, buffer in child.named_buffers(recurse=False)}
+    check_same(own, buffers, group, kind, settings=vars(settings), values=not settings.copies_first,
+               inside=[path for path, _, _ in sorted(inner, key=lambda one: one[2].sharded_at)])
     _check_neighbours(settings.reshards, group)
 
 
@@ -115,16 +129,18 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     first = next(iter(roots.values()), None)
     log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log
     turns = Turns() if first is None else first.turns
-    _move_buffers(module, inner, settings, device)
+    own_dtypes = [*_move_buffers(module, inner, settings, device)]
+    if settings.copies_first:
+        copy_buffers_from_first(module, Groups(group, dp=group))
     unit = Unit(0, ROOT, module, tuple(_buckets(own, _Cutter(settings, group, device, log, turns))))
     units = [unit, *_adopted(inner, roots.values(), log, turns)]
     stays = {unit} if settings.stays else set()
     stays |= {member.unit for _, _, member in inner if member.settings.stays}
-    member = Member(unit, settings, Root(units, stays, group, device, log, turns))
+    member = Member(unit, settings, Root(units, stays, group, device, log, turns), own_dtypes)
     for root in roots.values():
         member.root.divisors |= root.divisors
-    know(member.root)
-    before_state(module, member.rest)
+    for _, child in _own_modules(module, inner):
+        before_state(child, member.before_state)
     module.__dict__[_MEMBER] = member
     for _, _, one in inner:
         one.root = member.root
@@ -153,6 +169,7 @@ def _shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
+        child = inside(child)
         unit = id(child) if id(child) in unit_of else unit
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(unit)
@@ -194,9 +211,15 @@ def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared
                     ) -> dict[str, nn.Parameter]:
     """Those that no unit has, or that one inside gives up: the `shared` ones."""
     left_out = {id(one) for one in ignored}
-    return {plain_name(name): parameter for name, parameter in module.named_parameters()
+    return {name: parameter for name, parameter in module.named_parameters()
             if id(parameter) not in left_out
             and (id(parameter) in shared or not isinstance(holder_of(parameter), FlatBucket))}
+
+
+def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> Iterator[tuple[str, nn.Module]]:
+    """Those that are in no module that is sharded inside."""
+    theirs = {one for _, child, _ in inner for one in child.modules()}
+    return ((path, child) for path, child in module.named_modules() if inside(child) not in theirs)
 
 
 def _check_own(own: dict[str, nn.Parameter]) -> None:
@@ -279,12 +302,14 @@ def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]
 
 
 def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, Member]], settings: Settings,
-                  device: torch.device) -> None:
-    """To the device, floating point ones to their precision; those of a module that is sharded inside have been."""
-    theirs = {id(one) for _, child, _ in inner for one in child.modules()}
-    for child in module.modules():
-        for name, buffer in child.named_buffers(recurse=False) if id(child) not in theirs else ():
-            setattr(child, name, buffer.to(device, settings.buffer_dtype if buffer.is_floating_point() else None))
+                  device: torch.device) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
+    """To the device, floating point ones to their precision. Yields those that had another one."""
+    for _, child in _own_modules(module, inner):
+        for name, buffer in child.named_buffers(recurse=False):
+            moved = buffer.to(device, settings.buffer_dtype if buffer.is_floating_point() else None)
+            setattr(child, name, moved)
+            if moved.dtype != buffer.dtype:
+                yield child, name, buffer.dtype
 
 
 def _cast_around(module: nn.Module, settings: Settings) -> None:
@@ -293,3 +318,33 @@ def _cast_around(module: nn.Module, settings: Settings) -> None:
         change_inputs(module, partial(cast, dtype=settings.input_dtype))
     if settings.output_dtype is not None:
         change_outputs(module, partial(cast, dtype=settings.output_dtype))
+
+
+# ---- over which ranks, and where -----------------------------------------------------------------------------------
+
+
+def group_of_mesh(mesh: Any) -> Group:
+    """Of a torch DeviceMesh; None: all ranks."""
+    if mesh is None:
+        return group_of(None)
+    if mesh.ndim != 1:
+        raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
+                          "mesh['shard']")
+    return group_of(mesh.get_group())
+
+
+def group_of(process_group: ProcessGroup | None) -> Group:
+    """None: all ranks, or this process alone where none have met."""
+    return groups.build(1).world if process_group is None else groups.of_handle(process_group)
+
+
+def device_of(module: nn.Module, group: Group) -> torch.device:
+    """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
+    device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
+    if device is None:
+        if group.is_solo or group.sends_from_host:
+            return torch.device("cpu")
+        device = distributed.device_for(distributed.read_environment())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and control messages go by way of it
+    return device

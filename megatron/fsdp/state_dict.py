@@ -7,110 +7,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, alike
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import Shard, local, place_of
-from megatron.fsdp.sharding import WRAPPED, members, plain_name
-from megatron.fsdp.whole import from_first, masters
+from megatron.fsdp.root import Root
+from megatron.fsdp.same import sum_of_bytes
+from megatron.fsdp.shard import Part, Shard, local, place_of
+from megatron.fsdp.sharding import inside, members, the_member
+from megatron.fsdp.whole import from_first, keep, masters, replaced
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.placeholder import fill
 from megatron.zero.together import meet
-from mpu.collectives import broadcast_into
-from mpu.groups import Group
+from mpu.collectives import broadcast_into, broadcast_json
 
 
-def inside(model: nn.Module) -> nn.Module:
-    """The sharded module, of a wrapper or itself."""
-    found: nn.Module = getattr(model, "_modules", {}).get(WRAPPED) or model
-    return found
+STATE_DICT = "a full state dict"
+_EXTRA_STATE = "_extra_state"
 
 
-def named_tensors(module: nn.Module) -> dict[str, Any]:
+def named_tensors(module: nn.Module) -> OrderedDict[str, Any]:
     """Parameters and buffers themselves by the names of a state dict."""
-    found: dict[str, Any] = nn.Module.state_dict(module, keep_vars=True)
-    return {plain_name(name): tensor for name, tensor in found.items()}
+    return module.state_dict(keep_vars=True)  # type: ignore[return-value]  # torch's is an OrderedDict
 
 
 def buckets_of(module: nn.Module) -> list[FlatBucket]:
     return [bucket for _, _, member in members(module) for bucket in member.unit.buckets]
 
 
+def _roots(module: nn.Module) -> list[Root]:
+    return list(dict.fromkeys(member.root for _, _, member in members(module)))
+
+
 def ready(module: nn.Module, what: str) -> None:
     """No pass is under way, and all ranks are here. Collective."""
-    for root in {id(member.root): member.root for _, _, member in members(module)}.values():
+    for root in _roots(module):
         root.check_idle(what)
         meet(root.log, root.dp, what)
         root.catch_up()
         root.rest()
 
 
-def full_state_dict(module: nn.Module, *, device: torch.device | str | None = None, everywhere: bool = True,
-                    frozen: bool = True) -> dict[str, Any]:
-    """On `device` (None: where the model computes), on all ranks or on the first alone (empty on the others).
-    Collective; beside the result one bucket is whole at a time."""
-    ready(module, "a full state dict")
-    values: dict[int, Tensor] = {}
+@contextmanager
+def saved_buffers(module: nn.Module) -> Iterator[None]:
+    """Inside, buffers that mixed precision has cast are in their own precision, as in the unwrapped model."""
+    with replaced([(child._buffers, name, buffer.to(dtype)) for _, _, member in members(module)
+                   for child, name, dtype in member.own_dtypes if (buffer := child._buffers.get(name)) is not None]):
+        yield
+
+
+@contextmanager
+def _full_parameters(module: nn.Module, keeps: bool, device: torch.device | str | None,
+                     ) -> Iterator[Mapping[nn.Parameter, Tensor]]:
+    """Inside, the module of a rank that `keeps` them has full parameters, new ones, in the place of the sharded ones by
+    which they are given: torch's own code and a user's hooks see the unwrapped model. Collective."""
+    ready(module, STATE_DICT)
+    roots, full = _roots(module), dict[nn.Parameter, nn.Parameter]()
     for bucket in buckets_of(module):
         for parameter, value in zip(bucket.parameters, masters(bucket), strict=True):
-            if everywhere or bucket.dp.rank == 0:
-                values[id(parameter)] = value.to(device or bucket.device, copy=True)
+            if keeps:
+                full[parameter] = nn.Parameter(value.to(device or bucket.device, copy=True), parameter.requires_grad)
         del value
-    if not everywhere and _group(module).rank:
-        return {}
-    return {name: values.get(id(tensor), tensor.detach() if isinstance(tensor, Tensor) else tensor)
-            for name, tensor in named_tensors(module).items()
-            if frozen or not isinstance(tensor, nn.Parameter) or tensor.requires_grad}
+    try:
+        for root in roots:
+            root.summoned = STATE_DICT
+        with replaced([(child._parameters, name, full[parameter]) for child in module.modules()
+                       for name, parameter in child._parameters.items() if parameter in full]):
+            yield full
+    finally:
+        for root in roots:
+            root.summoned = None
 
 
-def _group(module: nn.Module) -> Group:
-    return next(member.root.dp for _, _, member in members(module))
+def full_state_dict(module: nn.Module, *, device: torch.device | str | None = None, everywhere: bool = True,
+                    frozen: bool = True, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+                    ) -> OrderedDict[str, Any]:
+    """That of the unwrapped model, on `device` (None: where the model computes), on all ranks or on the first alone
+    (empty on the others). Collective; beside the result one bucket is whole at a time. With `keep_vars`, of the sharded
+    parameters themselves."""
+    state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
+    keeps = everywhere or _roots(module)[0].dp.rank == 0
+    if keep_vars or the_member(module).root.summoned == STATE_DICT:  # then it is that of a module around this one
+        return module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    with _full_parameters(module, keeps, device), saved_buffers(module):
+        if keeps:
+            state = module.state_dict(destination=destination, prefix=prefix)
+        left_out = {name for name, one in module.named_parameters(remove_duplicate=False)
+                    if not (frozen or one.requires_grad)}
+    for name in [name for name in state if name.startswith(prefix)]:
+        if name in left_out:
+            del state[name]
+        elif isinstance(state[name], Part):
+            raise ConfigError(f"a full state dict: {name} is shared with a module outside of this one, which has its "
+                              "elements: take the state dict of the sharded module around both")
+        elif isinstance(state[name], Tensor):
+            state[name] = state[name].to(device)
+    return state
 
 
 def load_from_first(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """The full state dict of the first rank, on all ranks; what it does not have stays. Collective, by buckets."""
-    ready(module, "a load of a full state dict")
-    named, group = named_tensors(module), _group(module)
-    agree(lambda: _check_fits(named, state, strict) if group.rank == 0 else None, group)
-    new = {id(tensor): state.get(name) for name, tensor in named.items()}
+    """The full state dict of the first rank, on all ranks; what it does not have stays. Collective. The first rank
+    loads it into full parameters on its host, as the unwrapped model does; they travel by buckets."""
+    group = _roots(module)[0].dp
+    extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)} if group.rank == 0 else {}
+    with _full_parameters(module, group.rank == 0, "cpu") as full:
+        agree(lambda: _load(module, state, extra, strict) if group.rank == 0 else None, group)
     for bucket in buckets_of(module):
-        from_first(bucket, [new.get(id(parameter)) for parameter in bucket.parameters])
-    for root in {id(member.root): member.root for _, _, member in members(module)}.values():
+        from_first(bucket, [full.get(parameter) for parameter in bucket.parameters])
+    for root in _roots(module):
         root.note_edits()
-    with torch.no_grad():
-        for name, tensor in named.items():
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
-                if group.rank == 0 and name in state:
-                    tensor.copy_(state[name])
-                values = tensor.contiguous()
-                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # not every type can travel
-                tensor.copy_(values)
+    for buffer in [child._buffers[name] for child in module.modules()
+                   for name in child._buffers if name not in child._non_persistent_buffers_set]:
+        if buffer is not None:
+            values = buffer.contiguous()
+            broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # not every type can travel
+            buffer.copy_(values)
+    extra = broadcast_json(extra, group)
+    for path, child in module.named_modules() if group.rank else ():
+        if (name := f"{path}.{_EXTRA_STATE}".removeprefix(".")) in extra and inside(child) is child:
+            child.set_extra_state(extra[name])
 
 
-def _check_fits(named: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
-        if names and strict:
-            raise ConfigError(f"the full state dict: {len(names)} names are {what}, {min(names)} first; give the state "
-                              "dict of this model on the first rank, or strict=False")
-    for name in named.keys() & state.keys():
-        if isinstance(named[name], Tensor) and named[name].shape != state[name].shape:
-            raise ConfigError(f"the full state dict: {name} has shape {list(state[name].shape)}, expected "
-                              f"{list(named[name].shape)}")
+def _load(module: nn.Module, state: Mapping[str, Any], extra: Mapping[str, Any], strict: bool) -> None:
+    try:
+        if extra != json.loads(json.dumps(extra)):
+            raise TypeError("it has a tuple, or a key that is not a string")
+    except TypeError as error:
+        raise ConfigError(f"the extra state of the modules cannot be sent as JSON ({error}): load the full state dict "
+                          "on every rank, without broadcast_from_rank0") from error
+    try:
+        module.load_state_dict(state, strict)
+    except RuntimeError as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(f"the full state dict on the first rank does not fit the model: {told}") from error
 
 
-def local_state_dict(module: nn.Module) -> dict[str, Any]:
+def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     """This rank's part: flat runs, and buffers whole. Not collective."""
-    return {name: local(tensor).clone() if isinstance(tensor, Shard) else tensor.detach().clone()
-            if isinstance(tensor, Tensor) else tensor for name, tensor in named_tensors(module).items()}
+    with saved_buffers(module):
+        state = named_tensors(module)
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor):
+            state[name] = (local(tensor) if isinstance(tensor, Shard) else tensor.detach()).clone()
+    return state
 
 
 def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
     """What this rank's runs are of: for each parameter its shape, and where its run begins and how long it is."""
-    group = _group(module)
+    group = _roots(module)[0].dp
     places = {name: (list(place_of(tensor)[0]), place_of(tensor)[2], local(tensor).numel())
               for name, tensor in named_tensors(module).items() if isinstance(tensor, Shard)}
     return {"rank": group.rank, "ranks": group.size,
@@ -138,7 +189,7 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
 
 
 def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
-                              with_module_buffers: bool = True, strict: bool = True) -> dict[str, Any]:
+                              with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
     """One full state dict from what `local_state_dict` and `local_metadata_dict` gave on every rank, in any order."""
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ConfigError(f"consolidate_shard_weights: {len(shard_weights)} state dicts and {len(shard_metadata)} "
@@ -147,7 +198,8 @@ def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_
     expected = list(range(shard_metadata[0]["ranks"]))
     if ranks != expected:
         raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
-    whole: dict[str, Any] = {}
+    whole: OrderedDict[str, Any] = OrderedDict()
+    vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
     filled: dict[str, int] = {}
     for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
         for name, value in weights.items():
@@ -165,3 +217,55 @@ def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_
         raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of {whole[short[0]].numel()} "
                           "elements: the state dicts are not of one model at one time")
     return whole
+
+
+# ---- full parameters for a while ------------------------------------------------------------------------------------
+
+WHAT = "summon_full_params()"
+
+
+@contextmanager
+def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    """Inside, parameters of the sharded modules in `module` (without `recurse`, of itself) are full, in the precision
+    of the masters. Edits last unless it is `volatile`, and must be alike on all ranks. Every rank calls it."""
+    found = [member for _, child, member in members(module) if recurse or child is module]
+    if not found:
+        raise ConfigError(f"{WHAT}: {type(module).__name__} is not sharded, and nothing in it")
+    roots = _roots(module)
+    ready(module, WHAT)
+    buckets = [bucket for member in found for bucket in member.unit.buckets]
+    try:
+        lent = [(bucket, _lend(bucket)) for bucket in buckets]
+        for root in roots:
+            root.summoned = WHAT
+        yield
+        if not volatile:
+            edits = [(bucket, _now(bucket, whole)) for bucket, whole in lent]
+            if not roots[0].dp.is_solo:
+                alike({slot.name: sum_of_bytes(value) for bucket, values in edits
+                       for slot, value in zip(bucket.layout.slots, values, strict=True)}, roots[0].dp,
+                      f"the ranks edited parameters differently inside {WHAT}, and nothing was kept (checksums)")
+            for bucket, values in edits:
+                keep(bucket, values)
+    finally:
+        for bucket in buckets:  # also where there was no memory to lend all of them
+            bucket.show_absent()
+        for root in roots:
+            root.summoned = None
+            root.note_edits()
+
+
+def _lend(bucket: FlatBucket) -> list[Tensor]:
+    whole = masters(bucket)
+    for parameter, value in zip(bucket.parameters, whole, strict=True):
+        fill(parameter, value)
+    return whole
+
+
+def _now(bucket: FlatBucket, whole: Sequence[Tensor]) -> list[Tensor]:
+    """What the parameters are: `p.data = ...` is an edit too."""
+    for slot, parameter, value in zip(bucket.layout.slots, bucket.parameters, whole, strict=True):
+        if parameter.shape != value.shape:
+            raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {WHAT}, and was of "
+                              f"{list(value.shape)}")
+    return [parameter.detach() for parameter in bucket.parameters]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,12 +44,25 @@ def keep(bucket: FlatBucket, whole: list[Tensor]) -> None:
         shard[segment.shard_offset : segment.shard_offset + segment.count].copy_(run)
 
 
+@contextmanager
+def replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside, these dictionaries (of a module's parameters, or buffers) have these values."""
+    before = [(of, name, of[name]) for of, name, _ in entries]
+    try:
+        for of, name, value in entries:
+            of[name] = value
+        yield
+    finally:
+        for of, name, value in before:
+            of[name] = value
+
+
 def from_first(bucket: FlatBucket, given: list[Tensor | None]) -> None:
     """New masters: those that the first rank was given; where it has none, they stay. Collective."""
     whole = masters(bucket)
     for value, new in zip(whole, given, strict=True):
         if new is not None:
-            value.copy_(new)
+            value.copy_(new.detach())
     flat = whole[0].untyped_storage()
     everything = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(flat)
     broadcast_into(everything, 0, bucket.dp).wait()

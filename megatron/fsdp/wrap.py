@@ -5,21 +5,27 @@
     model = FSDP(model, mixed_precision=True)
 
 A *policy* is asked of each module, from the outside in: `policy(module, recurse, unwrapped_params, module_is_root)`
-says with `recurse` whether to look inside, and without whether to wrap this one, once those inside have been.
+says with `recurse` whether to look inside, and then without whether to wrap this one, once those inside have been. A
+module that is not looked into belongs to the one around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.fsdp.sharding import members
+from megatron.fsdp.whole import replaced
 from megatron.fsdp.wrapper import FullyShardedDataParallel
+from megatron.recompute import Recomputation
 from megatron.zero.holders import shape_of
 
 Policy = Callable[..., bool]
@@ -67,18 +73,16 @@ def _wrapped(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_ro
              ) -> tuple[nn.Module, int]:
     """The module, and how many elements of it were wrapped."""
     count = sum(shape_of(parameter).numel() for parameter in module.parameters())
-    done = 0
-    if policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
-        for name, child in module.named_children():
-            new, inside = _wrapped(child, policy, kwargs)
-            if new is not child:
-                setattr(module, name, new)
-            done += inside
-        if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
-            return module, done
-        return wrap(module, **kwargs), count
-    if not policy(module=module, recurse=False, unwrapped_params=count, module_is_root=is_root):
+    if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
+    done = 0
+    for name, child in module.named_children():
+        new, inside = _wrapped(child, policy, kwargs)
+        if new is not child:
+            setattr(module, name, new)
+        done += inside
+    if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
+        return module, done
     return wrap(module, **kwargs), count
 
 
@@ -106,3 +110,50 @@ def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_par
                                  transformer_layer_cls: Collection[type[nn.Module]] = (), **other: Any) -> bool:
     """Modules of these classes (torch's policy; give it with functools.partial)."""
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+# ---- activation checkpointing ---------------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+_MARK = "_fsdp_checkpointed"
+_DISABLED = ContextVar("checkpointing is disabled", default=False)
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Forwards inside keep their activations, and are not run again."""
+    token = _DISABLED.set(True)
+    try:
+        yield
+    finally:
+        _DISABLED.reset(token)
+
+
+def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
+    """The module itself, whose forward now keeps its inputs alone and runs again in backward, by megatron/recompute;
+    with `offload_to_cpu` the inputs wait on the host. It runs again with the buffers as they were in the forward, and
+    does not change them, so that a batch norm counts a batch once. Before or after the module is sharded."""
+    if vars(module).get(_MARK):
+        raise ConfigError(f"this {type(module).__name__} has a checkpoint_wrapper already")
+    recomputation = Recomputation(RecomputeConfig(checkpoint_activations=True, cpu_checkpointing=offload_to_cpu))
+    forward = module.forward
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if _DISABLED.get() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        runs, buffers = 0, [(child._buffers, name, buffer.detach().clone()) for child in module.modules()
+                            for name, buffer in child._buffers.items() if buffer is not None]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            # Each replay changes copies of its own: with retain_graph there are several.
+            with nullcontext() if runs == 1 else replaced([(of, name, old.clone()) for of, name, old in buffers]):
+                return forward(*args, **kwargs)
+
+        return recomputation.checkpoint(run, *args, **kwargs)
+
+    module.__dict__[_MARK] = True
+    module.forward = checkpointed
+    return module

@@ -4,11 +4,13 @@
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(batch).mean(); loss.backward(); model.clip_grad_norm_(1.0); optimizer.step()
 
-A wrapper around a sharded module (sharding.py). Names of parameters and buffers are those of the model inside.
+A wrapper around a sharded module (sharding.py). It shares the module's dictionaries of parameters, buffers, children
+and state dict hooks, so that every name, also in the metadata of state dicts, is that of the unwrapped model.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from megatron.errors import ConfigError
-from megatron.fsdp.arguments import Arguments, read_arguments
 from megatron.fsdp.clip import clip_grad_norm_
-from megatron.fsdp.member import NoCopies
-from megatron.fsdp.place import device_of, group_of
+from megatron.fsdp.fully_shard import NoCopies
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import WRAPPED, Member, check, plain_name, shard, the_member
+from megatron.fsdp.settings import Arguments, read_arguments
+from megatron.fsdp.sharding import WRAPPED, check, device_of, group_of, shard, the_member
 from megatron.fsdp.state_dict import (
     buckets_of,
     consolidate_shard_weights,
@@ -32,77 +32,76 @@ from megatron.fsdp.state_dict import (
     local_metadata_dict,
     local_state_dict,
     ready,
+    summon_full_params,
 )
-from megatron.fsdp.summon import summon_full_params
-from megatron.zero.hooks import rename_when_loading
+
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
+           "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+"""What of torch's modules the wrapper has of the module inside."""
 
 
 class FullyShardedDataParallel(NoCopies, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
-        """`given` are the arguments of arguments.py. Every rank of the group makes it."""
+        """`given` are the arguments of settings.py. Every rank of the group makes it."""
         super().__init__()
         self.arguments: Arguments = read_arguments(given)
         group = group_of(process_group)
         settings, device = self.arguments.settings(group.size), device_of(module, group)
         check(module, settings, group, device)
         shard(module, settings, group, device)
-        self.add_module(WRAPPED, module)
-        rename_when_loading(self, _with_wrapped)
+        self.__dict__ |= {WRAPPED: module} | {name: getattr(module, name) for name in _SHARED}
         for line in self.arguments.notes(group.rank):
             print(line, flush=True)
 
     @property
     def module(self) -> nn.Module:
         """The model inside."""
-        inside = self._modules[WRAPPED]
-        assert inside is not None
+        inside: nn.Module = self.__dict__[WRAPPED]
         return inside
-
-    @property
-    def _sharded(self) -> Member:
-        return the_member(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        """Parameters, buffers and children, FairScale's arguments by name, and what else the module inside has."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__(WRAPPED), name)
+            return getattr(self.arguments if name in Arguments.__dataclass_fields__ else self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    # ---- names --------------------------------------------------------------------------------------------------
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True,
+                      ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper and the module inside have one name."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield plain_name(name), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield plain_name(name), buffer
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield "module", self.module
 
     # ---- state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, destination: dict[str, Any] | None = None, prefix: str = "",  # type: ignore[override]
-                   keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, destination: Any = None, prefix: str = "",  # type: ignore[override]
+                   keep_vars: bool = False) -> OrderedDict[str, Any]:
         """The state dict of the model inside, whole, in the precision of the masters, on every rank (or rank 0 alone:
         `state_dict_on_rank_0_only`). Every rank calls it. With `keep_vars` it has the parameters as they are, split."""
-        state = {} if destination is None else destination
-        if keep_vars:
-            return super().state_dict(destination=state, prefix=prefix, keep_vars=True)
-        whole = full_state_dict(self.module, device=self.arguments.state_dict_device,
-                                everywhere=not self.arguments.state_dict_on_rank_0_only)
-        state.update({prefix + name: tensor for name, tensor in whole.items()})
-        return state
+        return full_state_dict(self.module, device=self.arguments.state_dict_device,
+                               everywhere=not self.arguments.state_dict_on_rank_0_only, destination=destination,
+                               prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """A full one, which every rank has; each takes its part."""
-        if assign:
-            raise ConfigError("load_state_dict(assign=True) would replace the sharded parameters: leave it out")
-        return super().load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Of a load into a module around this one, which goes on with the children."""
+        self.module._load_from_state_dict(*given)
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's part: flat runs, and buffers. Not collective."""
@@ -141,22 +140,17 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside leave whole gradients on the rank, to be summed by the first backward outside. Of the
         outermost wrapper."""
-        root = self._sharded.root
+        root = the_member(self.module).root
         before, root.syncs = root.syncs, False
         try:
             yield
         finally:
             root.syncs = before
 
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Changes nothing: sharding a module finds the parameters that several of those inside use."""
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all parameters together; returns their norm. Every rank calls it, after the last
         backward and before the optimizer's step."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
-
-
-def _with_wrapped(state: dict[str, Any], prefix: str) -> None:
-    """Names of the unwrapped model become those of the modules as they are."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        rest = name.removeprefix(prefix)
-        if not rest.startswith(f"{WRAPPED}."):
-            state[f"{prefix}{WRAPPED}.{rest}"] = state.pop(name)

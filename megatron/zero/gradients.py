@@ -47,7 +47,7 @@ class FlatGradients:
                  owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
                  turns: Turns, log: ExchangeLog, descent: Descent | None = None) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
-        self._accumulates_shard = policy.split_grads
+        self._accumulates_shard, self._leaves_when_complete = policy.split_grads, policy.split_params
         self._owners, self._replicas = owners, replicas
         self._device, self._dtypes, self._wire = device, dtypes, wire
         self._turns, self._log, self._descent = turns, log, descent
@@ -99,10 +99,10 @@ class FlatGradients:
 
     def _reach(self, index: int) -> None:
         """Note a gradient of the parameter; an error where it would miss the sum."""
-        if self._has_left and index in self._arrived:
+        if index in self._arrived and (self._has_left or self._leaves_when_complete and self.complete):
             raise ConfigError(
-                f"{self.layout.slots[index].name} got a second gradient in one backward, after the first had been "
-                "summed over the ranks: a block that is used twice cannot be recomputed with use_reentrant=True; give "
+                f"{self.layout.slots[index].name} got a second gradient in one backward, after those of its "
+                "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
         if self._has_left:
             raise ConfigError(

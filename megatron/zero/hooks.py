@@ -6,7 +6,7 @@ has. Recomputation needs nothing here: the receiver knows whether a forward runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -163,23 +163,17 @@ def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> Removab
     return module.register_forward_hook(_uncompiled(lambda module, args, output: call()), always_call=True)
 
 
-def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str], None]) -> RemovableHandle:
-    """`rename(state_dict, prefix)` before the module takes its part of a state dict."""
-    handle: RemovableHandle = module.register_load_state_dict_pre_hook(
-        lambda module, state, prefix, *more: rename(state, prefix))
-    return handle
+def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:
+    """Of any optimizer of torch: `call(parameters, has_closure)`."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: call(
+        [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
 
 
-def before_every_step(call: Callable[[Iterator[Tensor]], None]) -> None:
-    """Of any optimizer of torch; `call` is given its parameters."""
-    register_optimizer_step_pre_hook(
-        lambda optimizer, args, kwargs: call(one for group in optimizer.param_groups for one in group["params"]))
-
-
-def before_state(module: nn.Module, call: Callable[[], None]) -> None:
-    """Before a state dict is taken of the module, or loaded into it."""
-    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call())
-    module.register_load_state_dict_pre_hook(lambda module, *given: call())
+def before_state(module: nn.Module, call: Callable[[bool], None]) -> None:
+    """`call(assigns)` before a state dict is taken of the module, or loaded into it, with assign=True or without."""
+    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(False))
+    module.register_load_state_dict_pre_hook(  # torch keeps the mark in the metadata of the state dict
+        lambda module, state, prefix, metadata, *more: call(metadata.pop("assign_to_params_buffers", False)))
 
 
 def when_autograd_is_through(call: Callable[[], None]) -> Callable[[], bool]:

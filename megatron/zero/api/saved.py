@@ -155,13 +155,13 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   keep=keep, hold=hold, latest=latest, key=key, trash=trash, lineage=who.lineage)
 
 
-def tied_names(module: nn.Module, buckets: Iterable[FlatBucket], plain: Callable[[str], str] = str) -> dict[str, str]:
+def tied_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
     """Names of parameters and buffers that are saved under another one -> that one."""
-    saved = {id(buffer): plain(name) for name, buffer in module.named_buffers()}
+    saved = {id(buffer): name for name, buffer in module.named_buffers()}
     saved |= {id(parameter): slot.name for bucket in buckets
               for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)}
-    named = {plain(name): id(tensor) for name, tensor in (*module.named_parameters(remove_duplicate=False),
-                                                          *module.named_buffers(remove_duplicate=False))}
+    named = {name: id(tensor) for name, tensor in (*module.named_parameters(remove_duplicate=False),
+                                                   *module.named_buffers(remove_duplicate=False))}
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 

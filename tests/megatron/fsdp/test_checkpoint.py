@@ -25,7 +25,8 @@ from tests.megatron.zero.models import Net
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     from megatron.fsdp.optim_state import whole_states
-    from megatron.fsdp.state_dict import buckets_of, inside
+    from megatron.fsdp.sharding import inside
+    from megatron.fsdp.state_dict import buckets_of
     return whole(model), {index: state for index, (_, state) in enumerate(
         whole_states(optimizer, buckets_of(inside(model)), keeps=True))}, [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

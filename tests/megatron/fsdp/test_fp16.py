@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import clip_grad_norm_
-from megatron.fsdp.scaling import INITIAL
+from megatron.fsdp.agreement import INITIAL
 from megatron.fsdp.shard import local
 from megatron.fsdp.sharding import the_member
 from tests.distributed import run_ranks

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.fsdp.state_dict import buckets_of, full_state_dict, inside
+from megatron.fsdp.sharding import inside
+from megatron.fsdp.state_dict import buckets_of, full_state_dict
 from megatron.model import GPT2
 from megatron.plan.footprint import Run
 from megatron.plan.memory import moments

@@ -16,7 +16,7 @@ from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimize
                            set_optimizer_state_dict, set_state_dict)
 from megatron.fsdp.shard import Shard
 from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
-from megatron.fsdp.summon import summon_full_params
+from megatron.fsdp.state_dict import summon_full_params
 from megatron.fsdp.whole import masters
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
@@ -257,7 +257,7 @@ def test_edits_reach_the_16_bit_weights() -> None:
 
 def broken_off(rank: int, world: int) -> bool:
     model = around(Net(), "torch")
-    with patch("megatron.fsdp.summon.masters", wraps=masters, side_effect=[DEFAULT, MemoryError]):
+    with patch("megatron.fsdp.state_dict.masters", wraps=masters, side_effect=[DEFAULT, MemoryError]):
         with pytest.raises(MemoryError), summon_full_params(model):
             pass
     assert all(isinstance(parameter, Shard) for parameter in model.parameters())

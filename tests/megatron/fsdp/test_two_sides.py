@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron import fsdp
-from megatron.fsdp.summon import summon_full_params
+from megatron.fsdp.state_dict import summon_full_params
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, around, mixed
 from tests.megatron.zero.models import Net
