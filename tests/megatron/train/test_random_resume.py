@@ -45,9 +45,10 @@ class Interruption(NamedTuple):
     seconds: float
 
     def codes(self, world: int) -> tuple[int, ...]:
-        """Exit codes of the job; 0 also where it is done before the signal comes."""
+        """Exit codes of the job: 0 also where it is done before the signal comes, 130 where the first step of this start
+        was not done."""
         if self.number != SIGKILL:
-            return (0,)
+            return (0, 130) if self.number else (0,)
         return (0, 5) if world > 1 and self.target == "rank" else (0, -SIGKILL)
 
     def __str__(self) -> str:
@@ -147,8 +148,9 @@ class Job:
         code, out, err = self.start(how)
         errors = [line for line in err.splitlines() if line.startswith("error:")]
         assert "Traceback" not in err and code in how.codes(self.cell.tp * self.cell.dp), (str(how), code, out, err)
-        assert len(errors) == (code == 5), (str(how), code, err)
+        assert len(errors) == (code in (5, 130)), (str(how), code, err)
         assert code != 5 or f"rank {how.rank} " in errors[0] and "SIGKILL" in errors[0], errors
+        assert code != 130 or "before the first step, so that nothing was lost" in errors[0], errors
         after = tag_names(self.save) if self.save.exists() else []
         for tag in after:
             verify(self.save, tag)
