@@ -7,6 +7,7 @@ reader of standard output that has seen enough (`| head`) ends a command quietly
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -114,13 +115,17 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _open_closed_streams() -> None:
-    """What was closed before the program began (`2>&-`) goes nowhere; otherwise the next file to be opened gets the
-    number of a standard stream, and error lines."""
+def _prepare_streams() -> None:
+    """UTF-8 whatever the locale says, and what is no text, as a file name may be, with backslashes. A stream that was
+    closed before the start (`2>&-`) goes nowhere; otherwise the next file to be opened gets its number, and error lines.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors=errors))
             os.set_inheritable(getattr(sys, name).fileno(), True)  # for programs that it starts
+        elif isinstance(stream, io.TextIOWrapper) and (stream.encoding, stream.errors) != ("utf-8", errors):
+            stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def _interrupt_when_asked() -> None:
@@ -140,7 +145,7 @@ def _interrupt_when_asked() -> None:
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
     _interrupt_when_asked()
-    _open_closed_streams()
+    _prepare_streams()
     code = 0
     try:
         try:

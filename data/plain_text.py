@@ -48,7 +48,8 @@ class Separator:
         if word == BLANK_LINE:  # it is all white space, and no cut is inside white space
             blank = rb"\r?\n(?:[ \t]*\r?\n)+"
             return Separator(re.compile(blank), re.compile(blank + rb"(?=[ \t]*[^ \t\r\n])"), 1)
-        text = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word).encode()
+        typed = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word)
+        text = typed.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
         pattern = re.compile(rb"\r?\n".join(map(re.escape, text.split(b"\n"))))
         return Separator(pattern, pattern, len(text) + text.count(b"\n"))
 

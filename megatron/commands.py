@@ -18,7 +18,7 @@ from functools import wraps
 
 from megatron.launch.leaving import end_when_asked
 from megatron.launch.exits import run, write_error
-from megatron.launch.streams import open_closed_streams
+from megatron.launch.streams import prepare_streams
 from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import DISTRIBUTION, __version__
 
@@ -31,7 +31,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
     @wraps(start)
     def command() -> int:
-        open_closed_streams()
+        prepare_streams()
         end_when_asked()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
             return run(_version)

@@ -103,8 +103,9 @@ def files_read(asked: argparse.Namespace) -> list[str]:
 def wish_of(asked: argparse.Namespace) -> Wish:
     sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
                         repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
-    return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed, tuple(asked.stop),
-                asked.past_the_end == "slide", asked.seq_length)
+    return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed,
+                tuple(stop.text for stop in of_arguments(asked.stop, "--stop")), asked.past_the_end == "slide",
+                asked.seq_length)
 
 
 def is_session(asked: argparse.Namespace) -> bool:

@@ -4,7 +4,9 @@ texts are made. Each has its place, which an error names. No torch."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,8 +94,10 @@ class Arriving:
 BOM = "\ufeff"
 
 
-def of_arguments(texts: Iterable[str]) -> list[Prompt]:
-    return [Prompt(text, f"prompt {number} of the command line") for number, text in enumerate(texts, 1)]
+def of_arguments(texts: Iterable[str], what: str = "prompt") -> list[Prompt]:
+    """Python decodes arguments by the locale; here they are UTF-8, as lines of files and of standard input are."""
+    places = (f"{what} {number} of the command line" for number in itertools.count(1))
+    return [Prompt(_utf8(os.fsencode(text), where), where) for text, where in zip(texts, places)]
 
 
 def of_file(path: str, say: Callable[[str], None]) -> Iterator[Prompt]:
@@ -119,10 +123,14 @@ def of_stream(stream: TextIO, say: Callable[[str], None]) -> Iterator[Prompt]:
 def _decoded(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
     for number, raw in enumerate(lines, 1):
         where = f"{name}, line {number}"
-        try:
-            yield Prompt(raw.decode("utf-8").removeprefix(BOM if number == 1 else ""), where)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 text ({error})") from error
+        yield Prompt(_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
+
+
+def _utf8(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text ({error})") from error
 
 
 def _without_blanks(lines: Iterable[Prompt], name: str, say: Callable[[str], None]) -> Iterator[Prompt]:
@@ -144,4 +152,4 @@ def _text_in(line: str, where: str) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         prompt = None
     require(isinstance(prompt, str), f"{where}: expected an object with a text as `prompt` or `text`")
-    return str(prompt)
+    return _utf8(prompt.encode("utf-8", "surrogatepass"), where)  # half a surrogate pair is no text

@@ -28,7 +28,7 @@ from megatron.launch.meeting import meet
 from megatron.launch.nodes import Nodes, Place
 from megatron.launch.room import making_room, reserve
 from megatron.launch.signals import write_stderr
-from megatron.launch.streams import open_closed_streams
+from megatron.launch.streams import prepare_streams
 from megatron.launch.supervise import Supervisor
 from megatron.whereabouts import PLACES_VARIABLE, Places
 
@@ -193,7 +193,7 @@ def replace_this_process(command: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    open_closed_streams()
+    prepare_streams()
     try:
         head, command = split_command_line(argv)
         options = parser().parse_args(head)

@@ -35,7 +35,7 @@ from megatron.launch.leaving import Asked, ignore_at_the_end, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, folded)
 from megatron.launch.distributed import came_out_of_a_meeting, on_early_exit, read_environment, take_leave
-from megatron.launch.streams import open_closed_streams
+from megatron.launch.streams import prepare_streams
 from megatron.launch.voice import is_ours_to_say, let_others_come
 from megatron.whereabouts import HERE, RUNNING
 
@@ -90,7 +90,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
 
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""
-    open_closed_streams()
+    prepare_streams()
     os.environ.setdefault(*TORCH_SPEAKS_OF)
     if not is_job:  # a job listens by itself, and saves
         raise_when_asked()

@@ -16,7 +16,8 @@ SAMPLING = Sampling(temperature=0.8, top_k=40)
 def generate(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
     """The configured prompt continued; the same text on every rank, and for every layout. No random stream of training
     is touched. Collective."""
-    prompt = tuple(int(i) for i in tokenizer.encode(config.log.sample_prompt)) or (tokenizer.eod,)
+    typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
+    prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
     wish = Wish(config.log.sample_tokens, SAMPLING, slides=True)
     with reader_of(engine, rows=1) as reader:
         generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, slides=True)
