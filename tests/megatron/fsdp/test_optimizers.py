@@ -135,6 +135,6 @@ def reads(rank: int, world: int, way: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("way", ["whole", "torch"])
+@pytest.mark.parametrize("way", ["torch", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_summed_cannot_be_read(way: str) -> None:
     assert run_ranks(reads, 2, way) == [[], []]
