@@ -38,11 +38,11 @@ class ProgressiveLayerDrop:
 
     @property
     def current_theta(self) -> float:
-        return self._schedule.at(self.step)
+        return self.get_theta()
 
-    def get_theta(self) -> float:
-        """theta of the last step; as in DeepSpeed, that of the first one before any."""
-        return self._schedule.at(max(0, self.step - 1))
+    def get_theta(self, step: int | None = None) -> float:
+        """theta of the step under way, or of that one."""
+        return self._schedule.at(self.step if step is None else step)
 
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of the forward."""
