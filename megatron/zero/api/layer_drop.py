@@ -36,17 +36,15 @@ class ProgressiveLayerDrop:
         """Optimizer steps before the one under way."""
         return self._step()
 
-    @property
-    def current_theta(self) -> float:
-        return self.get_theta()
-
     def get_theta(self, step: int | None = None) -> float:
         """theta of the step under way, or of that one."""
         return self._schedule.at(self.step if step is None else step)
 
+    current_theta = property(get_theta)
+
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of the forward."""
-        return dict(zip(GIVEN, (True, self.current_theta), strict=True))
+        return dict(zip(GIVEN, (True, self.get_theta()), strict=True))
 
     def arguments(self) -> dict[str, Any]:
         """Those, and the step for a forward that names it."""
