@@ -174,7 +174,8 @@ class Engine(EngineStatus):
 
     def get_pld_theta(self) -> float | None:
         """theta of progressive layer dropping in the last step; None where no layer is left out."""
-        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
+        asked = self.progressive_layer_drop
+        return None if asked is None else asked.get_theta(max(0, self.global_steps - 1))
 
     def _settle_rate(self) -> None:
         """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""

@@ -36,17 +36,15 @@ class ProgressiveLayerDrop:
         """Optimizer steps before the one under way."""
         return self._step()
 
-    @property
-    def current_theta(self) -> float:
-        return self._schedule.at(self.step)
+    def get_theta(self, step: int | None = None) -> float:
+        """theta of the step under way, or of that one."""
+        return self._schedule.at(self.step if step is None else step)
 
-    def get_theta(self) -> float:
-        """theta of the last step; as in DeepSpeed, that of the first one before any."""
-        return self._schedule.at(max(0, self.step - 1))
+    current_theta = property(get_theta)
 
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of the forward."""
-        return dict(zip(GIVEN, (True, self.current_theta), strict=True))
+        return dict(zip(GIVEN, (True, self.get_theta()), strict=True))
 
     def arguments(self) -> dict[str, Any]:
         """Those, and the step for a forward that names it."""
