@@ -175,14 +175,14 @@ def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
 def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
     """Nothing comes after `abandon`: its folder may be another run's by then."""
     saver, began, go = Background(SOLO), threading.Event(), threading.Event()
-    commit = writer._commit
+    commit = writer.commit
 
     def slowly(*args: Any) -> Any:
         began.set()
         assert go.wait(60)
         return commit(*args)
 
-    with mock.patch.object(writer, "_commit", slowly):
+    with mock.patch.object(writer, "commit", slowly):
         saver.start(save_of(tmp_path, 1, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
         saver._advance()
         assert began.wait(60)
