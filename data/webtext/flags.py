@@ -118,7 +118,9 @@ def add_extract(parser: Parser) -> None:
 
 def build_extract(args: argparse.Namespace) -> Stage:
     extractor = extract.EXTRACTORS[0] if args.extractor == "auto" else args.extractor
-    return MapStage("extract", extract.make, extract.ExtractOptions(extractor, args.html))
+    options = extract.ExtractOptions(extractor, args.html)
+    extract.make(options)  # if its package is missing, say so before the first stage
+    return MapStage("extract", extract.make, options)
 
 
 def add_clean(parser: Parser) -> None:
