@@ -247,7 +247,7 @@ def _nearest(path: str) -> tuple[str, str]:
     known = sorted({*TABLE, *OBJECTS})
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
-    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.72)
     elsewhere = [other for other in known if other.rpartition(".")[2] == key]
     meant = f"{section}.{near[0]}".lstrip(".") if near else next(iter(elsewhere), "")
     return meant, f"did you mean {meant}?" if meant else "docs/ds_config.md lists every key"

@@ -318,6 +318,14 @@ def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_it
         assert path in told and row.reason in told
 
 
+def test_texts_and_switches_are_read_as_deepspeed_does():
+    said = {"gradient_allreduce_op": "MEAN", "zero_allow_untested_optimizer": 0, "managed_gradient_accumulation": 1}
+    assert build({**said, "sparse_gradients": 0, "bf16": {"enabled": 1}}).precision.bf16
+    assert "for their sum multiply the loss" in refusal({"gradient_allreduce_op": "sum"})
+    for foreign in ("learning_rate", "accumulate_gradients"):
+        assert "did you mean" not in refusal({foreign: 1})
+
+
 @pytest.mark.parametrize("path", rows(NoEffect))
 def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
     row = TABLE[path]

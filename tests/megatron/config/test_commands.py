@@ -1,0 +1,69 @@
+"""Every command has one kind of parser: dashes or underscores, no guesses but for what is nearly a flag of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from data.cli import misspelt
+from data.webtext.__main__ import build_parser as webtext
+from megatron.checkpoint.command import parse as checkpoint
+from megatron.errors import ConfigError
+from megatron.evaluate.command import build_parser as evaluate
+from megatron.inference.command import build_parser as generate
+from megatron.launch.exits import explain
+from megatron.plan.command import parse as plan
+from megatron.report.command import _parser as report
+from megatron.serve.command import build_parser as serve
+from megatron.tune.command import parse as tune
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
+    "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),
+    "report": (report().parse_args, ["run"], "--outptu", "--output"),
+    "checkpoint": (checkpoint, ["list", "run"], "--checkpoint_kye", "--checkpoint-key"),
+    "generate": (generate().parse_args, [], "--loda", "--load"), "serve": (serve().parse_args, [], "--prot", "--port"),
+    "evaluate": (evaluate().parse_args, ["--task", "wikitext", "--data", "x"], "--protocl", "--protocol"),
+    "webtext": (webtext().parse_args, ["clean", "x", "--output", "y"], "--overwrit", ""),
+}
+"""Command -> its parser, what it needs, a misspelt flag and the one that was meant."""
+
+
+def complaint(parse: Callable[[list[str]], object], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        parse(argv)
+    return str(caught.value) if isinstance(caught.value, ConfigError) else capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_answers_what_is_nearly_its_flag_and_guesses_nothing_else(
+        name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse, needed, typed, meant = COMMANDS[name]
+    said = complaint(parse, [*needed, typed, "4"], capsys)
+    assert f"unknown flag {typed.replace('_', '-')}" in said
+    assert f"did you mean {meant}?" in said if meant else "did you mean" not in said
+    for foreign in ("--gas", "--fp8-format", "--use-dist-ckpt"):
+        said = complaint(parse, [*needed, foreign, "4"], capsys)
+        assert f"unknown flag {foreign}" in said and "did you mean" not in said
+
+
+def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> None:
+    asked: argparse.Namespace = generate().parse_args(["--load", "x", "--num_samples=2", "--", "--top_k"])
+    assert asked.num_samples == 2 and asked.prompts == ["--top_k"]
+
+
+@pytest.mark.parametrize(("word", "found"), [
+    ("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""), ("--laod", "--load"),
+    ("--max-connectoins", "--max-connections"), ("--mx-conections", "--max-connections"), ("--m-conections", "")])
+def test_how_near_a_flag_has_to_be(word: str, found: str) -> None:
+    hint = misspelt(word, ["--port", "--load", "--max-connections"])
+    assert hint == (f"did you mean {found}?" if found else "")
+
+
+def test_the_way_to_a_traceback_is_one_that_the_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.delenv("MEGATRON_DEBUG", raising=False)
+    assert "run with --debug" in explain(KeyError("a"), is_job=True).text
+    assert "set MEGATRON_DEBUG=1" in explain(KeyError("a"), is_job=False).text
