@@ -12,7 +12,6 @@ if __name__ == "__main__":
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from signal import SIGHUP
 
 from megatron.config.log import check_wandb
@@ -25,9 +24,9 @@ from megatron.whereabouts import HERE, START_UP
 
 def program() -> int:
     """The exit code of this process."""
-    stop = StopRequest(starting=NOTHING_LOST).listen(end_by_request, stacks=is_debugged())
+    stop = StopRequest(starting=NOTHING_LOST)
     try:
-        return run(partial(main, stop), is_job=True)
+        return run(lambda: main(stop.listen(end_by_request, stacks=is_debugged())), is_job=True)
     finally:
         stop.end()
 

@@ -1,18 +1,21 @@
 """What the command lines of this package share: one-line errors, exit codes, progress.
 
-Exit codes: 0 done, 2 usage, 3 data, 7 storage, 130 interrupted. Every failure prints one line beginning `error:`; a
-reader of standard output that has seen enough (`| head`) ends a command quietly with 141, as it ends `yes`.
+Exit codes: 0 done, 2 usage, 3 data, 5 a limit of the system or a bug, 7 storage, 130 interrupted. Every failure
+prints one line beginning `error:`; a reader of standard output that has seen enough (`| head`) ends a command quietly
+with 141, as it ends `yes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,6 +27,10 @@ REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signa
 """What would end a program without a word: from people, terminals that close and batch systems."""
 
 CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
+
+
+LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""What a system says that gives no more processes or open files."""
 
 
 def typed(otherwise: str) -> str:
@@ -116,9 +123,8 @@ def counted(number: int, what: str) -> str:
 
 
 def _prepare_streams() -> None:
-    """UTF-8 whatever the locale says, and what is no text, as a file name may be, with backslashes. A stream that was
-    closed before the start (`2>&-`) goes nowhere; otherwise the next file to be opened gets its number, and error lines.
-    """
+    """UTF-8 whatever the locale says. A stream that was closed before the start (`2>&-`) goes nowhere; otherwise the
+    next file to be opened gets its number, and error lines."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
         if stream is None:
@@ -161,6 +167,14 @@ def run(main: Callable[[], None]) -> NoReturn:
         message = " ".join(str(error).split()) or "interrupted"
         print(f"error: {one_line(message)}", file=sys.stderr)
         code = next(code for kind, code in CODES if isinstance(error, kind))
+    except Exception as error:
+        if os.environ.get("MEGATRON_DEBUG", "0") not in ("", "0"):
+            traceback.print_exception(error)
+        is_limit = isinstance(error, OSError) and error.errno in LIMITS or "can't start new thread" in str(error)
+        what = "a limit of the system on open files, threads or processes" if is_limit else "internal error"
+        remedy = "raise it (ulimit -n, ulimit -u)" if is_limit else "MEGATRON_DEBUG=1 shows the traceback"
+        print(f"error: {what}: {type(error).__name__}: {error}; {remedy}", file=sys.stderr)
+        code = 5
     sys.exit(code)
 
 

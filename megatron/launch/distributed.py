@@ -278,7 +278,8 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         met.set_timeout(timeout)
-        return met
+        # It keeps the notes of ranks from before a restart (--max-restarts).
+        return dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", met)
     if address in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Nobody waits in here for the ranks that are missing: alike.py does, and names them.

@@ -62,6 +62,8 @@ LIBRARIES = frozenset({"megatron", "mpu", "torch"})
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory",
                 "STATUS_ALLOC_FAILED")
+LIMIT_ERRNOS = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE})
+LIMIT_TEXTS = ("can't start new thread", os.strerror(errno.EAGAIN), os.strerror(errno.EMFILE))
 PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
@@ -231,6 +233,10 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
         what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "
                                           "--checkpoint-activations or a higher --zero-stage")
         return Failure(own_failure, f"{rank} is out of memory: {what}")
+    if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS or \
+            isinstance(error, RuntimeError) and message.startswith(LIMIT_TEXTS):
+        return Failure(own_failure, f"{rank} reached a limit of the system on open files, threads or processes "
+                                    f"({message.splitlines()[0]}); raise it (ulimit -n, ulimit -u)")
     if is_store_cut_off(error, environ):
         return Failure(EXIT_STORAGE, f"{rank} cannot write {environ[STORE_VARIABLE]}, where the ranks of this node "
                                      f"meet: {message.splitlines()[0]}; free space there or name another folder in "

@@ -7,17 +7,24 @@ same command makes in the environment of the tests.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
+from data import cli
+from data.storage import DataError
+from megatron.inference.lines import of_arguments, of_file
+from megatron.launch import exits
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest, train, write_corpus
 
 TEXT = "Grüße, 你好, 😀 and a \u2028 line"
@@ -30,26 +37,21 @@ class Place(NamedTuple):
     before: str = 'exec "$@"'
     variables: dict[str, str | None] = {}
     has_streams: bool = True
-    needs_mounts: bool = False
 
 
 def mounted(where: str, options: str) -> Place:
     """A file system of a kind of its own there, for this command alone."""
-    return Place(f"""exec unshare -m bash -c 'mount -t tmpfs -o {options} none {where} && exec "$@"' bash "$@" """,
-                 needs_mounts=True)
+    return Place(f"""exec unshare -m bash -c 'mount -t tmpfs -o {options} none {where} && exec "$@"' bash "$@" """)
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PLACES = {
-    "stdin closed": Place('exec "$@" <&-'),
     "stdout closed": Place('exec "$@" >&-', has_streams=False),
     "streams closed": Place('exec "$@" <&- >&- 2>&-', has_streams=False),
     "LC_ALL=C": Place(variables={"LC_ALL": "C"}),
-    "LC_ALL=POSIX": Place(variables={"LC_ALL": "POSIX"}),
     "ASCII": Place(variables={**ASCII, "PYTHONIOENCODING": None}),
     "Latin-1": Place("""localedef -i en_US -f ISO-8859-1 "$PWD/en_US.ISO-8859-1" 2>&1 && LOCPATH=$PWD """
                      """LC_ALL=en_US.ISO-8859-1 exec "$@" """, {"PYTHONUTF8": "0"}),
-    "unknown locale": Place(variables={"LC_ALL": "xx_YY.UTF-99"}),
     "umask 077": Place('umask 077; exec "$@"'),
     "umask 777": Place('umask 777; exec "$@"'),
     "python -O": Place(variables={"PYTHONOPTIMIZE": "1"}),
@@ -57,14 +59,14 @@ PLACES = {
     "HOME absent": Place(variables={"HOME": "/nonexistent"}),
     "HOME unset": Place(variables={"HOME": None}),
     "HOME read-only": Place("""export HOME=$PWD/home && mkdir "$HOME" && exec unshare -m bash -c """
-                            """'mount -t tmpfs -o ro none "$HOME" && exec "$@"' bash "$@" """, needs_mounts=True),
+                            """'mount -t tmpfs -o ro none "$HOME" && exec "$@"' bash "$@" """),
     "TMPDIR absent": Place(variables={"TMPDIR": "/nonexistent"}),
     "64 files": Place('ulimit -n 64; exec "$@"'),
     "COLUMNS=1": Place(variables={"COLUMNS": "1", "LINES": "1"}),
-    "COLUMNS=x": Place(variables={"COLUMNS": "x", "TERM": ""}),
     "tiny /dev/shm": mounted("/dev/shm", "size=64k"),
     "read-only /dev/shm": mounted("/dev/shm", "ro"),
-    "tiny /tmp": mounted("/tmp", "size=5m"),
+    "tiny TMPDIR": Place("""mkdir small && TMPDIR=$PWD/small exec unshare -m bash -c """
+                         """'mount -t tmpfs -o size=5m none "$TMPDIR" && exec "$@"' bash "$@" """),
 }
 
 
@@ -128,8 +130,10 @@ def listing(scene: Scene, folder: Path) -> tuple[list[object], Callable[[str], o
     return ["-m", "megatron.checkpoint", "list", scene.tags], lambda out: [line.split()[0] for line in out.splitlines()]
 
 
-COMMANDS: dict[str, Ours] = {"train": training(1), "train on 2 ranks": training(2), "generate": generating, "print": printing,
-                             "plan": planning, "preprocess": preprocessing, "webtext": extracting, "list": listing}
+COMMANDS: dict[str, Ours] = {
+    "train": training(1), "train on 2 ranks": training(2), "generate": generating, "print": printing, "plan": planning,
+    "preprocess": preprocessing, "webtext": extracting, "list": listing}
+QUICK = (("ASCII", "print"),)
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +146,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return made
 
 
-Made = dict[str, object]
+Usual = Callable[[str], object]
 
 
 @pytest.fixture(scope="module")
-def usual(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], object]:
+def usual(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Usual:
     """What a command makes in the environment of the tests."""
-    made: Made = {}
+    made: dict[str, object] = {}
 
     def of(name: str) -> object:
         if name not in made:
@@ -172,14 +176,79 @@ def run(name: str, place: Place, scene: Scene, folder: Path) -> tuple[int, str, 
     return ended.returncode, out, err, told(out) if ended.returncode == 0 and place.has_streams else None
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("where", PLACES)
-def test_a_command_does_the_same_in_another_environment(where: str, name: str, scene: Scene, usual: Callable[[str], object],
+@pytest.mark.parametrize(("where", "name"), [
+    pytest.param(where, name, marks=[] if (where, name) in QUICK else pytest.mark.slow)
+    for where in PLACES for name in COMMANDS])
+def test_a_command_does_the_same_in_another_environment(where: str, name: str, scene: Scene, usual: Usual,
                                                         tmp_path: Path) -> None:
-    place = PLACES[where]
-    code, out, err, made = run(name, place, scene, tmp_path)
-    print(where, "|", name, "|", code, err)
-    assert "Traceback" not in out + err and "Exception ignored" not in out + err
-    assert code == 0, err
-    if place.has_streams:
+    if "unshare" in PLACES[where].before and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    code, out, err, made = run(name, PLACES[where], scene, tmp_path)
+    assert code == 0 and not re.search("Traceback|Exception ignored|^error:", out + err, re.MULTILINE), (code, err)
+    if PLACES[where].has_streams:
         assert made == usual(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["generate", "print", "preprocess", "webtext", "list"])
+def test_a_reader_that_leaves_ends_a_command_quietly(name: str, scene: Scene, tmp_path: Path) -> None:
+    code, _, err, _ = run(name, Place('set -o pipefail; "$@" | true', has_streams=False), scene, tmp_path)
+    assert code in (0, 141) and "Traceback" not in err and "error:" not in err, (code, err)
+
+
+LIMITED = ("ulimit -{kind} {most}; exec setpriv --reuid=12345 --inh-caps=+dac_override --ambient-caps=+dac_override "
+           '"$@"')
+"""As a user whom limits on processes hold, but who may read the test's files."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "most"), [("u", 1), ("u", 2), ("u", 4), ("u", 8), ("n", 10), ("n", 14), ("n", 64)])
+@pytest.mark.parametrize("name", ["train", "train on 2 ranks", "preprocess", "webtext", "print"])
+def test_a_limit_that_is_too_low_is_named(kind: str, most: int, name: str, scene: Scene, usual: Usual, tmp_path: Path
+                                          ) -> None:
+    """Or is enough."""
+    if shutil.which("setpriv") is None or os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    code, out, err, made = run(name, Place(LIMITED.format(kind=kind, most=most)), scene, tmp_path)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in out + err and code in (0, 5) and len(errors) == (code == 5), (code, err)
+    if code == 0:
+        assert made == usual(name)
+    else:
+        assert re.search("limits? ", errors[0]), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kibibytes", [1, 40, 200])
+@pytest.mark.parametrize("name", ["train", "preprocess", "webtext"])
+def test_files_that_may_not_be_long_enough_are_named(name: str, kibibytes: int, scene: Scene, usual: Usual,
+                                                     tmp_path: Path) -> None:
+    code, out, err, made = run(name, Place(f'ulimit -f {kibibytes}; exec "$@"'), scene, tmp_path)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in out + err and code in (0, 7) and len(errors) == (code == 7), (code, err)
+    assert made == usual(name) if code == 0 else "File too large" in errors[0], errors
+
+
+@pytest.mark.parametrize("raw", [b"\xff", "half a pair \ud800".encode("utf-8", "surrogatepass")])
+def test_a_prompt_or_stop_that_is_no_text_is_refused_and_not_answered(raw: bytes, tmp_path: Path) -> None:
+    """A tokenizer would read `?` in its place."""
+    with pytest.raises(DataError, match="prompt 2 of the command line: not UTF-8 text"):
+        of_arguments(["good", os.fsdecode(raw)])
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "half a pair \ud800"}))
+    with pytest.raises(DataError, match="line 1: not UTF-8 text"):
+        list(of_file(str(tmp_path / "p.jsonl"), print))
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.EMFILE, "too many"), BlockingIOError(errno.EAGAIN, "none"), RuntimeError("can't start new thread")])
+def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, capsys: pytest.CaptureFixture[str]
+                                                            ) -> None:
+    def fail() -> None:
+        raise error
+
+    failure = exits.explain(error, {})
+    assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
+    with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_when_asked"):
+        cli.run(fail)
+    err = capsys.readouterr().err
+    assert caught.value.code == 5 and err.count("\n") == 1 and "raise it (ulimit -n, ulimit -u)" in err
