@@ -175,7 +175,7 @@ def candidates(root: Path) -> list[str]:
     known, folder = good.get(first), folder_of(root, first)
     if known is None and target_outside(folder, root) is None:
         known = record_in_part(folder)
-    if newest is not None and (known is None or known.tag != first):  # unreadable: it counts as following the newest
+    if newest is not None and (known is None or known.tag != first):  # it states nothing: as if after the newest
         known = replace(newest, iteration=steps.get(first, newest.iteration))
     return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
 

@@ -151,7 +151,7 @@ _SCHEDULER: dict[str, Row] = {
     "scheduler.params.warmup_min_lr": Only((0,), "the warm-up starts from 0"),
     "scheduler.params.warmup_min_ratio": Only((0,), "the warm-up starts from 0"),
     **_together("scheduler.params.decay_step_size", COUNT_0),
-    **{f"scheduler.params.cycle_{half}_stair_count": NoEffect(COUNT_0_OR_NONE, 0, "DeepSpeed does not use it either")
+    **{f"scheduler.params.cycle_{half}_stair_count": NoEffect(COUNT_0_OR_NONE, 0, "rates do not rise in stairs")
        for half in ("first", "second")},
     "scheduler.params.last_batch_iteration": Only((-1,), "the step is the checkpoint's"),
 }

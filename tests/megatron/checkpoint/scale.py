@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint import agree, writer
 from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -251,7 +252,8 @@ def _micro_batch(engine: ZeroEngine) -> tuple[int, float]:
     return counted.count, time.perf_counter() - begin
 
 
-def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep()) -> dict[int, Cost]:
+def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep(), lineage: Lineage | None = None
+         ) -> dict[int, Cost]:
     """Save as ranks 0 and N / 2, and let the others' files appear; the costs of the two."""
     played, models = Played(size), {tp: Model(size // TP, tp) for tp in (0, size // 2 % TP)}
 
@@ -259,7 +261,8 @@ def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep()) ->
         model = models[world.rank % TP]
         writer.save(root, f"global_step{step}", pieces=model.pieces(world.rank // TP), tensors=model.tensors(),
                     rank_state={"seed": world.rank}, shared_state={}, config={}, layout={"tp": TP, "dp": size // TP},
-                    world=world, run_id="scale", iteration=step, keep=keep, say=lambda line: None)
+                    world=world, run_id="scale", iteration=step, keep=keep, say=lambda line: None,
+                    lineage=lineage)
 
     played.run(work)
     _write_the_others(root / f"global_step{step}", size)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.tags import verify
 from tests.megatron.checkpoint import scale
 
@@ -46,10 +47,11 @@ def test_the_manifest_does_not_grow_and_the_tag_is_whole(tmp_path: Path) -> None
 
 
 def test_pruning_parses_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lineage = Lineage()
     for step in (1, 2):
-        scale.save(tmp_path, SMALL, step)
+        scale.save(tmp_path, SMALL, step, lineage=lineage)
     monkeypatch.setattr("megatron.checkpoint.tags.read_manifest", None)
-    scale.save(tmp_path, SMALL, 3, Keep(last=2))
+    scale.save(tmp_path, SMALL, 3, Keep(last=2), lineage)
     kept = sorted(name for name in os.listdir(tmp_path) if name.startswith("global"))
     assert kept == ["global_step2", "global_step3"]
 
