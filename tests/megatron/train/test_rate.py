@@ -104,7 +104,7 @@ def test_a_finished_schedule_of_a_json_file_warns(tmp_path: Path) -> None:
     assert "0 from iteration 4 on" in first and "total_num_steps" in first
 
 
-@pytest.mark.parametrize("shape", ["linear", "exponential"])
+@pytest.mark.parametrize("shape", ["exponential", pytest.param("minus_sqrt", marks=pytest.mark.slow)])
 def test_a_run_of_wsd_resumes_bit_for_bit_within_every_phase(shape: str, tmp_path: Path) -> None:
     wsd = [*RUN[:-2], "--lr-decay-style", "WSD", "--lr-wsd-decay-style", shape, "--lr-wsd-decay-iters", 3,
            "--lr-warmup-iters", 2, "--train-iters", 8]
