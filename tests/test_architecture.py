@@ -142,7 +142,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
         megatron.inference.api.same megatron.inference.api.proof megatron.inference.api.quantise
-        megatron.inference.api.weights megatron.inference.api.kept megatron.inference.api.answer
+        megatron.inference.api.weights megatron.inference.api.answer
         megatron.inference.api.engine megatron.inference.api.init_inference
         megatron.inference
         megatron.evaluate megatron.evaluate.request megatron.evaluate.pieces megatron.evaluate.scorer

@@ -7,8 +7,7 @@
     proof.py            the cut model computes what the whole one did on an example, or is refused
     quantise.py         int8 weights for the layers that are cut
     weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory, of transformers too
-    kept.py             the decoder that stays from answer to answer
-    answer.py           `generate` as transformers types it, over the cache
+    answer.py           `generate` as transformers types it, over a decoder that stays from answer to answer
     engine.py           what a script holds
     init_inference.py   the call
 """

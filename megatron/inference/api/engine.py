@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.setting import require
 from megatron.errors import ConfigError
-from megatron.inference.api.answer import Wanted, answer
-from megatron.inference.api.kept import Kept
+from megatron.inference.api.answer import Kept, Wanted, answer
 from megatron.inference.api.same import check_tensors
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into

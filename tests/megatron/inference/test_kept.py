@@ -15,7 +15,7 @@ import torch
 
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api import kept
+from megatron.inference.api import answer
 from megatron.inference.decoder import Cache
 from tests.megatron.inference.gpt2s import PROMPTS, ours, theirs
 
@@ -56,13 +56,13 @@ def test_calls_share_one_cache_and_a_larger_one_takes_its_place() -> None:
 
 def test_a_cache_has_room_for_what_is_asked_and_no_more_than_is_allowed() -> None:
     sizes = []
-    real = kept.Decoder
+    real = answer.Decoder
 
     def noted(model: Any, rows: int, positions: int) -> Any:
         sizes.append((rows, positions))
         return real(model, rows, positions)
 
-    with patch.object(kept, "Decoder", noted):
+    with patch.object(answer, "Decoder", noted):
         engine = init_inference(ours(max_position_embeddings=LONG), max_out_tokens=150)
         for given in ({"max_new_tokens": 2}, {"max_new_tokens": 140}, {"num_return_sequences": 30}):
             engine.generate(PROMPTS, **given)
@@ -72,7 +72,7 @@ def test_a_cache_has_room_for_what_is_asked_and_no_more_than_is_allowed() -> Non
 def test_more_texts_than_rows_take_turns() -> None:
     model, drawn = ours(), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 5, "seed": 3}
     expected = init_inference(model).generate(PROMPTS, **drawn)
-    with patch.object(kept, "ROWS", 4):
+    with patch.object(answer, "ROWS", 4):
         assert torch.equal(init_inference(model).generate(PROMPTS, **drawn), expected)
 
 
