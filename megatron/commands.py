@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import wraps
 
 from megatron.launch.leaving import end_when_asked
-from megatron.launch.exits import run, write_error
-from megatron.launch.streams import prepare_streams
+from megatron.launch.exits import prepare_streams, run, write_error
 from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import DISTRIBUTION, __version__
 

@@ -92,10 +92,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags
-        megatron.launch megatron.launch.streams megatron.launch.room megatron.launch.leaving megatron.launch.signals
+        megatron.launch megatron.launch.leaving megatron.launch.signals
         megatron.launch.folders megatron.launch.link megatron.launch.pulse megatron.launch.nodes
         megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
-        megatron.launch.knock
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut
         megatron.checkpoint.lineage megatron.checkpoint.manifest

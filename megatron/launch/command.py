@@ -23,12 +23,11 @@ from typing import NoReturn
 
 from megatron.errors import EXIT_PEER, ConfigError, TrainerError
 from megatron.launch.blame import Sight
-from megatron.launch.folders import private_folder
+from megatron.launch.exits import prepare_streams
+from megatron.launch.folders import making_room, private_folder, reserve
 from megatron.launch.meeting import meet
 from megatron.launch.nodes import Nodes, Place
-from megatron.launch.room import making_room, reserve
 from megatron.launch.signals import write_stderr
-from megatron.launch.streams import prepare_streams
 from megatron.launch.supervise import Supervisor
 from megatron.whereabouts import PLACES_VARIABLE, Places
 

@@ -18,6 +18,7 @@ import re
 import resource
 import socket
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.alike import check_alike, facts_of_code
-from megatron.launch.knock import wait_until_listening
 from megatron.whereabouts import HERE, PLACES_VARIABLE, RUNNING, START_UP
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch.distributed
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+RETRY_SECONDS, SLOWEST_SECONDS = 0.2, 2.0
+"""Between attempts to reach rank 0, at first and after a while: many ranks may wait for long."""
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
 VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
@@ -285,7 +287,7 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     # Nobody waits in here for the ranks that are missing: alike.py does, and names them.
     tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
-        wait_until_listening(address, port, timeout.total_seconds())
+        _wait_until_listening(address, port, timeout.total_seconds())
         try:
             return tcp()
         except RuntimeError as error:
@@ -297,6 +299,25 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.
     listener = socket.create_server((address, port), backlog=max(128, env.world_size))
     return tcp(master_listen_fd=listener.detach())
+
+
+def _wait_until_listening(address: str, port: int, seconds: float) -> None:
+    """A PeerError where rank 0 does not listen in time: torch retries in silence, and prints a stack of its own."""
+    until, pause = time.monotonic() + seconds, RETRY_SECONDS
+    while True:
+        try:
+            with socket.create_connection((address, port), max(0.1, min(5.0, until - time.monotonic()))) as connection:
+                if connection.getsockname() != connection.getpeername():
+                    return
+                reason = "nothing listens there"  # it met itself, on a port that was free
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() + pause >= until:
+            raise PeerError(
+                f"rank 0 did not answer at {address}:{port} within {seconds:g} s ({reason}): look for its "
+                "error, and whether all ranks were started with the same MASTER_ADDR and MASTER_PORT")
+        time.sleep(pause)
+        pause = min(1.5 * pause, SLOWEST_SECONDS)
 
 
 def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:

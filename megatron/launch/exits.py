@@ -15,6 +15,7 @@ No torch import: errors are recognised by class name and text, so that a wrong f
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import re
@@ -35,7 +36,6 @@ from megatron.launch.leaving import Asked, ignore_at_the_end, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, folded)
 from megatron.launch.distributed import came_out_of_a_meeting, on_early_exit, read_environment, take_leave
-from megatron.launch.streams import prepare_streams
 from megatron.launch.voice import is_ours_to_say, let_others_come
 from megatron.whereabouts import HERE, RUNNING
 
@@ -265,8 +265,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def is_store_cut_off(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
-    """A note for the other ranks did not fit in our launcher's file: who reads it, or writes another, hangs (room.py).
-    """
+    """A note for the other ranks did not fit in our launcher's file: a rank that reads it, or writes one, hangs
+    (folders.py)."""
     return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
             and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 
@@ -347,3 +347,17 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
         pass  # not a file, or closed
+
+
+def prepare_streams() -> None:
+    """UTF-8 whatever the locale says; what is no text, as a file name may be, is printed with backslashes.
+    A stream that was closed before the start (`>&-`) goes nowhere, and programs that this one starts inherit that.
+    To be called before a command opens anything: the next file gets the number of a closed stream, and error lines."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
+        if stream is None:
+            nowhere = open(os.devnull, mode, encoding="utf-8", errors=errors)
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper) and (stream.encoding, stream.errors) != ("utf-8", errors):
+            stream.reconfigure(encoding="utf-8", errors=errors)

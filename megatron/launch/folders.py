@@ -2,13 +2,21 @@
 next one where it was killed.
 
 A launcher holds a lock on a file in its folder, which the kernel gives back when its process has ended, however it
-did. So a folder whose lock is free is nobody's. Where the file system has no locks nothing is swept.
+did. So a folder whose lock is free belongs to no launcher. Where the file system has no locks nothing is swept.
+
+Room for its files is reserved before a rank is started. The one in which ranks meet is torch's FileStore: a rank that
+reads a note which was cut off there asks the kernel for the rest of it forever, with the file locked; one that fails to
+write there leaves at once (exits.py). The file of places is mapped into memory, where a drive without room is a signal
+that ends a rank. Standard library only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
+import resource
 import shutil
 import stat
 import tempfile
@@ -17,10 +25,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron.errors import StorageError
+
 PREFIX = "megatron-launch-"
 LOCK = "held"
 OLD_SECONDS = 3600.0
 """Of a folder without a lock: those of former versions had none, and were empty until the ranks met."""
+ROOM = 4 * 2**20
+"""Some kilobytes a rank to begin with, and some for each pause of many seconds."""
+KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE: a file gets longer only by what is written."""
+CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Of a file system that promises nothing."""
 
 
 @contextmanager
@@ -68,3 +84,40 @@ def _sweep(folder: Path) -> None:
         shutil.rmtree(folder)
     finally:
         os.close(lock)
+
+
+@contextmanager
+def making_room() -> Iterator[None]:
+    """An OSError inside is told with the folder, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        raise StorageError(f"launcher: the files through which the ranks meet cannot be made in {folder}: "
+                           f"{error.strerror}; free space there, or name another folder in TMPDIR") from error
+
+
+def reserve(path: str, size: int = ROOM) -> None:
+    """Make this file, empty, to which so much can be written."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most != resource.RLIM_INFINITY and most < size:
+        raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
+                           f"ranks meet may need {size}; raise the limit")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _allocate(file, size)
+    finally:
+        os.close(file)
+
+
+def _allocate(file: int, size: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):  # not Linux
+        return
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while libc.fallocate(file, KEEP_SIZE, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number in CANNOT:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

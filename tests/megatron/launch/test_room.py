@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron import whereabouts
 from megatron.errors import StorageError
-from megatron.launch import command, exits, room
+from megatron.launch import command, exits, folders
 from tests.megatron.helpers import ROOT, TINY
 
 LIMIT = 60.0
@@ -30,7 +30,7 @@ def test_a_limit_on_the_size_of_files_ends_the_launcher_before_it_starts_ranks(
                            capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.returncode == 7 and ended.stdout == ""
     assert ended.stderr == (f"error: launcher: files may be no longer than {1024 * kibibytes} bytes (ulimit -f), and "
-                            f"the one in which the ranks meet may need {room.ROOM}; raise the limit\n")
+                            f"the one in which the ranks meet may need {folders.ROOM}; raise the limit\n")
     assert not [*tmp_path.iterdir()]
 
 
@@ -43,7 +43,7 @@ def test_a_temporary_folder_without_room_is_named(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    owner, name = {"store": (room, "_allocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
+    owner, name = {"store": (folders, "_allocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
     monkeypatch.setattr(owner, name, fail)
     assert command.main(["--nproc-per-node", "2", __file__]) == 7
     assert capfd.readouterr().err == (
@@ -53,16 +53,16 @@ def test_a_temporary_folder_without_room_is_named(
 
 
 def test_room_is_reserved_and_the_file_is_empty(tmp_path: Path) -> None:
-    room.reserve(str(tmp_path / "store"))
+    folders.reserve(str(tmp_path / "store"))
     status = (tmp_path / "store").stat()
     assert status.st_size == 0 and status.st_mode & 0o077 == 0
     if status.st_blocks:  # this file system keeps promises
-        assert status.st_blocks * 512 >= room.ROOM
+        assert status.st_blocks * 512 >= folders.ROOM
 
 
 def test_a_file_system_that_promises_nothing_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
-    room.reserve(str(tmp_path / "store"))
+    monkeypatch.setattr(folders, "KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
+    folders.reserve(str(tmp_path / "store"))
     assert (tmp_path / "store").exists()
 
 
@@ -117,7 +117,7 @@ def test_only_a_store_of_our_launcher_is_one_that_is_full() -> None:
     assert exits.explain(error, {"MEGATRON_STORE_FILE": "/tmp/x/store", "RANK": "1"}).code == 7
     assert exits.explain(error, {"RANK": "1"}).is_peer_loss
     assert exits.explain(dist.DistStoreError("wait timeout after 1ms"), {"MEGATRON_STORE_FILE": "x"}).is_peer_loss
-    with pytest.raises(StorageError), room.making_room():
+    with pytest.raises(StorageError), folders.making_room():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
