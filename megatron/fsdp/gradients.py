@@ -52,16 +52,9 @@ class ShownGradients:
             run = shown.get(index)
             if gradient is None:
                 if run is not None:
-                    self._forget(index, run)
+                    grads.forget(index)
             elif gradient is not run:
                 self._replace(index, run, gradient)
-
-    def _forget(self, index: int, run: Run) -> None:
-        if isinstance(run, Unsummed):
-            self._bucket.grads.view(index).zero_()
-        else:
-            local(run).zero_()
-        self._bucket.grads.unreach(index)
 
     def _replace(self, index: int, run: Run | None, gradient: Tensor) -> None:
         if run is None or isinstance(run, Unsummed) or local(gradient).shape != local(run).shape:

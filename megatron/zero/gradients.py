@@ -341,8 +341,15 @@ class FlatGradients:
         """The parameters that got a gradient since the last step."""
         return frozenset(self._reached)
 
-    def unreach(self, index: int) -> None:
-        """The gradient of this parameter has been forgotten."""
+    def forget(self, index: int) -> None:
+        """This parameter has no gradient: neither in the sums so far, nor in what is still to be summed."""
+        slot = self.layout.slots[index]
+        if self._shard is not None:
+            for segment in self.layout.segments(self._owners.rank):
+                if segment.slot is slot:
+                    self.shard[segment.shard_offset : segment.shard_offset + segment.count].zero_()
+        if index in self.filled:
+            self.view(index).zero_()
         self._reached.discard(index)
 
     @property

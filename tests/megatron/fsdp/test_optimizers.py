@@ -6,7 +6,8 @@ import copy
 import inspect
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp import FSDP, FSDPModule
+from megatron.fsdp.shard import local, place_of
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import around, batch, whole
 from tests.megatron.zero.models import Net
@@ -138,3 +140,43 @@ def reads(rank: int, world: int, way: str) -> list[str]:
 @pytest.mark.parametrize("way", ["torch", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_summed_cannot_be_read(way: str) -> None:
     assert run_ranks(reads, 2, way) == [[], []]
+
+
+ORDERS = ["".join(order) + "S" for length in (2, 3, 4) for order in product("SNF", repeat=length)
+          if "F" in order[1:] and "FF" not in "".join(order)]
+"""Of backwards that sum (S) or do not (N), and of one gradient being forgotten (F)."""
+
+
+def wrong_sums(rank: int, world: int, orders: list[str], way: str) -> list[str]:
+    """The orders after which a gradient is not that of the backwards since it was forgotten."""
+    wrong = []
+    for order, to_none in product(orders, (True, False)):
+        torch.manual_seed(0)
+        plain, model = nn.Linear(3, 2), around(nn.Linear(3, 2), way)
+        plain.load_state_dict(whole(model))
+        first, *_ = model.parameters()
+        expected = [torch.zeros_like(one) for one in plain.parameters()]
+        for number, letter in enumerate(order):
+            if letter == "F":
+                if first.grad is not None:
+                    first.grad = None if to_none else first.grad.zero_()
+                expected[0].zero_()
+                continue
+            inputs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + one))
+                      for one in range(world)]
+            with unsummed(model) if letter == "N" else nullcontext():
+                model(inputs[rank]).square().sum().backward()
+            for total, *of_ranks in zip(expected, *(torch.autograd.grad(plain(x).square().sum(), [*plain.parameters()])
+                                                    for x in inputs)):
+                total.add_(sum(of_ranks) / world)
+        for parameter, total in zip(model.parameters(), expected, strict=True):
+            run, start = local(parameter.grad), place_of(parameter.grad)[2]
+            if not torch.allclose(run, total.flatten()[start : start + run.numel()], atol=1e-5):
+                wrong.append(f"{order} {to_none}")
+    return wrong
+
+
+@pytest.mark.parametrize("way, orders", [("torch", ["SNFS", "SFNS", "NFS", "SNFNS"]), pytest.param(
+    "whole", ORDERS, marks=pytest.mark.slow), pytest.param("torch", ORDERS, marks=pytest.mark.slow)])
+def test_a_forgotten_gradient_is_forgotten_wherever_it_was_added_up(way: str, orders: list[str]) -> None:
+    assert run_ranks(wrong_sums, 2, orders, way) == [[], []]
