@@ -17,12 +17,12 @@ from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
 
 EXTRACTORS = ("resiliparse", "markup")
-"""The main content; all visible text."""
+"""Both parse as a browser does. The first also leaves out elements whose class or role marks them as boilerplate."""
 HTML = ("detect", "all", "none")
 _PAGE = re.compile(r"\ufeff?(?:\s++|<!--(?:-?>|.*?--!?>)|<\?xml[^>]*+>)*+"
                    r"<(!doctype\s+html|html|head|body|title|meta|link|style|script|base)\b", re.IGNORECASE | re.DOTALL)
 
-# What the library writes otherwise than a browser shows it -> elements that are parsed by the same rules.
+# Tags that the library renders unlike a browser -> a tag with the same parsing rules ("div dialog": see _HIDDEN).
 _RENAMED = {"noscript": "noembed", "menu": "ul", "dir": "ul", "listing": "pre", "dialog": "div dialog",
             **dict.fromkeys(("figure", "figcaption", "summary", "legend", "search"), "div")}
 _RENAME = re.compile(rf"(</?)({'|'.join(_RENAMED)})(?=[\s/>])", re.IGNORECASE)
@@ -57,7 +57,7 @@ class ExtractOptions:
 
 
 def make(options: ExtractOptions) -> Function:
-    text_of = page_text(main_content=options.extractor == "resiliparse")
+    text_of = page_text(drops_boilerplate=options.extractor == "resiliparse")
 
     def extract(document: Document) -> Document | Drop:
         if options.html == "none" or options.html == "detect" and not is_page(document):
@@ -73,7 +73,7 @@ def is_page(document: Document) -> bool:
     return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
-def page_text(main_content: bool) -> Callable[[str], str]:
+def page_text(drops_boilerplate: bool) -> Callable[[str], str]:
     """The function that gives the text of a page."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
@@ -81,7 +81,7 @@ def page_text(main_content: bool) -> Callable[[str], str]:
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _AROUND + _BOILERPLATE if main_content else _AROUND
+    names = _AROUND + _BOILERPLATE if drops_boilerplate else _AROUND
     around = f":is({', '.join(names)})"
 
     def text_of(tree: HTMLTree, *left_out: str) -> str:

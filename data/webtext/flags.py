@@ -112,7 +112,7 @@ def build_unique(args: argparse.Namespace) -> GlobalStage:
 
 def add_extract(parser: Parser) -> None:
     parser.add_argument("--extractor", choices=("auto", *extract.EXTRACTORS), default="auto",
-                        help="resiliparse (default): the main content; markup: all visible text")
+                        help="resiliparse (default): drop what class or role marks as boilerplate; markup: keep it")
     parser.add_argument("--html", choices=extract.HTML, default=extract.HTML[0], help="which documents are HTML")
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, by step: name, iteration, layout, bytes, the tag it was saved after; `latest` marks the
-    one that a load uses, `other branch` those that this one does not continue from. A warning for each that cannot be
-    read; an error where that is the one."""
+    """One line per complete tag, by step: name, iteration, layout, bytes and the tag it was saved after. `latest` marks
+    the one that a load uses, `other branch` those that are neither its ancestors nor its descendants. A warning for
+    each that cannot be read; an error where that is the one."""
     manifests = complete(root)
     records = {manifest.tag: manifest.record for manifest in manifests}
     manifests = manifests if tag is None else [manifest_of(root, held(root, tag))]

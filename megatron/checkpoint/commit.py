@@ -290,8 +290,8 @@ def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, dele
     The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
     oldest of these. Of the earlier ones those of this run are deleted, an abandoned branch first. Never deleted: what
     `latest` names, tags of the user's own and of other runs, those after the step of `saved` (of a branch that this run
-    has not reached yet), and links to elsewhere. `say` is told of what goes with a tag and is of no save, and by the
-    first save of a run of the tags of others.
+    has not reached yet), and links to elsewhere. `say` gets a warning of files in a deleted tag that no
+    save wrote, and, with the first save of a run, a note of the tags of others.
     """
     if keep.last is None:
         return []
@@ -306,8 +306,10 @@ def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, dele
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
                 "checkpoints of this run only")
-        before, latest = line[-keep.last].order if len(line) >= keep.last else (), latest_tag(root)
-        doomed = [record.tag for record in steps if record.order < before and record.iteration <= saved.iteration
+        if len(line) < keep.last:
+            return []
+        oldest_kept, latest = line[-keep.last].order, latest_tag(root)
+        doomed = [record.tag for record in steps if record.order < oldest_kept and record.iteration <= saved.iteration
                   and record.tag not in (latest, *others)
                   and not (keep.every and record.iteration % keep.every == 0)]
         for tag in doomed:

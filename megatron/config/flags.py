@@ -208,8 +208,9 @@ def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Seq
     known = {option: action for action in parser._actions for option in action.option_strings}
     valued = [(before, word) for before, word in zip(words, words[1:])
               if before in known and known[before].nargs == 0 and word.lower() in YES | NO]
-    sentences = [f"unexpected argument {word}: {before} is a switch, use "
-                 + (before if word.lower() in YES else _opposite(before, known[before]) or "nothing")
+    sentences = [f"unexpected argument {word}: {before} takes no value; "
+                 + (f"give {before} alone" if word.lower() in YES else
+                    f"give {opposite}" if (opposite := _opposite(before, known[before])) else f"leave {before} out")
                  for before, word in valued]
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
         hint = misspelt(flag, {*known, *beside}) or "`--help-all` lists every flag"
@@ -232,8 +233,8 @@ def _conflicts(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterato
         if len(names) > 1:
             values = {name: getattr(parser.parse_known_args(said)[0], field) for name, said in names.items()}
             (first, value), *others = values.items()
-            yield from (f"{first} is {in_words(value)}, but {name} is {in_words(other)}: two names of one setting; "
-                        "give one of them" for name, other in others if other != value)
+            yield from (f"{first} is {in_words(value)}, but {name} is {in_words(other)}: they set the same option; "
+                        "give only one of them" for name, other in others if other != value)
 
 
 def _stray(word: str, words: Sequence[str]) -> str:

@@ -34,7 +34,8 @@ class SaveConfig:
     no_load_rng: bool = setting(False, "do not load the random number state")
     finetune: bool = setting(False, "load the weights only, and start at iteration 0")
     load_precision_change: bool = setting(False, "accept a checkpoint of another precision; the loss scale starts anew")
-    resume_fallback: bool = setting(False, "where the newest checkpoint is damaged, use the newest good one")
+    resume_fallback: bool = setting(
+        False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:

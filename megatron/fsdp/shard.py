@@ -123,6 +123,11 @@ class Unsummed(Run):
         blank = torch.full((1,), torch.nan, dtype=_dtype(parameter), device=parameter.device)
         return run_of(blank.expand(local(parameter).shape), *place_of(parameter), cls)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unsummed(gradient of {_described(self)}, not summed over the ranks yet)"
+
+    __str__ = __repr__
+
     @staticmethod
     def refusal() -> ConfigError:
         return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
@@ -139,7 +144,7 @@ def local(part: Tensor) -> Tensor:
 
 
 def _appear() -> None:
-    """Somebody looks, within a pass."""
+    """Parameters without elements, within a pass, become their shards again for who looks at them."""
     for shards in [*Shards.empty] if Shards.empty else ():
         shards.appear()
 

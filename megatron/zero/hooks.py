@@ -223,7 +223,7 @@ def _mark_of(output: Tensor) -> object:
 
 
 def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
-    if any(map(unit.lends, tensors_in(output))):  # its memory is about to go
+    if any(map(unit.lends, tensors_in(output))):  # a view would keep all of the gathered buffer
         output = mapped(output, lambda tensor: tensor.clone() if unit.lends(tensor) else tensor)
     seen = list(tensors_in(output))
     made = [tensor for tensor in seen if tensor.requires_grad and not tensor.is_leaf]  # leaves come out of order

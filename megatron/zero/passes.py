@@ -76,8 +76,9 @@ class Passes:
         except BaseException as error:
             self.fail(error)
             if CHANGED in str(error) and self._splits_parameters:
-                raise ConfigError(f"the backward came to parameters that were away, or to a tensor that was changed in "
-                                  f"place after the forward: {UNSEEN}. torch says: {error}") from error
+                raise ConfigError("a backward came to a parameter while it was split over the ranks, or to a tensor "
+                                  f"that was changed in place after the forward: {UNSEEN}. torch says: {error}"
+                                  ) from error
             raise
         self.end(retain_graph=retain_graph)
 

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.gradients import UNSEEN
 
 CHANGED = "has been modified by an inplace operation"
 """What autograd says of a saved tensor of another version."""
@@ -39,7 +41,7 @@ class SavedWeight(NamedTuple):
 
 
 class SavedWeightHooks:
-    """Those of one unit. They are on while its forward runs."""
+    """Saved-tensor hooks of one unit, active during its forward."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         self._buckets = [(bucket, [slot.offset for slot in bucket.layout.slots]) for bucket in buckets]
@@ -68,15 +70,13 @@ class SavedWeightHooks:
 
 
 def _unpack(saved: SavedWeight | tuple[Tensor, int]) -> Tensor:
-    if not isinstance(saved, SavedWeight):
-        tensor, version = saved
-        _check(tensor, version)
-        return tensor
-    _check(saved.parameter, saved.version)
-    return saved.bucket.view(saved.size, saved.stride, saved.offset)
-
-
-def _check(tensor: Tensor, version: int) -> None:
+    if isinstance(saved, SavedWeight):
+        if saved.parameter._version != saved.version:
+            raise ConfigError(f"a backward came to {saved.bucket.describe(saved.parameter)} while it was split over "
+                              f"the ranks, or after it was written to: {UNSEEN}")
+        return saved.bucket.view(saved.size, saved.stride, saved.offset)
+    tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(f"one of the variables needed for gradient computation {CHANGED}: a tensor of shape "
                            f"{list(tensor.shape)} is at version {tensor._version}; expected version {version} instead")
+    return tensor

@@ -206,7 +206,7 @@ def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
 @pytest.mark.parametrize("model, error", [
     (RankDrop, "the ranks ran different blocks"),  # they have received each other's
     (RootReadsBlock, "cannot be used here"), (OtherMethod, "cannot be used here"),  # a placeholder
-    (ReadLater, "parameters that were away"), (InAnObject, "parameters that were away"),  # their memory is gone
+    (ReadLater, "while it was split"), (InAnObject, "while it was split"),  # their memory is gone
 ])
 def test_what_stage_3_cannot_run_fails_and_never_trains_wrongly(model: type[nn.Module], error: str) -> None:
     with pytest.raises(RankError, match=error):
