@@ -73,7 +73,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("3: the engine", """
         megatron.optim.grid megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion
         megatron.optim.lamb megatron.optim.muon
-        megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
+        megatron.optim.one_bit megatron.optim.one_bit_lamb
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
@@ -84,7 +84,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients
-        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift megatron.zero.buffers
+        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.buffers
         megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
         megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks
         megatron.zero.utils megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions
@@ -99,7 +99,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
         megatron.launch.knock
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
-        megatron.checkpoint megatron.checkpoint.signature megatron.checkpoint.strict megatron.checkpoint.cut
+        megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut
         megatron.checkpoint.manifest megatron.checkpoint.origin
         megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
         megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers

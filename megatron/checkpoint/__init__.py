@@ -1,8 +1,7 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first seventeen need no torch, so `list` and `verify` do not either.
+Read in this order. The first sixteen need no torch, so `list` and `verify` do not either.
 
-    signature.py   a key, and what is signed with it
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     cut.py         local index <-> logical index under any tensor-parallel cut, and which shard holds an element
     manifest.py    what a checkpoint is: logical tensors and how they are cut

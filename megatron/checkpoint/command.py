@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import typed
+from megatron.config.save import refuse_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 if TYPE_CHECKING:
@@ -57,21 +57,20 @@ def list_tags(root: Path, tag: str | None) -> None:
 
 def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    signed = "  signed" if manifest.is_signed else ""
-    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}"
+    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes"
 
 
 def _bytes(manifest: Manifest) -> int:
     return manifest.nbytes if manifest.has_parts else sum(entry.size for entry in manifest.files.values())
 
 
-def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
+def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
     names = [held(root, tag)] if tag is not None else list(dict.fromkeys([*all_tags(root), *unreadable(root)]))
     for name in names:
         try:
-            manifest = verify(root, name, key)
+            manifest = verify(root, name)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
@@ -80,31 +79,31 @@ def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
         raise CheckpointError(f"{damaged[0]}{more}")
 
 
-def print_digest(root: Path, tag: str | None, key: Key | None) -> None:
+def print_digest(root: Path, tag: str | None) -> None:
     from megatron.checkpoint.export import digest
     from megatron.checkpoint.reader import open_checkpoint
 
-    for line in digest(open_checkpoint(root, tag, int8=True, key=key)):
+    for line in digest(open_checkpoint(root, tag, int8=True)):
         print(line, flush=True)
 
 
-def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) -> None:
+def merge_weights(root: Path, tag: str | None, output: Path) -> None:
     from megatron.checkpoint.export import merge
     from megatron.checkpoint.reader import open_checkpoint
 
-    checkpoint = open_checkpoint(root, tag, key=key)
+    checkpoint = open_checkpoint(root, tag)
     _tell_of_masters(checkpoint)
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
 def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-            version: float | None, key: Key | None) -> None:
+            version: float | None) -> None:
     from megatron.checkpoint.interchange.convert import import_weights, open_foreign
     from megatron.checkpoint.interchange.huggingface import export
     from megatron.checkpoint.reader import open_checkpoint
 
     if tag is not None or tag_names(source):
-        checkpoint = open_checkpoint(source, tag, key=key)
+        checkpoint = open_checkpoint(source, tag)
         _tell_of_masters(checkpoint)
         for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
             print(f"{path}: {path.stat().st_size} bytes")
@@ -112,7 +111,7 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
     found = open_foreign(source, vocab_size, heads, version)
     for note in found.notes:
         print(f"note: {found.where}: {note}")
-    report = import_weights(found, output, key)
+    report = import_weights(found, output)
     shape = found.model
     print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
           f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
@@ -121,16 +120,16 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
 
 
 def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-             version: float | None, key: Key | None) -> None:
+             version: float | None) -> None:
     from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
     from megatron.checkpoint.reader import open_checkpoint
 
     if tag is not None or tag_names(source):
-        found = open_checkpoint(source, tag, key=key)
+        found = open_checkpoint(source, tag)
         _tell_of_masters(found)
-        report = quantise_weights(found, output, key)
+        report = quantise_weights(found, output)
     else:
-        report = quantise_weights(open_foreign(source, vocab_size, heads, version), output, key)
+        report = quantise_weights(open_foreign(source, vocab_size, heads, version), output)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 
@@ -167,16 +166,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-version", type=float, metavar="V",
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
-    parser.add_argument("--checkpoint-key", metavar="FILE",
-                        help="take checkpoints only if they are signed with the key in this file, and sign what "
-                             "convert writes")
+    parser.add_argument("--checkpoint-key", type=refuse_key, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
     if chosen.dtype is not None and chosen.command != "convert":
         parser.error("--dtype belongs to convert")
-    if chosen.checkpoint_key is not None and chosen.command == "list":
-        parser.error("--checkpoint-key: list checks no signature; verify does")
     root, tag = locate(chosen.dir)
     if tag is not None and chosen.tag not in (None, tag):
         parser.error(f"{chosen.dir} is tag {tag}, and --tag says {chosen.tag}")
@@ -186,16 +181,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    key = read_key(chosen.checkpoint_key)
     if chosen.command == "merge":
-        merge_weights(chosen.dir, chosen.tag, chosen.output, key)
+        merge_weights(chosen.dir, chosen.tag, chosen.output)
     elif chosen.command == "convert":
         (convert if chosen.dtype is None else quantise)(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size,
-                                                        chosen.num_attention_heads, chosen.checkpoint_version, key)
+                                                        chosen.num_attention_heads, chosen.checkpoint_version)
     elif chosen.command == "list":
         list_tags(chosen.dir, chosen.tag)
     else:
-        (verify_tags if chosen.command == "verify" else print_digest)(chosen.dir, chosen.tag, key)
+        (verify_tags if chosen.command == "verify" else print_digest)(chosen.dir, chosen.tag)
 
 
 def main(arguments: list[str]) -> int:

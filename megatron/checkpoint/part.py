@@ -15,7 +15,6 @@ from typing import Any
 from data.storage import crc32
 from megatron.checkpoint.manifest import FORMAT, FileEntry, Manifest, files_from_json
 from megatron.checkpoint.origin import Origin, check_origin, origin_of
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
@@ -39,9 +38,9 @@ class Part:
     def tensor_files(self) -> list[str]:
         return [name for name in self.files if name not in SHARED]
 
-    def to_bytes(self, key: Key | None) -> bytes:
+    def to_bytes(self) -> bytes:
         files = {name: entry.as_dict() for name, entry in self.files.items()}
-        return seal({"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state}, key)
+        return seal({"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state})
 
 
 def part_name(rank: int) -> str:
@@ -65,7 +64,7 @@ def read_part(folder: Path, manifest: Manifest, rank: int) -> tuple[Part, FileEn
     if not (folder / name).is_file():
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.ranks}) missing")
     data = read_bytes(folder / name, where)
-    record = Record(unseal(data, where, manifest.key), where)
+    record = Record(unseal(data, where), where)
     if (version := record.count("format")) != manifest.format:
         raise CheckpointError(f"{where}: format {version}, expected {manifest.format}")
     origin = origin_of(manifest, rank)

@@ -27,7 +27,6 @@ from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
 from megatron.checkpoint.origin import origin_of
 from megatron.checkpoint.part import SHARED_STATE, Part, part_name, read_part
 from megatron.checkpoint.piece import sharding_of
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.state import decode
 from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
 from megatron.checkpoint.strangers import unread
@@ -39,52 +38,51 @@ from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    say: Say = say_stderr, int8: bool = False, key: Key | None = None) -> Checkpoint:
+                    say: Say = say_stderr, int8: bool = False) -> Checkpoint:
     """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
     With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why. One with int8
-    weights is for those who ask for it with `int8`. With a `key` it must be signed with it.
+    weights is for those who ask for it with `int8`.
     """
-    found = _open(Path(root), tag, world, fallback, say, key)
+    found = _open(Path(root), tag, world, fallback, say)
     if found.has(LEVELS) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, key: Key | None) -> Checkpoint:
+def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -> Checkpoint:
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
-        found = _open_verified(root, first, world, say, key)
+        found = _open_verified(root, first, world, say)
     except CheckpointError as error:
         others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
         if not fallback or not others:
             advice = "; --resume-fallback takes the newest good one before it" if others else ""
             raise CheckpointError(f"{error}{advice}") from error
-        return _fall_back(root, error, others, world, say, key)
+        return _fall_back(root, error, others, world, say)
     if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
         say(warning)
     return found
 
 
-def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say,
-               key: Key | None) -> Checkpoint:
+def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say) -> Checkpoint:
     """The first of the other tags that is good; the last one's error where none is."""
     for name in others:
         if world.rank == 0:
             say(f"warning: {error}; falling back to an older tag, {name}")
         try:
-            return _open_verified(root, name, world, say, key)
+            return _open_verified(root, name, world, say)
         except CheckpointError as found:
             error = found
     raise error
 
 
-def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
+def _open_verified(root: Path, tag: str, world: Group, say: Say) -> Checkpoint:
     """Every rank checks its share of the files, and the first one whether there are others. Collective."""
-    manifest, checked = agree(partial(_check_share, root, tag, world, key), world)
+    manifest, checked = agree(partial(_check_share, root, tag, world), world)
     alike({f"tag {tag}": manifest.name_of_save}, world, "the ranks find different checkpoints")
     count = total(checked, world)
     if others := agree(partial(_other_names, root, tag, manifest, count if world.rank == 0 else None), world):
@@ -92,9 +90,9 @@ def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None
     return Checkpoint(folder_of(root, tag), manifest)
 
 
-def _check_share(root: Path, tag: str, world: Group, key: Key | None) -> tuple[Manifest, int]:
+def _check_share(root: Path, tag: str, world: Group) -> tuple[Manifest, int]:
     with _reading(root, tag):
-        manifest = manifest_of(root, tag, key)
+        manifest = manifest_of(root, tag)
         return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
 
 

@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from hashlib import sha256
 from typing import IO, Self
 
 import numpy as np
@@ -31,9 +30,8 @@ class Sink:
     """An empty file being written, and what its manifest entry will say. While one block is filled and checksummed, a
     second thread writes the other one; both leave the interpreter to the training."""
 
-    def __init__(self, file: IO[bytes], signed: bool = False) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.crc = file, 0, 0
-        self._sha = sha256() if signed else None
         self._filling, self._leaving = (np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8) for _ in range(2))
         self._used = 0
         self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
@@ -52,8 +50,6 @@ class Sink:
             part = self._filling[self._used:self._used + rest.size]
             np.copyto(part, rest[:part.size])
             self.crc = crc32(part.data, self.crc)  # while it is in the processor's cache
-            if self._sha is not None:
-                self._sha.update(part.data)
             self._used += part.size
             rest = rest[part.size:]
             if self._used == BLOCK:
@@ -65,7 +61,7 @@ class Sink:
         _set_direct(self.file, False)
         _write(self.file, self._filling[:self._used].data)
         os.fsync(self.file.fileno())
-        return FileEntry(self.size, f"{self.crc:08x}", "" if self._sha is None else self._sha.hexdigest())
+        return FileEntry(self.size, f"{self.crc:08x}")
 
     def _send(self) -> None:
         """The full block leaves, the other one is filled next."""

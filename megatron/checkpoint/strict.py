@@ -1,7 +1,7 @@
 """JSON records read strictly: every field is expected, typed and used, or the error names it and its file.
 
-A *sealed* record is one whose last field is the crc32 of every byte before it; a signed one (signature.py) has its
-signature before that.
+A *sealed* record is one whose last field is the crc32 of every byte before it. Older versions could sign one: a field
+`hmac` before that, which is not looked at.
 
 Not a schema language: a few dozen lines that the manifest needs.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.storage import crc32, told
-from megatron.checkpoint.signature import Key, is_signed
 from megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -61,11 +60,9 @@ def read_bytes(path: Path, where: str) -> bytes:
     return data
 
 
-def seal(fields: Mapping[str, Any], key: Key | None = None) -> bytes:
-    """The record as JSON, sealed, and signed where there is a key."""
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """The record as JSON, sealed."""
     text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
-    if key is not None:
-        text += key.sign(text)
     return readable(text + ending(text))
 
 
@@ -77,13 +74,11 @@ def readable(data: bytes) -> bytes:
     return data
 
 
-def unseal(data: bytes, where: str, key: Key | None = None) -> object:
-    """The record in `data`, without its seal, which must be good, and the signature, which counts if there is a key."""
+def unseal(data: bytes, where: str) -> object:
+    """The record in `data`, without its seal, which must be good, and without the signature of an older version."""
     text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
     if data[len(text):] != ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
-    if key is not None:
-        key.check(text, where)
     try:
         record = parse_json(str(text, "utf-8") + "}", where)
     except UnicodeDecodeError as error:
@@ -91,11 +86,6 @@ def unseal(data: bytes, where: str, key: Key | None = None) -> object:
     if isinstance(record, dict):
         record.pop("hmac", None)
     return record
-
-
-def says_signed(data: bytes) -> bool:
-    """A sealed record has a signature, whether it is good or not."""
-    return is_signed(memoryview(data)[:max(data.rfind(CHECKSUM), 0)])
 
 
 def ending(text: bytes | memoryview) -> bytes:

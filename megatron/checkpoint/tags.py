@@ -17,7 +17,6 @@ from megatron.checkpoint.content import check_files, check_pieces
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest, safe_name, step_of
 from megatron.checkpoint.part import part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strangers import check_tag_inside, unread
 from megatron.errors import CheckpointError
 
@@ -46,13 +45,13 @@ def held(root: Path, tag: str) -> str:
     return tag
 
 
-def manifest_of(root: Path, tag: str, key: Key | None = None) -> Manifest:
-    """The valid manifest of one tag, which with a key must be signed with it."""
+def manifest_of(root: Path, tag: str) -> Manifest:
+    """The valid manifest of one tag."""
     folder = folder_of(root, tag)
     check_tag_inside(folder, root, tag)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{recognise(folder)}")
-    manifest = read_manifest(folder, key)
+    manifest = read_manifest(folder)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
     return manifest
@@ -106,10 +105,10 @@ def complete(root: Path) -> list[Manifest]:
     return manifests
 
 
-def verify(root: Path, tag: str, key: Key | None = None, say: Say = say_stderr) -> Manifest:
+def verify(root: Path, tag: str, say: Say = say_stderr) -> Manifest:
     """Every byte of the tag against its manifest and its parts; the manifest with all files. `say` is told of others.
     """
-    manifest = manifest_of(root, tag, key)
+    manifest = manifest_of(root, tag)
     folder = folder_of(root, tag)
     files = check_share(folder, manifest)
     if others := other_names(folder, manifest, len(files)):

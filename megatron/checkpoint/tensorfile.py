@@ -64,24 +64,23 @@ def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[lis
         yield batch
 
 
-def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}, signed: bool = False) -> FileEntry:
+def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
     """Write and fsync a new safetensors file."""
     with open(path, "xb", buffering=0) as file:
-        return write_items(file, items, metadata, signed)
+        return write_items(file, items, metadata)
 
 
-def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {},
-                signed: bool = False) -> FileEntry:
-    with Sink(file, signed) as sink:
+def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
+    with Sink(file) as sink:
         sink.write(_header(items, metadata))
         for item in items:
             sink.write(_bytes_of(item))
         return sink.finish()
 
 
-def write_blob(path: Path, data: bytes, signed: bool = False) -> FileEntry:
+def write_blob(path: Path, data: bytes) -> FileEntry:
     """Write and fsync a new file of other content."""
-    with open(path, "xb", buffering=0) as file, Sink(file, signed) as sink:
+    with open(path, "xb", buffering=0) as file, Sink(file) as sink:
         sink.write(data)
         return sink.finish()
 

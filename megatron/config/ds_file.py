@@ -23,7 +23,7 @@ from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
-from megatron.config.ds_together import FREEZE_STEPS, PARAMS, WARMUP_STEPS, Setting
+from megatron.config.ds_together import FREEZE_STEP, PARAMS, WARMUP_STEPS, Setting
 from megatron.config.idle import idle
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
@@ -260,7 +260,7 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
     if path == WARMUP_STEPS:
         section, iters = config.schedule, config.schedule.lr_decay_iters or max(1, config.train.train_iters)
         return f"{int(section.warmup * iters)} steps (--warmup {section.warmup:g} of {iters})"
-    if path.removeprefix(PARAMS) in FREEZE_STEPS:
+    if path == PARAMS + FREEZE_STEP:
         return "found while the run goes on"
     row = TABLE[path]
     flat = {name: value for section in config.as_dict().values() for name, value in section.items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.config.save import NOT_SIGNED
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -137,6 +139,7 @@ FOREIGN: dict[str, Foreign] = {
     "output-dir": Foreign(_SAVE),
     "overwrite-output-dir": Foreign(_LEAVE_OUT + "without --load a run starts anew"),
     "resume-from-checkpoint": Foreign("use --load FOLDER"),
+    "checkpoint-key": Foreign(NOT_SIGNED),
     "ckpt-format": Foreign(_LEAVE_OUT + "there is one format", ("torch_dist",)),
     "save-strategy": Foreign("use --save-interval STEPS"),
     "evaluation-strategy": Foreign("use --eval-interval STEPS; 0 turns evaluation off"),

@@ -27,7 +27,6 @@ from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.recognise import recognise
-from megatron.checkpoint.signature import Key
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.config.hf_shape import CONFIG
@@ -54,17 +53,17 @@ def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None 
                           f"{recognise(source)}")
 
 
-def import_weights(found: Foreign, root: Path, key: Key | None = None) -> SaveReport:
-    """Write the weights as a checkpoint of ours, signed with `key`, one tensor in memory at a time."""
+def import_weights(found: Foreign, root: Path) -> SaveReport:
+    """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     pieces = [_weight(found, name, shape) for name, shape in found.shapes.items()]
-    return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0, key=key)
+    return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0)
 
 
-def quantise_weights(found: Checkpoint | Foreign, root: Path, key: Key | None = None) -> SaveReport:
-    """Write the weights with matrices of int8 (int8.py), signed with `key`, one tensor in memory at a time; of a run
-    the tag stays."""
+def quantise_weights(found: Checkpoint | Foreign, root: Path) -> SaveReport:
+    """Write the weights with matrices of int8 (int8.py), one tensor in memory at a time; of a run the tag
+    stays."""
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     tag, iteration = (step_tag(0), 0) if isinstance(found, Foreign) else (found.tag, found.iteration)
@@ -76,19 +75,18 @@ def quantise_weights(found: Checkpoint | Foreign, root: Path, key: Key | None = 
     pieces = [piece for name, shape in shapes.items() for piece in
               (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
     said = {} if isinstance(found, Foreign) else found.shared_state["client_state"]
-    return _save(root, tag, pieces, config, iteration, {name: said[name] for name in ("tokenizer",) if name in said},
-                 key)
+    return _save(root, tag, pieces, config, iteration, {name: said[name] for name in ("tokenizer",) if name in said})
 
 
 def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int,
-          client_state: Mapping[str, Any] = {}, key: Key | None = None) -> SaveReport:
+          client_state: Mapping[str, Any] = {}) -> SaveReport:
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
                               "client_state": dict(client_state)}
     probe(root, "--output")
     with locked(root):
         return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
-                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration, key=key)
+                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
 
 
 def _weight(found: Checkpoint | Foreign, name: str, shape: tuple[int, ...]) -> Piece:
