@@ -98,7 +98,6 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
     "flops profiler": _under("flops_profiler."),
     "autotuning": _under("autotuning."),
-    "checkpoint": _under("checkpoint."),
 }
 
 

@@ -72,7 +72,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("3: the engine", """
         megatron.optim.grid megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion
         megatron.optim.lamb megatron.optim.muon
-        megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
+        megatron.optim.one_bit megatron.optim.one_bit_lamb
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.tiling
@@ -82,11 +82,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.initial_params megatron.zero.exchanges megatron.zero.turns
-        megatron.zero.gradients megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift
-        megatron.zero.buffers megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together
-        megatron.zero.aside megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights
-        megatron.zero.hooks megatron.zero.utils megatron.zero.units megatron.zero.hidden megatron.zero.residency
-        megatron.zero.reductions megatron.zero.forwards megatron.zero.passes megatron.zero.state
+        megatron.zero.gradients megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.buffers
+        megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
+        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks
+        megatron.zero.units megatron.zero.utils megatron.zero.hidden megatron.zero.residency megatron.zero.reductions
+        megatron.zero.forwards megatron.zero.passes megatron.zero.state
         megatron.zero.own_exchange megatron.zero.renewal megatron.zero.wholes megatron.zero.update megatron.zero.step
         megatron.zero.engine
     """),
@@ -97,10 +97,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut
-        megatron.checkpoint.lineage megatron.checkpoint.manifest
-        megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
-        megatron.checkpoint.recognise megatron.checkpoint.strangers
-        megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.tensorfile
+        megatron.checkpoint.lineage megatron.checkpoint.manifest megatron.checkpoint.part megatron.checkpoint.int8
+        megatron.checkpoint.header megatron.checkpoint.recognise megatron.checkpoint.strangers megatron.checkpoint.tags
+        megatron.checkpoint.choice megatron.checkpoint.tensorfile
         megatron.checkpoint.state
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.trash
         megatron.checkpoint.commit

@@ -92,7 +92,7 @@ def of_console(text: str, capfd: Any) -> str:
 
 
 def of_checkpoint_list(text: str, capfd: Any) -> str:
-    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, is_signed=False, has_parts=True, nbytes=1)
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_parts=True, nbytes=1)
     return f"{checkpoint._line(found)}\n"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.checkpoint.strict import FLAG, Key, read_key
-from megatron.config.setting import place_told
 from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError,
                              TrainerError)
 from megatron.launch.alike import difference
@@ -107,18 +105,6 @@ def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable
     _raise_first(int(first), failure, world)
     return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
             for text, smallest, negated in zip(texts, found[:len(told)], found[len(told):], strict=True)]
-
-
-def same_key(path: str | None, world: Group) -> Key | None:
-    """What checkpoints are signed with, the same on all ranks, which may have its file each in a place of its own. All
-    come here, those without a key too."""
-    alike({FLAG: place_told(path)}, world, "some ranks would sign checkpoints, and others not")
-    if path is None:
-        return None
-    key = agree(lambda: read_key(path), world)
-    assert key is not None
-    alike({f"content of {FLAG}": key.mark}, world, "the ranks would sign checkpoints with different keys")
-    return key
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:

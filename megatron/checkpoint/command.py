@@ -22,9 +22,9 @@ from megatron.checkpoint.choice import all_tags, candidates, explain_choice, lat
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.strict import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import CommandParser
+from megatron.config.save import refuse_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def list_tags(root: Path, tag: str | None) -> None:
 
 def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    signed = "  signed" if manifest.is_signed else ""
-    return one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}")
+    return one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes")
 
 
 def _descent(record: SaveRecord, records: Mapping[str, SaveRecord], used: SaveRecord | None) -> str:
@@ -83,13 +82,13 @@ def _bytes(manifest: Manifest) -> int:
     return manifest.nbytes if manifest.has_parts else sum(entry.size for entry in manifest.files.values())
 
 
-def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
+def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
     names = [held(root, tag)] if tag is not None else list(dict.fromkeys([*all_tags(root), *unreadable(root)]))
     for name in names:
         try:
-            manifest = verify(root, name, key)
+            manifest = verify(root, name)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
@@ -98,24 +97,24 @@ def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
         raise CheckpointError(f"{damaged[0]}{more}")
 
 
-def print_digest(root: Path, tag: str | None, key: Key | None) -> None:
+def print_digest(root: Path, tag: str | None) -> None:
     from megatron.checkpoint.export import digest
     from megatron.checkpoint.reader import open_checkpoint
 
-    for line in digest(open_checkpoint(root, tag, int8=True, key=key)):
+    for line in digest(open_checkpoint(root, tag, int8=True)):
         print(line, flush=True)
 
 
-def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) -> None:
+def merge_weights(root: Path, tag: str | None, output: Path) -> None:
     from megatron.checkpoint.export import merge
     from megatron.checkpoint.reader import open_checkpoint
 
-    checkpoint = open_checkpoint(root, tag, key=key)
+    checkpoint = open_checkpoint(root, tag)
     _tell_of_masters(checkpoint)
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
-def convert(source: Path, tag: str | None, chosen: argparse.Namespace, key: Key | None) -> None:
+def convert(source: Path, tag: str | None, chosen: argparse.Namespace) -> None:
     """To or from another program's files; with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.interchange.convert import import_weights, open_foreign, quantise_weights
     from megatron.checkpoint.interchange.huggingface import export
@@ -123,26 +122,26 @@ def convert(source: Path, tag: str | None, chosen: argparse.Namespace, key: Key 
 
     output = chosen.output
     if tag is not None or tag_names(source):
-        checkpoint = open_checkpoint(source, tag, key=key)
+        checkpoint = open_checkpoint(source, tag)
         _tell_of_masters(checkpoint)
         if chosen.dtype is None:
             for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
                 print(f"{path}: {path.stat().st_size} bytes")
             return
-        report = quantise_weights(checkpoint, output, key)
+        report = quantise_weights(checkpoint, output)
     else:
         found = open_foreign(source, chosen.vocab_size, chosen.num_attention_heads, chosen.checkpoint_version)
         if chosen.dtype is None:
             for note in found.notes:
                 print(f"note: {found.where}: {note}")
-            report, shape = import_weights(found, output, key), found.model
+            report, shape = import_weights(found, output), found.model
             print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
                   f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
                   f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
                   "--finetune")
             return
-        report = quantise_weights(found, output, key)
+        report = quantise_weights(found, output)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 
@@ -171,16 +170,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-version", type=float, metavar="V",
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
-    parser.add_argument("--checkpoint-key", metavar="FILE",
-                        help="take checkpoints only if they are signed with the key in this file, and sign what "
-                             "convert writes")
+    parser.add_argument("--checkpoint-key", type=refuse_key, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
     if chosen.dtype is not None and chosen.command != "convert":
         parser.error("--dtype belongs to convert")
-    if chosen.checkpoint_key is not None and chosen.command == "list":
-        parser.error("--checkpoint-key: list checks no signature; verify does")
     root, tag = locate(chosen.dir)
     if tag is not None and chosen.tag not in (None, tag):
         parser.error(f"{chosen.dir} is tag {tag}, and --tag says {chosen.tag}")
@@ -190,15 +185,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run(arguments: list[str]) -> None:
     chosen = parse(arguments)
-    key = read_key(chosen.checkpoint_key)
     if chosen.command == "merge":
-        merge_weights(chosen.dir, chosen.tag, chosen.output, key)
+        merge_weights(chosen.dir, chosen.tag, chosen.output)
     elif chosen.command == "convert":
-        convert(chosen.dir, chosen.tag, chosen, key)
+        convert(chosen.dir, chosen.tag, chosen)
     elif chosen.command == "list":
         list_tags(chosen.dir, chosen.tag)
     else:
-        (verify_tags if chosen.command == "verify" else print_digest)(chosen.dir, chosen.tag, key)
+        (verify_tags if chosen.command == "verify" else print_digest)(chosen.dir, chosen.tag)
 
 
 def main(arguments: list[str]) -> int:

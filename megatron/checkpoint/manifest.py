@@ -32,7 +32,7 @@ from zlib import crc32
 
 from megatron.checkpoint.cut import Sharding, Spread
 from megatron.checkpoint.lineage import History, SaveRecord, lineage_in, lineage_to_json
-from megatron.checkpoint.strict import CHECKSUM, Key, Record, ending, read_bytes, says_signed, seal, unseal
+from megatron.checkpoint.strict import CHECKSUM, Record, ending, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
 FORMAT = 5
@@ -76,11 +76,9 @@ class FileEntry:
     size: int
     crc32: str
     """8 hexadecimal digits, as data.storage.crc32_file writes them."""
-    sha256: str = ""
-    """In signed checkpoints."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value != ""}
+        return asdict(self)
 
 
 @dataclass(frozen=True, order=True)
@@ -169,10 +167,6 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Formats 1 and 2: every other file of the tag. Later: empty, unless `tags.verify` has filled it in."""
     format: int = FORMAT
-    key: Key | None = field(default=None, repr=False, compare=False)
-    """What it was signed with, and its parts are: not in the file."""
-    is_signed: bool = field(default=False, compare=False)
-    """With some key, which nobody may have checked."""
 
     @property
     def name_of_save(self) -> str:
@@ -234,7 +228,7 @@ class Manifest:
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
         body |= lineage_to_json(self.branch, self.history) | {"commit": self.commit, "saved_at": self.saved_at}
-        return seal(body, self.key)
+        return seal(body)
 
     def check(self) -> None:
         """What no single field can promise: tensors named once and whole, their pieces in listed files."""
@@ -253,9 +247,9 @@ class Manifest:
                 raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
 
 
-def read_manifest(folder: Path, key: Key | None = None) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     where = f"tag {folder.name}: {MANIFEST}"
-    return from_bytes(read_bytes(folder / MANIFEST, where), where, key)
+    return from_bytes(read_bytes(folder / MANIFEST, where), where)
 
 
 def record_of(folder: Path) -> SaveRecord | None:
@@ -295,9 +289,9 @@ def _end_of(folder: Path) -> bytes | None:
         return None
 
 
-def from_bytes(data: bytes, where: str = MANIFEST, key: Key | None = None) -> Manifest:
+def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
     """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
-    record = Record(unseal(data, where, key), where)
+    record = Record(unseal(data, where), where)
     if (version := record.count("format")) not in range(1, FORMAT + 1):
         raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
     branch, history = lineage_in(record) if version > 4 else ("", ())
@@ -310,7 +304,7 @@ def from_bytes(data: bytes, where: str = MANIFEST, key: Key | None = None) -> Ma
                         save_id=record.take("save_id", str) if version > 2 else "",
                         nbytes=record.count("nbytes") if version > 2 else 0,
                         files=files_from_json(record.take("files", dict), where) if version < 3 else {},
-                        format=version, key=key, is_signed=says_signed(data))
+                        format=version)
     record.done()
     manifest.check()
     _check_save_id(manifest, where)
@@ -332,8 +326,8 @@ def files_from_json(values: dict[str, object], where: str) -> dict[str, FileEntr
 
 
 def _file(record: Record) -> FileEntry:
-    entry = FileEntry(record.count("size"), record.take("crc32", str),
-                      record.take("sha256", str) if "sha256" in record.fields else "")
+    entry = FileEntry(record.count("size"), record.take("crc32", str))
+    record.fields.pop("sha256", None)  # of a tag that an older version signed
     record.done()
     return entry
 

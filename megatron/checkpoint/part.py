@@ -18,7 +18,7 @@ from typing import Any
 from data.storage import crc32
 from megatron.checkpoint.lineage import SaveRecord, lineage_in, lineage_to_json
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, files_from_json
-from megatron.checkpoint.strict import Key, Record, read_bytes, seal, unseal
+from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -75,10 +75,10 @@ class Part:
     def tensor_files(self) -> list[str]:
         return [name for name in self.files if name not in SHARED]
 
-    def to_bytes(self, key: Key | None) -> bytes:
+    def to_bytes(self) -> bytes:
         files = {name: entry.as_dict() for name, entry in self.files.items()}
         said = {"format": FORMAT, "origin": asdict(self.origin), "files": files, "state": self.state}
-        return seal(said if self.lineage is None else {**said, "lineage": self.lineage}, key)
+        return seal(said if self.lineage is None else {**said, "lineage": self.lineage})
 
 
 def part_name(rank: int) -> str:
@@ -102,7 +102,7 @@ def read_part(folder: Path, manifest: Manifest, rank: int) -> tuple[Part, FileEn
     if not (folder / name).is_file():
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.ranks}) missing")
     data = read_bytes(folder / name, where)
-    record = Record(unseal(data, where, manifest.key), where)
+    record = Record(unseal(data, where), where)
     if (version := record.count("format")) != manifest.format:
         raise CheckpointError(f"{where}: format {version}, expected {manifest.format}")
     origin = origin_of(manifest, rank)
@@ -122,8 +122,8 @@ def read_part(folder: Path, manifest: Manifest, rank: int) -> tuple[Part, FileEn
 
 
 def record_in_part(folder: Path) -> SaveRecord | None:
-    """What the part of rank 0 says of the save, where the manifest is damaged; None where it says nothing. It does not
-    know the number, which no descendant asks for here, nor in format 4 the time: all other tags count as earlier."""
+    """What the part of rank 0 says of the save, where the manifest is damaged; None where it says nothing. The
+    commit number is not stored here: every other tag counts as earlier."""
     where = part_name(0)
     try:
         record = Record(unseal(read_bytes(folder / where, where), where), where)

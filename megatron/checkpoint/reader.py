@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
 from megatron.checkpoint.part import SHARED_STATE, Part, origin_of, part_name, read_part
 from megatron.checkpoint.piece import sharding_of
 from megatron.checkpoint.state import decode
-from megatron.checkpoint.strict import Key, parse_json, read_bytes, sense_of
+from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
 from megatron.checkpoint.strangers import unread
 from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr, state_in
 from megatron.checkpoint.tensorfile import TensorFile
@@ -36,25 +36,25 @@ from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    say: Say = say_stderr, int8: bool = False, key: Key | None = None) -> Checkpoint:
+                    say: Say = say_stderr, int8: bool = False) -> Checkpoint:
     """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
     With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why. One with int8
-    weights is for those who ask for it with `int8`. With a `key` it must be signed with it.
+    weights is for those who ask for it with `int8`.
     """
-    found = _open(Path(root), tag, world, fallback, say, key)
+    found = _open(Path(root), tag, world, fallback, say)
     if found.has(LEVELS) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, key: Key | None) -> Checkpoint:
+def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -> Checkpoint:
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
-        found = _open_verified(root, first, world, say, key)
+        found = _open_verified(root, first, world, say)
         if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
             say(warning)
         return found
@@ -69,17 +69,17 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, k
         if world.rank == 0:
             say(f"warning: {last}; falling back to an older tag, {name}")
         try:
-            return _open_verified(root, name, world, say, key)
+            return _open_verified(root, name, world, say)
         except CheckpointError as error:
             last = error
     raise last
 
 
-def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
+def _open_verified(root: Path, tag: str, world: Group, say: Say) -> Checkpoint:
     """Every rank checks its share of the files, and the first one whether there are others. Collective."""
     def check() -> tuple[Manifest, int]:
         with _reading(root, tag):
-            manifest = manifest_of(root, tag, key)
+            manifest = manifest_of(root, tag)
             return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
 
     def find_others() -> list[str]:

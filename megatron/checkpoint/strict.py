@@ -1,20 +1,15 @@
 """JSON records read strictly: every field is expected, typed and used, or the error names it and its file.
 
-A *sealed* record is one whose last field is the crc32 of every byte before it. With a key it is signed as well, before
-that, and parts list a sha256 of each file beside its crc32: manifest -> parts -> files, without the key nothing can be
-changed or exchanged. A reader without a key reads signed checkpoints like any others.
+A *sealed* record is one whose last field is the crc32 of every byte before it. Older versions could sign one: a field
+`hmac` before that, which is not looked at.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,14 +22,6 @@ CHECKSUM = b',"crc32":"'
 LONGEST = 256 << 20
 """Bytes of a file of JSON: the longest that was ever written, a manifest of format 2 of many ranks, has half of it. A
 longer one, sparse or not, is not read into memory."""
-
-
-SHORTEST_KEY = 16
-"""Bytes of a key: fewer could be guessed."""
-LONGEST_KEY = 1 << 16
-FLAG = "--checkpoint-key"
-
-_SIGNED = re.compile(rb',"hmac":"([0-9a-f]{64})"\Z')
 MOST = 10**15
 """Steps, samples, elements, bytes: no count is as large."""
 
@@ -69,55 +56,9 @@ def read_bytes(path: Path, where: str) -> bytes:
     return data
 
 
-@dataclass(frozen=True)
-class Key:
-    """The secret of those who may write checkpoints."""
-
-    secret: bytes = field(repr=False)
-
-    def sign(self, text: bytes | memoryview) -> bytes:
-        """What follows `text` in a signed record."""
-        return b',"hmac":"%s"' % self._sum(text)
-
-    def check(self, text: memoryview, where: str) -> None:
-        """`text` is a record up to its checksum: it must end with its signature."""
-        signed = _SIGNED.search(bytes(text[-80:]))
-        if signed is None:
-            raise CheckpointError(f"{where}: is not signed, and {FLAG} takes only what is; leave the flag out if you "
-                                  "trust it")
-        if not hmac.compare_digest(signed[1], self._sum(text[:-len(signed[0])])):
-            raise CheckpointError(f"{where}: its signature is not of the key of {FLAG}: it is of somebody else, or was "
-                                  "changed")
-
-    @property
-    def mark(self) -> str:
-        """What two keys differ in, and what says nothing about either."""
-        return self._sum(b"the mark of a key")[:16].decode()
-
-    def _sum(self, text: bytes | memoryview) -> bytes:
-        return hmac.new(self.secret, text, sha256).hexdigest().encode()
-
-
-def read_key(path: str | Path | None, flag: str = FLAG) -> Key | None:
-    """The key in a file, whose line ends do not count; None without a file."""
-    if path is None:
-        return None
-    try:
-        with open(path, "rb") as file:
-            secret = file.read(LONGEST_KEY + 1).rstrip(b"\r\n")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror})") from error
-    if not SHORTEST_KEY <= len(secret) <= LONGEST_KEY:
-        raise ConfigError(f"{flag} {path}: a key has {SHORTEST_KEY} to {LONGEST_KEY} bytes, this file has "
-                          f"{len(secret)}; make one with `openssl rand -hex 32`")
-    return Key(secret)
-
-
-def seal(fields: Mapping[str, Any], key: Key | None = None) -> bytes:
-    """The record as JSON, sealed, and signed where there is a key."""
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """The record as JSON, sealed."""
     text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
-    if key is not None:
-        text += key.sign(text)
     return readable(text + ending(text))
 
 
@@ -129,13 +70,11 @@ def readable(data: bytes) -> bytes:
     return data
 
 
-def unseal(data: bytes, where: str, key: Key | None = None) -> object:
-    """The record in `data`, without its seal, which must be good, and the signature, which counts if there is a key."""
+def unseal(data: bytes, where: str) -> object:
+    """The record in `data`, without its seal, which must be good, and without the signature of an older version."""
     text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
     if data[len(text):] != ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
-    if key is not None:
-        key.check(text, where)
     try:
         record = parse_json(str(text, "utf-8") + "}", where)
     except UnicodeDecodeError as error:
@@ -143,11 +82,6 @@ def unseal(data: bytes, where: str, key: Key | None = None) -> object:
     if isinstance(record, dict):
         record.pop("hmac", None)
     return record
-
-
-def says_signed(data: bytes) -> bool:
-    """A sealed record has a signature, whether it is good or not."""
-    return _SIGNED.search(data[:max(data.rfind(CHECKSUM), 0)][-80:]) is not None
 
 
 def ending(text: bytes | memoryview) -> bytes:

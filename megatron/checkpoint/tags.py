@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from hashlib import file_digest
 from pathlib import Path
 
 from data.storage import crc32_file, one_line
@@ -19,7 +18,7 @@ from megatron.checkpoint.header import Header, Place, read_header
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, key_of, read_manifest, safe_name, step_of
 from megatron.checkpoint.part import CONFIG, Origin, check_origin, origin_of, part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.strict import Key, Record, parse_json, read_bytes
+from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.checkpoint.strangers import check_tag_inside, unread
 from megatron.errors import CheckpointError
 
@@ -48,13 +47,13 @@ def held(root: Path, tag: str) -> str:
     return tag
 
 
-def manifest_of(root: Path, tag: str, key: Key | None = None) -> Manifest:
-    """The valid manifest of one tag, which with a key must be signed with it."""
+def manifest_of(root: Path, tag: str) -> Manifest:
+    """The valid manifest of one tag."""
     folder = folder_of(root, tag)
     check_tag_inside(folder, root, tag)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{recognise(folder)}")
-    manifest = read_manifest(folder, key)
+    manifest = read_manifest(folder)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
     return manifest
@@ -109,10 +108,10 @@ def complete(root: Path) -> list[Manifest]:
     return manifests
 
 
-def verify(root: Path, tag: str, key: Key | None = None, say: Say = say_stderr) -> Manifest:
+def verify(root: Path, tag: str, say: Say = say_stderr) -> Manifest:
     """Every byte of the tag against its manifest and its parts; the manifest with all files. `say` is told of others.
     """
-    manifest = manifest_of(root, tag, key)
+    manifest = manifest_of(root, tag)
     folder = folder_of(root, tag)
     files = check_share(folder, manifest)
     if others := other_names(folder, manifest, len(files)):
@@ -163,7 +162,8 @@ def check_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest
     for name, entry in files.items():
         where = f"tag {manifest.tag}: file {name}"
         try:
-            _check_sums(folder / name, entry, manifest, where)
+            if (found := crc32_file(folder / name)) != entry.crc32:
+                raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
             if manifest.has_origins:
                 _check_origin(folder / name, manifest, where)
         except OSError as error:
@@ -205,16 +205,6 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
         raise CheckpointError(f"tag {manifest.tag}: {_describe(path.name, manifest)} missing")
     if (found := path.stat().st_size) != expected:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
-
-
-def _check_sums(path: Path, entry: FileEntry, manifest: Manifest, where: str) -> None:
-    if (found := crc32_file(path)) != entry.crc32:
-        raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-    if manifest.key is None:
-        return
-    with open(path, "rb") as file:
-        if file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise CheckpointError(f"{where}: is not the file that was signed: its sha256 is another")
 
 
 def _check_origin(path: Path, manifest: Manifest, where: str) -> None:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import IO, Self
@@ -78,24 +77,23 @@ def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[lis
         yield batch
 
 
-def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}, signed: bool = False) -> FileEntry:
+def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
     """Write and fsync a new safetensors file."""
     with open(path, "xb", buffering=0) as file:
-        return write_items(file, items, metadata, signed)
+        return write_items(file, items, metadata)
 
 
-def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {},
-                signed: bool = False) -> FileEntry:
-    with Sink(file, signed) as sink:
+def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
+    with Sink(file) as sink:
         sink.write(_header(items, metadata))
         for item in items:
             sink.write(_bytes_of(item))
         return sink.finish()
 
 
-def write_blob(path: Path, data: bytes, signed: bool = False) -> FileEntry:
+def write_blob(path: Path, data: bytes) -> FileEntry:
     """Write and fsync a new file of other content."""
-    with open(path, "xb", buffering=0) as file, Sink(file, signed) as sink:
+    with open(path, "xb", buffering=0) as file, Sink(file) as sink:
         sink.write(data)
         return sink.finish()
 
@@ -115,9 +113,8 @@ class Sink:
     """An empty file being written, and what its manifest entry will say. While one block is filled and checksummed, a
     second thread writes the other one; both leave the interpreter to the training."""
 
-    def __init__(self, file: IO[bytes], signed: bool = False) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.crc = file, 0, 0
-        self._sha = sha256() if signed else None
         self._filling, self._leaving = (np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8) for _ in range(2))
         self._used = 0
         self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
@@ -136,8 +133,6 @@ class Sink:
             part = self._filling[self._used:self._used + rest.size]
             np.copyto(part, rest[:part.size])
             self.crc = crc32(part.data, self.crc)  # while it is in the processor's cache
-            if self._sha is not None:
-                self._sha.update(part.data)
             self._used += part.size
             rest = rest[part.size:]
             if self._used == BLOCK:
@@ -149,7 +144,7 @@ class Sink:
         _set_direct(self.file, False)
         _write(self.file, self._filling[:self._used].data)
         os.fsync(self.file.fileno())
-        return FileEntry(self.size, f"{self.crc:08x}", "" if self._sha is None else self._sha.hexdigest())
+        return FileEntry(self.size, f"{self.crc:08x}")
 
     def _send(self) -> None:
         """The full block leaves, the other one is filled next."""

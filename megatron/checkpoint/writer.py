@@ -46,7 +46,7 @@ from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.state import encode
 from megatron.checkpoint.strangers import named, of_no_save
-from megatron.checkpoint.strict import FLAG, Key, readable
+from megatron.checkpoint.strict import readable
 from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
 from megatron.checkpoint.trash import BehindTheRun, delete_now
@@ -103,7 +103,7 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
            run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
            say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-           key: Key | None = None, trash: BehindTheRun | None = None, lineage: Lineage | None = None) -> Saving:
+           trash: BehindTheRun | None = None, lineage: Lineage | None = None) -> Saving:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name. It continues from
     the last save of this `lineage`; without one it is the first of a branch.
 
@@ -111,16 +111,15 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
     `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
     "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
-    by; left out, it is the rank. A save without `latest` is loaded only by its name. With a `key`, the same on all
-    ranks, it is signed. Old folders, and what a kill
-    has left, are taken apart in the `trash`; without one they are gone when the save ends.
+    by; left out, it is the rank. A save without `latest` is loaded only by its name. Old folders, and what a
+    kill has left, are taken apart in the `trash`; without one they are gone when the save ends.
     """
     begin = time.perf_counter()
     delete = delete_now if trash is None else trash.delete
     root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
     whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
-    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), key=key, branch=lineage.branch,
+    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), branch=lineage.branch,
                         history=lineage.history)
     manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
     fits = partial(with_memory, world=world, doing=f"saving {tag}")
@@ -160,17 +159,14 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
 def _agree_on(manifest: Manifest, own: Sequence[Piece], place: int, world: Group) -> str:
     """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
     have. Collective."""
-    mind, key = f"{crc32(manifest.tensor_bytes()):08x}", manifest.key.mark if manifest.key else ""
-    save_id, first, first_key = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", mind, key], world)
+    mind = f"{crc32(manifest.tensor_bytes()):08x}"
+    save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", mind], world)
 
     def check() -> None:
         manifest.check_grid(world.size)
         if mind != first:
             raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                                   "they are cut")
-        if key != first_key:
-            raise CheckpointError(f"rank {world.rank} and rank 0 have different keys to sign with; {FLAG} is a file "
-                                  "with the same content on all nodes")
         _check_pieces(manifest, own, place)
 
     agree(check, world)
@@ -214,7 +210,6 @@ class _Share:
     """What one rank is to write."""
 
     origin: Origin
-    key: Key | None
     items: list[Item]
     """In files of tensors."""
     texts: Mapping[str, bytes]
@@ -240,21 +235,21 @@ def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: M
         shared = {"origin": asdict(origin), "state": encode(shared_state, "shared", items)}
         texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
     items += [piece.item() for piece in pieces]
-    return _Share(origin, manifest.key, items if hold is None else hold(items), texts, own, lineage)
+    return _Share(origin, items if hold is None else hold(items), texts, own, lineage)
 
 
 def _write_rank(staging: Path, share: _Share) -> int:
     """Write a rank's share, and then what it was; the bytes."""
     files: dict[str, FileEntry] = {}
-    rank, signed = share.origin.rank, share.key is not None
+    rank = share.origin.rank
     for index, batch in enumerate(split_files(share.items)):
         name = tensor_file_name(rank, index)
         with storing(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch, share.origin.as_metadata(), signed)
+            files[name] = write_file(staging / name, batch, share.origin.as_metadata())
     for name, text in share.texts.items():
         with storing(staging / name, share.nbytes):
-            files[name] = write_blob(staging / name, text, signed)
-    name, text = part_name(rank), Part(share.origin, files, share.state, share.lineage).to_bytes(share.key)
+            files[name] = write_blob(staging / name, text)
+    name, text = part_name(rank), Part(share.origin, files, share.state, share.lineage).to_bytes()
     with storing(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.config import ds_together
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
-from megatron.config.ds_together import (BATCH, BATCH_FIELDS, FREEZE_STEPS, PARAMS, WARMUP_STEPS, Setting,
+from megatron.config.ds_together import (BATCH, BATCH_FIELDS, FREEZE_STEP, PARAMS, WARMUP_STEPS, Setting,
                                          solve_batch)
 from megatron.config.idle import idle
 from megatron.config.kinds import shown
@@ -266,6 +266,6 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
         return str(chosen[BATCH.index(path)])
     if path == WARMUP_STEPS:
         return f"{config.warmup_steps} steps of {config.decay_iters}"
-    if path.removeprefix(PARAMS) in FREEZE_STEPS:
+    if path == PARAMS + FREEZE_STEP:
         return "found while the run goes on"
     return _in_force(path, config) or "the default"

@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron.config.kinds import (ANY, ANY_TEXT, AT_LEAST_0, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER,
                                    NUMBER, OF_TYPE, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, Kind, choice)
-from megatron.config.optimizers import NEVER, OPTIMIZERS, WORDS
+from megatron.config.optimizers import OPTIMIZERS, WORDS
+from megatron.config.save import NOT_SIGNED
 from megatron.config.setting import Key, declared, kind_of, plain_type
 from megatron.config.tree import SECTIONS
 
@@ -135,8 +136,6 @@ _PRECISION: dict[str, Row] = {
 _OPTIMIZER: dict[str, Row] = {
     "optimizer.legacy_fusion": NoEffect(BOOLEAN, False, _PURE_SPEED),
     **_together("optimizer.params.adam_w_mode", BOOLEAN),
-    **_together("optimizer.params.var_freeze_step", Kind(
-        f"{COUNT.expected}, or {NEVER}", lambda given: given if given == NEVER else COUNT.convert(given))),
     **{path: row for takes in OPTIMIZERS.values() for name, default in takes.own.items()
        for path, row in _together(f"optimizer.params.{name}", _kind_of_own(name, default)).items()},
     "optimizer.params.ns_method": NoEffect(choice("standard", "gram"), "gram", _PURE_SPEED),
@@ -211,6 +210,7 @@ _CHECKPOINT: dict[str, Row] = {
         choice("Ignore", "Warn", "Fail"), "Fail", "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": NoEffect(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": Only((False,), "a checkpoint is one folder that all nodes share"),
+    "checkpoint.key_file": Absent(NOT_SIGNED),
     "checkpoint.parallel_write.pipeline_stage": NoEffect(BOOLEAN, False, "there is no pipeline parallelism here"),
 }
 

@@ -22,7 +22,7 @@ from megatron.config.train import TrainConfig
 Setting = tuple[str, Any, str]
 """(field, value, path of the key)"""
 
-PARAMS, FREEZE_STEPS = "optimizer.params.", ("freeze_step", "var_freeze_step")
+PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
 OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
                  "ns_method")
 """Optimizer parameters that are read alike whatever the type."""
@@ -68,11 +68,11 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
             problems.append(f"{path} is not a parameter of {named or chosen}, which takes "
                             f"{', '.join(takes.parameters)}; leave it out")
         elif path in found.autos:
-            if name in FREEZE_STEPS:
+            if name == FREEZE_STEP:
                 yield takes.fields[name], AUTO, path
         else:
             parts = takes.fields.get(name, "").split()
-            yield from zip(parts, value if len(parts) > 1 else [str(value) if name in FREEZE_STEPS else value],
+            yield from zip(parts, value if len(parts) > 1 else [str(value) if name == FREEZE_STEP else value],
                            [path, path])
             if name in takes.own:
                 own[path] = f"{name}={json.dumps(value)}"

@@ -140,7 +140,9 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> N
         parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
     else:
         is_choice = typing.get_origin(kind) is Literal
-        convert = _one_of(flag, typing.get_args(kind)) if is_choice else kind if kind is str else _number(flag, kind)
+        refused = {text: why for key in declared(item).keys for text, why in key.refused.items()}
+        convert = _one_of(flag, typing.get_args(kind), refused) if is_choice else \
+            kind if kind is str else _number(flag, kind)
         parser.add_argument(*names, dest=item.name, type=convert)
 
 
@@ -164,11 +166,14 @@ def _number(flag: str, kind: type) -> Callable[[str], Any]:
     return convert
 
 
-def _one_of(flag: str, words: tuple[str, ...]) -> Callable[[str], str]:
+def _one_of(flag: str, words: tuple[str, ...], refused: Mapping[str, str] = {}) -> Callable[[str], str]:
+    """`refused`: why a text that somebody may expect is not among the words."""
+
     def convert(text: str) -> str:
         if text not in words:
-            hint = f"; {near}" if (near := misspelt(text, words)) else ""
-            raise ConfigError(f"{flag} is {text}: expected {', '.join(words[:-1])} or {words[-1]}{hint}")
+            why = refused.get(text.lower().replace("_", "")) or misspelt(text, words)
+            raise ConfigError(f"{flag} is {text}: expected {', '.join(words[:-1])} or {words[-1]}"
+                              + (f"; {why}" if why else ""))
         return text
 
     return convert

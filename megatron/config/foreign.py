@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.config.save import NOT_SIGNED
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -108,6 +110,7 @@ FOREIGN = _table({
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume-from-checkpoint": "use --load FOLDER",
+    "checkpoint-key": NOT_SIGNED,
     "ckpt-format": Foreign("leave it out: there is one format", ("torch_dist",)),
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",

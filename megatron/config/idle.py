@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.optim import OptimConfig
-from megatron.config.optimizers import AUTO, NEVER, ONE_BIT, OPTIMIZERS
+from megatron.config.optimizers import AUTO, ONE_BIT, OPTIMIZERS
 from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.setting import flag_name, have
@@ -69,7 +69,7 @@ def _of_other_optimizers(optim: OptimConfig, asked: Collection[str]) -> Iterator
 
 def problems_of_run(config: Config) -> Iterator[str]:
     """A sentence for each method that would never begin, or that this model does not take."""
-    if config.optim.optimizer in ONE_BIT and config.optim.onebit_freeze_step != NEVER:
+    if config.optim.optimizer in ONE_BIT:
         yield from _too_long_a_warm_up(config)
     if config.quantize.quantize_training:
         yield from _nothing_rounded(config)
@@ -79,17 +79,15 @@ def problems_of_run(config: Config) -> Iterator[str]:
 def _too_long_a_warm_up(config: Config) -> Iterator[str]:
     """A run that ends before its optimizer's warm-up does is another one than was asked for."""
     warm_up, iters = config.optim.freeze_step, config.train.train_iters
-    what, instead = ("ranks would never step by themselves", " or never") if \
-        config.optim.optimizer == "zeroone_adam" else ("nothing would travel at one bit", "")
     if warm_up is None:
         beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
         if 0 < iters <= 2 * each:
             yield (f"--onebit-freeze-step {AUTO} looks at the variance every {each} steps with --adam-beta2 {beta2:g}, "
-                   f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that {what}: "
-                   f"give a number, 15 to 25 % of the steps are usual{',' * bool(instead)}{instead}")
+                   f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that nothing "
+                   "would travel at one bit: give a number, 15 to 25 % of the steps are usual")
     elif 0 < iters <= warm_up:
-        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: 15 to 25 % of the "
-               f"steps are usual, or give {AUTO}{instead}")
+        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing would travel at "
+               f"one bit: 15 to 25 % of the steps are usual, or give {AUTO}")
 
 
 def _nothing_rounded(config: Config) -> Iterator[str]:

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.kinds import AT_LEAST_0, COUNT, choice
-from megatron.config.optimizers import (AUTO, DEEPSPEED_TYPES, NEVER, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, SWITCHES,
-                                        Name, out_of_order, own_parameter)
+from megatron.config.optimizers import (AUTO, DEEPSPEED_TYPES, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, SWITCHES, Name,
+                                        out_of_order, own_parameter)
 from megatron.config.problems import Problems
 from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
-
-MORE_STEPS_THAN_ANY = 2**62
-"""What `never` is to a rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +32,8 @@ class OptimConfig:
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
     sgd_momentum: float = setting(0.9, "momentum of sgd")
     onebit_freeze_step: str = setting(
-        "100000", "steps after which the variance of onebit_adam, onebit_lamb and zeroone_adam is frozen: the momentum "
-        "then travels at one bit a number, or ranks step by themselves (zeroone_adam; never: not at all); auto: once "
-        "the variance has settled", metavar="N|auto|never",
+        "100000", "steps after which the variance of onebit_adam and onebit_lamb is frozen: the momentum then travels "
+        "at one bit a number; auto: once the variance has settled", metavar="N|auto",
         json=Key("optimizer.params.freeze_step", COUNT, alone=False))
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
@@ -49,12 +45,9 @@ class OptimConfig:
         problems.require_range(self, "weight_decay clip_grad", 0)
         problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
         problems.require_range(self, "adam_eps", 0, open_low=True)
-        freeze, zero_one = self.onebit_freeze_step, self.optimizer == "zeroone_adam"
-        problems.require(freeze == AUTO or freeze == NEVER and zero_one or
-                         freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
-                         f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO}" +
-                         (f", or {NEVER}" if zero_one else f", or {NEVER} with --optimizer zeroone_adam"
-                          if freeze == NEVER else ""))
+        freeze = self.onebit_freeze_step
+        problems.require(freeze == AUTO or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
+                         f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO}")
         problems.require(self.optimizer in OPTIMIZERS,
                          f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
         problems.stop()
@@ -75,8 +68,7 @@ class OptimConfig:
     @property
     def freeze_step(self) -> int | None:
         """Steps before the variance is frozen; None where they are to be found."""
-        special = {AUTO: None, NEVER: MORE_STEPS_THAN_ANY}
-        return special[given] if (given := self.onebit_freeze_step) in special else int(given)
+        return None if self.onebit_freeze_step == AUTO else int(self.onebit_freeze_step)
 
     def hyper_parameters(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters by the names of torch.optim, without the learning rate."""

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop", "onebit_adam", "onebit_lamb", "zeroone_adam", "muon"]
+               "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
 
 AUTO = "auto"
 """A number of steps that is found while a run goes on."""
-NEVER = "never"
-"""No number of steps is enough."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,6 @@ OPTIMIZERS: dict[str, Takes] = {
     "onebit_adam": Takes(_ONE_BIT, {"bias_correction": True}),
     "onebit_lamb": Takes(_ONE_BIT, {**_LAMB, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
                                     "factor_threshold": 0.1}),
-    "zeroone_adam": Takes({**_ADAM, "var_freeze_step": "onebit_freeze_step"},
-                          {"bias_correction": True, "var_update_scaler": 16, "local_step_scaler": 32678,
-                           "local_step_clipper": 16}),
     "muon": Takes(_ADAM, {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
                           "split_qkv": True, "muon_lr": None, "adam_lr": None}),
 }
@@ -72,7 +67,7 @@ OPTIMIZERS: dict[str, Takes] = {
 WORDS = {"adjust_lr_fn": ("original", "match_rms_adamw")}
 """Own parameter that is a text -> what it may be."""
 
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zeroone_adam")
+ONE_BIT = ("onebit_adam", "onebit_lamb")
 """Those with an exchange of their own, at one bit a number."""
 
 
@@ -99,7 +94,6 @@ RANGES: dict[str, Range] = {
                      "momentum_decay", "lambd", "t0"), Range()),
     **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
     **dict.fromkeys(("dampening", "alpha"), Range(high=1.0)),
-    **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), Range(1, 10**12)),
     **dict.fromkeys(("muon_lr", "adam_lr"), Range()), "ns_steps": Range(1, 99),
 }
 """Own parameter -> the numbers it may be, each of them where it has two."""
@@ -114,7 +108,7 @@ DEEPSPEED_TYPES = {
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
     "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
-    "OneBitLamb": "onebit_lamb", "ZeroOneAdam": "zeroone_adam", "Muon": "muon",
+    "OneBitLamb": "onebit_lamb", "Muon": "muon",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
 REFUSED_TYPES = {
@@ -122,6 +116,7 @@ REFUSED_TYPES = {
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
     "adafactor": "it keeps a row and a column of a matrix in the place of its second moment, and states here have the "
                  "shape of their weights; use AdamW, or Muon",
+    "zerooneadam": "0/1 Adam was retired; use OneBitAdam (onebit_adam)",
     "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
 }
 """Types, in lower case, that DeepSpeed has and we do not -> why."""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron.config.problems import Problems
 from megatron.config.setting import flag_name, require, setting
+from megatron.errors import ConfigError
+
+NOT_SIGNED = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
+
+
+def refuse_key(file: str) -> NoReturn:
+    """The retired flag of the commands that read checkpoints."""
+    raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +32,6 @@ class SaveConfig:
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
                                  newcomer=True)
     async_save: bool = setting(False, "train on while a copy of the state is written")
-    checkpoint_key: str | None = setting(
-        None, "file of a secret: checkpoints are signed with it, and only signed ones are loaded", metavar="FILE",
-        json="checkpoint.key_file", place=True)
     keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
     no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")

@@ -20,7 +20,7 @@ from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
 from megatron.config.offload import OffloadConfig
 from megatron.config.optim import OptimConfig
-from megatron.config.optimizers import NEVER, ONE_BIT
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
@@ -175,13 +175,6 @@ class Config:
         found.require(self.offload.offload_optimizer_device == "none",
                       f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
                       "other: what a rank says is made of the momentum, on the device; leave one out")
-        if self.optim.optimizer == "zeroone_adam":
-            found.require(self.zero.zero_stage == 0 or self.optim.onebit_freeze_step == NEVER,
-                          f"{name} needs --zero-stage 0, not {self.zero.zero_stage}, or --onebit-freeze-step {NEVER}: "
-                          "once the variance is frozen each rank steps by itself, with whole states")
-            found.require(not self.quantize.quantize_training,
-                          f"{name} and --quantize-training exclude each other: ranks would round weights of their own, "
-                          "each to another grid; leave one out")
 
     def _check_muon(self, found: Problems) -> None:
         found.require(not self.model.memory_centric_tiled_linear,

@@ -92,7 +92,7 @@ def check(asked: argparse.Namespace) -> None:
 
 def files_read(asked: argparse.Namespace) -> list[str]:
     """Of a model's folder, those that its program reads; another file there is anybody's."""
-    named = (asked.file, asked.vocab_file, asked.merge_file, asked.tokenizer_path, asked.checkpoint_key)
+    named = (asked.file, asked.vocab_file, asked.merge_file, asked.tokenizer_path)
     folder = Path(os.path.realpath(asked.output)).parent
     tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
     hub = (path for path in Path(asked.load_hf or os.devnull).glob("*") if path.suffix in OF_A_MODEL)

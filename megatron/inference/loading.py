@@ -22,7 +22,7 @@ import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
 from data.facts import TokenizerFacts
 from data.tokenizer_base import Tokenizer
-from megatron.checkpoint.agree import agree, same_key
+from megatron.checkpoint.agree import agree
 from megatron.checkpoint.choice import locate, tag_of_step
 from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.interchange.foreign import same_weights
@@ -112,7 +112,7 @@ def open_source(source: Source, groups: Groups) -> Found:
     """What it names. Collective."""
     is_hf = source.load_hf is not None
     found = open_hf(source.load_hf, groups) if source.load_hf else \
-        open_trained(source.load or "", groups, source.step, source.key_file)
+        open_trained(source.load or "", groups, source.step)
     _check_split(found, groups.tp.size)
     return replace(found, data=source.tokenizer if is_hf and source.tokenizer else {**found.data, **source.tokenizer})
 
@@ -133,14 +133,14 @@ def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
     return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.described}{doubt}"
 
 
-def open_trained(folder: str, groups: Groups, step: int | None = None, key_file: str | None = None) -> Found:
+def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
     """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
     first. Collective."""
     root, tag = locate(folder)
     if step is not None:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
         tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
-    found = open_checkpoint(root, tag, world=groups.world, int8=True, key=same_key(key_file, groups.world))
+    found = open_checkpoint(root, tag, world=groups.world, int8=True)
     recorded = agree(lambda: recorded_model(found), groups.world)
     precision = "int8" if found.has(LEVELS) else recorded.precision
     rounded = None if precision == "int8" else agree(lambda: rounded_weights(found, DTYPES[precision]), groups.world)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from megatron.config.help import CommandParser
+from megatron.config.save import refuse_key
 from megatron.config.setting import place_told
 from megatron.config.tree import require
 
@@ -18,7 +19,7 @@ TOKENIZER_FLAGS = {
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
 """With what stands for the value, and its meaning."""
 
-PLACES = {*TOKENIZER_FLAGS, "checkpoint_key"} - {"tokenizer_type"}
+PLACES = {*TOKENIZER_FLAGS} - {"tokenizer_type"}
 """Flags of files, which may lie elsewhere on each node."""
 
 
@@ -33,8 +34,6 @@ class Source:
     model_parallel_size: int = 1
     tokenizer: dict[str, str] = field(default_factory=dict)
     """What flags say of it, in place of what the model's folder says."""
-    key_file: str | None = None
-    """Of `load`: it must be signed with the key in it."""
     shape: Mapping[str, float] = field(default_factory=dict)
     """What flags say of the model; it has to be so."""
 
@@ -48,7 +47,7 @@ class ModelParser(CommandParser):
         add = self.add_argument
         add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
         add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
-        add("--checkpoint-key", metavar="FILE", help="take only a checkpoint of --load that is signed with this key")
+        add("--checkpoint-key", type=refuse_key, help=argparse.SUPPRESS)
         add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
         add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
             help="split each layer over so many ranks, whatever the model was trained on (1)")
@@ -69,9 +68,7 @@ def source_of(asked: argparse.Namespace) -> Source:
     load, step = asked.load, asked.ckpt_step
     require((load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
     require(step is None or load is not None, "--ckpt-step goes with --load")
-    require(asked.checkpoint_key is None or load is not None, "--checkpoint-key goes with --load")
     require(asked.model_parallel_size >= 1, f"--model-parallel-size is {asked.model_parallel_size}: expected 1 or more")
     said = {name: getattr(asked, name) for name in TOKENIZER_FLAGS}
     return Source(load, asked.load_hf, step, asked.dtype, asked.model_parallel_size,
-                  {name: value for name, value in said.items() if value is not None},
-                  key_file=asked.checkpoint_key)
+                  {name: value for name, value in said.items() if value is not None})

@@ -18,7 +18,6 @@ from megatron.optim.one_bit import OneBitAdam
 from megatron.optim.one_bit_lamb import OneBitLamb
 from megatron.optim.rule import Rule
 from megatron.optim.torch_rule import from_torch
-from megatron.optim.zero_one import ZeroOneAdam
 
 FUSED = ("Adam", "AdamW", "SGD")
 """Classes with a kernel that makes one pass over everything, on each kind of device."""
@@ -35,10 +34,6 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
     if optim.optimizer == "muon":
         return Muon(tile), hyper
     hyper.pop("freeze_step", None)  # as the field has it
-    hyper.pop("var_freeze_step", None)
-    if optim.optimizer == "zeroone_adam":
-        own = ("bias_correction", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-        return ZeroOneAdam(optim.freeze_step, tile, **{name: hyper.pop(name) for name in own}), hyper
     if optim.optimizer == "onebit_lamb":
         return OneBitLamb(optim.freeze_step, tile), hyper
     if optim.optimizer == "onebit_adam":

@@ -8,8 +8,7 @@ wire; and 1-bit Adam over flat fp32 spans (Tang et al. 2021, https://arxiv.org/a
 What differs from the original is in docs/methods.md.
 
 When v freezes is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2) steps,
-the measure of the paper, in none of which the learning rate rose. (Of 0/1 Adam, whose v learns at few steps, these
-count.)
+the measure of the paper, in none of which the learning rate rose.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
+from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -40,25 +38,18 @@ class OneBit:
     """Steps before the first one that v does not see any more, once it is frozen."""
     _sum: float = field(default=0.0, init=False)
     _looked_after: int = field(default=0, init=False)
-    """The sum of v when it was last looked at, and how often it had learned."""
+    """The sum of v when it was last looked at, and after how many steps."""
     _rate: float = field(default=0.0, init=False)
     _rose: bool = field(default=False, init=False)
     """The learning rate of the last step, and whether one rose since then."""
 
     has_exchange = True
-    has_own_steps = False
     speaks_where = "exp_avg_sq"
 
-    @property
-    def remark(self) -> str:
-        return "the variance is frozen and the momentum travels at one bit a number"
+    remark = "the variance is frozen and the momentum travels at one bit a number"
 
     @property
-    def travel(self) -> Travel:
-        return Travel.SUM if self.frozen_at is None else Travel.SAID
-
-    @property
-    def owes(self) -> bool:
+    def is_compressed(self) -> bool:
         return self.frozen_at is not None
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
@@ -73,39 +64,21 @@ class OneBit:
 
     def _has_settled(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> bool:
         span = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
-        rate, learned = max(float(group["lr"]) for group in groups), self._learned(taken)
+        rate = max(float(group["lr"]) for group in groups)
         self._rose, self._rate = self._rose or rate > self._rate, rate
-        if learned == self._looked_after or learned % span:
+        if taken == self._looked_after or taken % span:
             return False
         before, rose = self._sum, self._rose
-        self._sum, self._looked_after, self._rose = size_of("exp_avg_sq"), learned, False
+        self._sum, self._looked_after, self._rose = size_of("exp_avg_sq"), taken, False
         return not rose and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
-
-    def _learned(self, taken: int) -> int:
-        """How often v has, after so many steps."""
-        return taken
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
         what.owed.add_(what.before(), alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
 
-    @property
-    def differing(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def has_drifted(self) -> bool:
-        return False
-
-    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
-        return masters
-
     def scalars(self) -> dict[str, Any]:
         return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "rose": self._rose,
                 "looked_after": self._looked_after}
-
-    def objection(self, scalars: Mapping[str, Any]) -> str | None:
-        return None
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self.frozen_at = scalars.get("frozen_at")

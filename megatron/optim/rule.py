@@ -12,18 +12,15 @@ needs nothing else. One that looks at whole parameters (Lamb) finds their border
 bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
 One that needs more of a parameter than sums (Muon: products of matrices) has its parts brought together by `wholes`.
 
-A rule may have an exchange of its own in the place of the sum of gradients. What is to `travel` may be another thing
-at each step; where it is not the sum, each rank holds the gradients it made, whole. The rule `says` what is to travel
-of them, at one bit a number and with errors made good later (mpu/one_bit.py), and the mean over the ranks comes to
-`step` as the gradient. Where nothing travels a rank steps by its own gradient: the masters, which are the same on all
-ranks, stay as they are, and what a rank has `at_work` is made of them and of its own states.
+A rule may have an exchange of its own in the place of the sum of gradients. From the step on at which it
+`is_compressed`, each rank holds the gradients it made, whole. The rule `says` what is to travel of them, at one bit a
+number and with errors made good later (mpu/one_bit.py), and the mean over the ranks comes to `step` as the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -126,34 +123,12 @@ class StepScalars:
 class Saying:
     """A part of a bucket whose parameters share their hyper-parameters, as one rank has it: whole."""
 
-    group: int
-    """Number of the hyper-parameter group."""
-
     owed: Tensor
     """fp32; what is to travel is added to it."""
     grad: Tensor
     """What this rank made, of any precision."""
     before: Callable[[], Tensor]
     """The first of the rule's states, in fp32. It may have to be fetched, and is not to be written to."""
-    states: Mapping[str, Tensor]
-    """All of them, where this rank has them whole."""
-
-
-class Travel(Enum):
-    """What goes from rank to rank of the gradients of a step."""
-
-    SUM = auto()
-    """All of them, added up."""
-    SAID = auto()
-    """What each rank says of its own; the mean of that is clipped."""
-    NOTHING = auto()
-    """Each rank steps by its own."""
-    STEPS = auto()
-    """What such steps have come to on each rank, this one included."""
-
-    @property
-    def is_own(self) -> bool:
-        return self in (Travel.NOTHING, Travel.STEPS)
 
 
 class Rule(Protocol):
@@ -179,16 +154,8 @@ class Rule(Protocol):
         """Something else than the sum may travel some day; its states are then on the device."""
 
     @property
-    def has_own_steps(self) -> bool:
-        """Nothing at all may; every rank has whole states then."""
-
-    @property
-    def travel(self) -> Travel:
-        """At this step, or the last one until the next begins."""
-
-    @property
-    def owes(self) -> bool:
-        """Something else than the sum has travelled, or is about to."""
+    def is_compressed(self) -> bool:
+        """What each rank says of its gradients travels, not their sum: at this step, and at all that follow."""
 
     @property
     def remark(self) -> str:
@@ -205,17 +172,6 @@ class Rule(Protocol):
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
 
-    @property
-    def differing(self) -> tuple[str, ...]:
-        """States that are this rank's own."""
-
-    @property
-    def has_drifted(self) -> bool:
-        """The last step was this rank's own: weights at work are not the masters."""
-
-    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
-        """They are these, of a part of a shard whose parameters share their hyper-parameters."""
-
     def settle_on(self, device: torch.device, world: Group) -> None:
         """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
         would drift apart. Collective."""
@@ -230,25 +186,17 @@ class Rule(Protocol):
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values; what `restore` is given."""
 
-    def objection(self, scalars: Mapping[str, Any]) -> str | None:
-        """Why it cannot go on from these, if it cannot."""
-
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
 
 
 class Summed:
     """Part of a rule whose gradients are summed over the ranks, at every step."""
 
-    has_exchange = has_own_steps = has_drifted = owes = False
-    travel = Travel.SUM
+    has_exchange = is_compressed = False
     speaks_where = remark = ""
-    differing: tuple[str, ...] = ()
 
     def scalars(self) -> dict[str, Any]:
         return {}
-
-    def objection(self, scalars: Mapping[str, Any]) -> str | None:
-        return None
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """There is nothing to restore."""
@@ -258,9 +206,6 @@ class Summed:
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         raise AssertionError(f"the gradients of {type(self).__name__} are summed")
-
-    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
-        return masters
 
 
 class OneByOne(Summed):

@@ -28,8 +28,6 @@ Place = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
 """Numbers that AdamW keeps beside each weight."""
-THREE_STATES = ("onebit_lamb", "zeroone_adam")
-"""Optimizers that keep one more."""
 TABLES = ("wte.weight", "wpe.weight")
 MUON_WIRE = 2
 """Bytes of a number of a matrix that is brought together."""
@@ -261,13 +259,12 @@ class Run:
     @property
     def keeps_masters(self) -> bool:
         """The device has fp32 masters of the state that stays, apart from the weights at work."""
-        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training or \
-            self.config.optim.optimizer == "zeroone_adam"
+        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training
 
     @cached_property
     def optimizer_here(self) -> int:
         """Bytes of those that are."""
-        kept = MOMENTS_PER_WEIGHT + (self.config.optim.optimizer in THREE_STATES) + self.keeps_masters
+        kept = MOMENTS_PER_WEIGHT + (self.config.optim.optimizer == "onebit_lamb") + self.keeps_masters
         return (self.shard_numel - self.away_numel) * FP32 * kept + self.owed
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.facts import TokenizerFacts, tokenizer_facts_in
-from megatron.checkpoint.agree import agree, on_rank_0, same_key
+from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, locked, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
@@ -67,7 +67,6 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._trash = BehindTheRun()
         self._loaded: Path | None = None
-        same_key(self.config.save.checkpoint_key, self.groups.world)  # or why it cannot be used
         with ExitStack() as held:
             if self.config.save.save is not None:
                 root = Path(self.config.save.save)
@@ -112,8 +111,7 @@ class Checkpoints:
     def _go_on(self, engine: Engine, root: str, tag: str | None) -> TrainState:
         """From a checkpoint."""
         section = self.config.save
-        found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback,
-                                key=engine.key)
+        found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
         with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
             _check_model(self.config, found)
         agree(lambda: check_shared(found), self.groups.world)
@@ -133,9 +131,6 @@ class Checkpoints:
                                           hyper=False))  # the flags' own
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
-        if found.manifest.is_signed and engine.key is None:
-            self.notes.append(f"warning: {found.tag} is signed, which was not checked, and what this run saves is not "
-                              "signed: --checkpoint-key FILE does both")
         if position is None:
             return self._start_at(TrainState())
         self.notes += _relaid(engine, found, self.config.precision.name)

@@ -10,8 +10,8 @@ buffers of turns.py) and saved_weights.py (what autograd saves of them), hooks.p
 cut), hidden.py (which matrices are Muon's), residency.py (what is whole when), reductions.py (in which order gradients
 are summed), passes.py (a forward and a backward) with forwards.py (one that no step follows), roster.py and edits.py
 (whether the model and its weights are still the engine's), buffers.py (its buffers), norm.py (the gradient norm),
-own_exchange.py (what travels where an optimizer has an exchange of its own) and drift.py (weights of ranks that step by
-themselves), settings.py (what each rank steps with), verdict.py (what the ranks agree on in a step), step.py (the
+own_exchange.py (what travels where an optimizer has an exchange of its own),
+settings.py (what each rank steps with), verdict.py (what the ranks agree on in a step), step.py (the
 optimizer step) with update.py (the rule over all shards), wholes.py (parameters in one piece, for a rule that needs
 them so) and renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how
 soon, by curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a

@@ -75,10 +75,6 @@ class Rounds(Protocol):
     def of_masters(self, part: slice, masters: Tensor) -> Tensor:
         """What a part of the masters became when it was last published."""
 
-    @property
-    def is_ranks_own(self) -> bool:
-        """Other ranks, with the same masters, have other weights at work."""
-
 
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
@@ -507,20 +503,12 @@ class FlatBucket:
 
     def check_before_return(self, editor: int | None) -> None:
         assert self._loan is not None, f"bucket {self.name} was not lent"
-        if editor is not None:
-            self.check_common()
         for slot, parameter in zip(self.layout.slots, self.parameters):
             if not self._is_in_place(parameter, slot):
                 bring_home(slot.name, parameter, self._view(slot))
         if editor is None and (edited := self._loan.first_edited()) is not None:
             raise ConfigError(f"{edited} was edited inside GatheredParameters without modifier_rank, or by hand before "
                               "it: the edit would be lost; say which rank's edits count")
-
-    def check_common(self) -> None:
-        """Refuse to edit weights that are not the same on all ranks."""
-        if self.rounding is not None and self.rounding.is_ranks_own:
-            raise ConfigError(f"weights of {self.name} cannot be edited now: the optimizer lets ranks step by "
-                              "themselves, and each has others until they exchange; edit them right after that")
 
     def take_back(self, editor: int | None) -> None:
         assert self._loan is not None, f"bucket {self.name} was not lent"

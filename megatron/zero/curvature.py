@@ -53,7 +53,6 @@ class Shifted:
     bucket: FlatBucket
     inner: Rounds | None
     by: Tensor
-    is_ranks_own = False
 
     def __call__(self) -> None:
         if self.inner is not None:

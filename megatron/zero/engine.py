@@ -26,7 +26,6 @@ from megatron.whereabouts import HERE, OPTIMIZER_STEP
 from megatron.zero.aside import WEIGHTS, Aside
 from megatron.zero.bucket import publish
 from megatron.zero.buffers import BufferCopy, copy_buffers_from_first
-from megatron.zero.drift import Drift
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.homes.here import Here
@@ -77,7 +76,7 @@ class ZeroEngine:
         self.accumulate(accumulation)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
-        kinds = dtypes(self._policy, precision, accumulation, apart=quantize.quantize_training or rule.has_own_steps)
+        kinds = dtypes(self._policy, precision, accumulation, apart=quantize.quantize_training)
         self.homes = homes or Homes(Here(device), Here(device, kinds.work))
         turns = Turns()
         self._units = build_units(module, Cut(
@@ -90,8 +89,6 @@ class ZeroEngine:
         if (schedule := quantize.schedule) is not None:
             self.state.quantisation = Quantisation(quantize, schedule, module, self.buckets, groups, seed)
             publish(self.buckets)
-        for bucket in self.buckets if rule.has_own_steps else ():
-            bucket.rounding = Drift(bucket, rule, param_groups)
         on_host = [bucket.home.walks_on_host for bucket in self.buckets]
         rule.settle_on(HOST if all(on_host) else device, groups.world)
         for bucket in (*self.buckets, *self.frozen):
@@ -443,17 +440,10 @@ class ZeroEngine:
         for line in self.exchanged:
             if line.bucket is bucket:
                 line.look_again(self.rule)
-        self.publish_own()
 
     def _follow_rule(self) -> None:
         if self._step.exchange is not None:
             self._step.exchange.follow()
-        self.publish_own()
-
-    def publish_own(self) -> None:
-        """What weights at work are made of, where ranks have their own, is other than it was."""
-        if self.rule.has_own_steps:
-            publish(self.buckets)
 
 
 def _check_loss(loss: object) -> None:

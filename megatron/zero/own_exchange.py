@@ -2,9 +2,8 @@
 
 Where it is not the sum that travels, backwards leave gradients on the rank that made them. A step then asks the rule
 what each rank says of them, has the mean of that over data parallel taken at one bit a number (mpu/one_bit.py), and
-puts this rank's part of it where the update finds a gradient; or nothing travels, and the rank's own gradients stay
-there. The server of a chunk is the rank that owns it from stage 1 on; at stage 0, where everybody owns everything, it
-is the rank that writes it to checkpoints.
+puts this rank's part of it where the update finds a gradient. The server of a chunk is the rank that owns it from stage
+1 on; at stage 0, where everybody owns everything, it is the rank that writes it to checkpoints.
 
 What a rank owes lasts from step to step: it is in checkpoints, whole for each rank, and of each server. On another
 number of ranks every one takes the mean of what the ranks owed, so that what they owe on average is the same.
@@ -12,15 +11,15 @@ number of ranks every one takes the mean of what the ranks owed, so that what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optim.rule import ParamGroup, Rule, Saying, Travel
+from megatron.optim.rule import ParamGroup, Rule, Saying
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
 from megatron.zero.state import State
@@ -44,17 +43,17 @@ class OwnExchange:
     def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.lines: list[Line] = []
-        """One for each bucket, once something may be owed."""
+        """One for each bucket, once the rule is compressed."""
         self._rests = False
 
     @property
     def is_on(self) -> bool:
-        return self._rule.travel is not Travel.SUM
+        return self._rule.is_compressed
 
     def follow(self) -> None:
         """The rule was told another state: be as it wants it, and know nothing of before."""
         self.lines = [Line(bucket, self._groups, self._rule) for bucket in self._state.buckets
-                      ] if self._rule.owes else []
+                      ] if self._rule.is_compressed else []
         self._leave_gradients()
 
     def _leave_gradients(self) -> None:
@@ -75,20 +74,11 @@ class OwnExchange:
 
     def begin_step(self) -> str | None:
         """Before the first backward of a step. A remark, where the rule takes over."""
-        before = self._rule.travel
         self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._size_of)
-        if self._rule.owes and not self.lines:
+        if self._rule.is_compressed and not self.lines:
             self.follow()
             return self._remark()
         self._leave_gradients()
-        now = self._rule.travel
-        if before is Travel.SUM and now is not before:
-            for line in self.lines:
-                line.hush(self._rule)
-        if now.is_own and not before.is_own:
-            for line in self.lines:
-                line.mean.forget()
-            return self._remark()
         return None
 
     def _size_of(self, kind: str) -> float:
@@ -109,12 +99,9 @@ class OwnExchange:
         return (f" {self._rule.name}: from step {step} on {self._rule.remark}: {numbers} on each tensor parallel "
                 f"rank{quiet}")
 
-    def __call__(self, factor: float, limit: float, of_ranks: float) -> tuple[float, float]:
+    def __call__(self, factor: float, limit: float) -> tuple[float, float]:
         """What the gradient that the update finds is multiplied by, and the norm of what came, which is clipped to
-        `limit`. `factor` makes a rank's own gradient; where nothing travels the norm is the root mean square of the
-        ranks', and nothing is clipped: one rank's is longer than the mean of many."""
-        if self._rule.travel is Travel.NOTHING:
-            return factor, of_ranks
+        `limit`. `factor` makes a rank's own gradient."""
         norm = float(all_reduce(self._exchange(factor), self._groups.tp)) ** 0.5
         clipped = clip_factor(norm, limit)
         for line in self.lines:
@@ -197,12 +184,11 @@ class Line:
         spans = [slice(*everything.group_span(0, number)) for number in range(len(param_groups))]
 
         def give(place: slice, owed: Tensor) -> None:
-            for number, (group, span) in enumerate(zip(param_groups, spans)):
+            for group, span in zip(param_groups, spans):
                 start, stop = max(place.start, span.start), min(place.stop, span.stop)
                 if start < stop:
                     here, within = slice(start, stop), slice(start - place.start, stop - place.start)
-                    what = Saying(number, owed[within], self.bucket.grads.shard[here], partial(before, place, within),
-                                  self.own(rule.states, here))
+                    what = Saying(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
                     rule.say(what, group, factor=factor)
 
         return give
@@ -213,16 +199,10 @@ class Line:
             own = _at_hand(self.bucket, self._first)
             return lambda place, within: own[place][within]
         if self._clipped is None:
-            whole = cache(partial(self._whole, self._first))  # nobody may want it
-            return lambda place, within: whole()[place][within]
+            whole = self._whole(self._first)
+            return lambda place, within: whole[place][within]
         said, clipped = self.mean.said_before(), self._clipped
         return lambda place, within: said(place)[within].mul_(clipped)
-
-    def own(self, kinds: Sequence[str], span: slice) -> Mapping[str, Tensor]:
-        """States, where this rank has them whole."""
-        if not self.bucket.shard_group.is_solo:
-            return {}
-        return {kind: _at_hand(self.bucket, kind)[span] for kind in kinds}
 
     def put(self, clipped: float) -> None:
         """This rank's part is the gradient now."""

@@ -27,8 +27,7 @@ class Dtypes:
     master: torch.dtype = torch.float32
     """Of what lasts."""
     apart: bool = False
-    """Weights at work are made of what lasts (quantise.py, drift.py), which is apart from them also in one
-    precision."""
+    """Weights at work are made of what lasts (quantise.py), which is apart from them also in one precision."""
     keeps_frozen: bool = False
     """What is frozen lasts in the precision of the masters as well, not in that of its use."""
 

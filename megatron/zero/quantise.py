@@ -146,8 +146,6 @@ def noise_key(seed: int, counter: int, name: str) -> int:
 class Rounding:
     """Of one bucket."""
 
-    is_ranks_own = False
-
     def __init__(self, whole: Quantisation, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
         self._whole, self._bucket, self._tp = whole, bucket, tp
         self._device = bucket.device if bucket.is_at_hand else HOST

@@ -205,8 +205,7 @@ class Step:
     def _exchanged(self, report: StepReport) -> float:
         """What came of gradients that stayed is where the update looks, once it is multiplied by this."""
         assert self.exchange is not None
-        of_ranks = report.found.norm * self._divisor / self._groups.dp.size ** 0.5
-        factor, norm = self.exchange(self._unit() * self._divisor, self._clip_grad, of_ranks)
+        factor, norm = self.exchange(self._unit() * self._divisor, self._clip_grad)
         report.note_norm(norm)
         return factor
 

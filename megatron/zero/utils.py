@@ -230,7 +230,6 @@ def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
     _agree_to_set(bucket, param, kind, value, whole=whole)
     engine = owner_of(bucket)
     if kind == WEIGHT:
-        bucket.check_common()
         if engine is not None:
             engine.finish_update()
         bucket.await_parameters()  # those of a step before, which come from where this writes

@@ -1,6 +1,6 @@
 """What training methods cost in loss, bytes and time: small models on the text of this repository, drawn as curves.
 
-    python scripts/bench/methods.py exchange      1-bit Adam, 0/1 Adam, 1-bit Lamb beside Adam and Lamb, on a slow wire
+    python scripts/bench/methods.py exchange      1-bit Adam, 1-bit Lamb beside Adam and Lamb, on a slow wire
     python scripts/bench/methods.py depth         progressive layer dropping beside all layers
     python scripts/bench/methods.py bits          quantisation in training beside none
 
@@ -46,14 +46,12 @@ class Study:
 
 def studies(steps: int) -> dict[str, Study]:
     freeze, ratios_settle = str(round(0.15 * steps)), str(round(0.25 * steps))
-    zero_one = (f"local_step_scaler={steps // 4}", "local_step_clipper=4", f"var_update_scaler={round(0.08 * steps)}")
     drops = {"progressive_layer_drop": True, "pld_theta": 0.5, "pld_gamma": 10 / steps}
     bits = {"quantize_training": True, "quantize_offset": steps // 8, "quantize_period": steps // 16, "bf16": True}
     return {
         "exchange": Study({
             "Adam": {},
             "1-bit Adam": {"optimizer": "onebit_adam", "onebit_freeze_step": freeze},
-            "0/1 Adam": {"optimizer": "zeroone_adam", "onebit_freeze_step": freeze, "optimizer_params": zero_one},
             "Lamb": {"optimizer": "lamb", "lr": 1e-2},
             "1-bit Lamb": {"optimizer": "onebit_lamb", "onebit_freeze_step": ratios_settle, "lr": 1e-2},
         }, layers=4, ranks=2, megabits=100, axes=("steps", "MB sent by a rank", "seconds")),

@@ -27,7 +27,6 @@ from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.recognise import recognise
-from megatron.checkpoint.strict import Key
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.config.hf_shape import CONFIG
@@ -54,24 +53,24 @@ def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None 
                           f"{recognise(source)}")
 
 
-def import_weights(found: Foreign, root: Path, key: Key | None = None) -> SaveReport:
-    """Write the weights as a checkpoint of ours, signed with `key`, one tensor in memory at a time."""
+def import_weights(found: Foreign, root: Path) -> SaveReport:
+    """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
     pieces = [_weight(found, name, shape) for name, shape in found.shapes.items()]
-    return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0, key=key)
+    return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0)
 
 
-def quantise_weights(found: Checkpoint | Foreign, root: Path, key: Key | None = None) -> SaveReport:
-    """Write the weights with matrices of int8 (int8.py), signed with `key`, one tensor in memory at a time; of a run
-    the tag stays."""
+def quantise_weights(found: Checkpoint | Foreign, root: Path) -> SaveReport:
+    """Write the weights with matrices of int8 (int8.py), one tensor in memory at a time; of a run the tag
+    stays."""
     if isinstance(found, Foreign):
         pieces = _quantised(found, found.shapes)
-        return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0, key=key)
+        return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0)
     recorded_model(found)  # or why it is no GPT-2 that could be loaded
     shapes = {name: found.shape("weight", name) for name in found.names("weight")}
     if "wte.weight" not in shapes:
         raise CheckpointError(f"tag {found.tag} is not of this program's GPT-2, which is what int8 is for")
     state = {name: value for name, value in found.shared_state["client_state"].items() if name == "tokenizer"}
-    return _save(root, found.tag, _quantised(found, shapes), found.config, found.iteration, state, key)
+    return _save(root, found.tag, _quantised(found, shapes), found.config, found.iteration, state)
 
 
 def _quantised(found: Checkpoint | Foreign, shapes: Mapping[str, tuple[int, ...]]) -> list[Piece]:
@@ -80,7 +79,7 @@ def _quantised(found: Checkpoint | Foreign, shapes: Mapping[str, tuple[int, ...]
 
 
 def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int,
-          client_state: Mapping[str, Any] = {}, key: Key | None = None) -> SaveReport:
+          client_state: Mapping[str, Any] = {}) -> SaveReport:
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     run_id = secrets.token_hex(8)
@@ -89,7 +88,7 @@ def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, An
     probe(root, "--output")
     with locked(root):
         return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
-                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration, key=key)
+                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
 
 
 def _weight(found: Checkpoint | Foreign, name: str, shape: tuple[int, ...]) -> Piece:

@@ -2,7 +2,7 @@
 """The fp32 weights of a checkpoint as one state dict, whatever ZeRO stage and tensor parallel size it was saved with.
 
     python zero_to_fp32.py . pytorch_model.bin [-t TAG] [--max_shard_size 5GB] [--safe_serialization]
-                                               [--exclude_frozen_parameters] [--checkpoint-key FILE] [-d]
+                                               [--exclude_frozen_parameters] [-d]
 
 The first argument is the folder of the tags, or one tag's; the second a file, or a folder that gets a
 `pytorch_model.bin` (`model.safetensors` with --safe_serialization). Larger than --max_shard_size, the output is several
@@ -14,13 +14,12 @@ for `.safetensors` no more than one tensor.
 
 A *piece* is a number of consecutive elements of one tensor parallel rank's flattened part of a tensor. The manifest
 says how each tensor is cut: from that follows who holds which piece. `rank<k>.json` lists that rank's files. (Formats 1
-and 2: the manifest lists all.) Each file says which checkpoint it is of. With a key they must be signed with it.
+and 2: the manifest lists all.) Each file says which checkpoint it is of.
 """
 
 from __future__ import annotations
 
 import argparse
-import hmac
 import json
 import os
 import re
@@ -28,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -90,9 +89,9 @@ class Entry(NamedTuple):
 class Tag:
     """One checkpoint, its manifest read and checked."""
 
-    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         with making_sense(folder):
-            self.folder, self.key, self.manifest = folder, key, read_manifest(folder, key)
+            self.folder, self.manifest = folder, read_manifest(folder)
         self.files: dict[str, Any] = self.manifest.get("files", {})
         self._parts: dict[int, list[str]] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -176,7 +175,7 @@ class Tag:
         """The files of tensors of one rank; what its part of the manifest says becomes known."""
         if rank not in self._parts:
             path = self.folder / f"rank{rank}.json"
-            part = read_sealed(path, self.key)
+            part = read_sealed(path)
             if self.manifest["format"] > 3:
                 self._check_origin(path, part["origin"], rank)
             elif (part["save_id"], part["rank"]) != (self.manifest["save_id"], rank):
@@ -239,10 +238,6 @@ class Tag:
         if (size, f"{crc:08x}") != (said["size"], said["crc32"]):
             raise Damaged(f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found {size} of "
                           f"{crc:08x}; choose another tag with -t")
-        if self.key is not None:
-            with reading(path), open(path, "rb") as file:
-                if file_digest(file, "sha256").hexdigest() != said.get("sha256"):
-                    raise Damaged(f"{path}: is not the file that was signed")
         if self.manifest["format"] > 3 and path.suffix == ".safetensors":
             rank = re.match(r"rank(\d+)", name)
             self._check_origin(path, read_header(path)[2], int(rank[1]) if rank else 0)
@@ -266,20 +261,20 @@ class Tag:
         return data, said["dtype"]
 
 
-def open_tag(folder: Path, tag: str | None = None, key: bytes | None = None) -> Tag:
+def open_tag(folder: Path, tag: str | None = None) -> Tag:
     """`folder` is one tag's own, or the root of the tags: there the one that `latest` names is taken, otherwise the one
     saved last."""
     if tag is None and (folder / "manifest.json").exists():
-        return Tag(folder, key)
+        return Tag(folder)
     found = tags_under(folder)
     if tag is not None:
         if tag not in found:
             raise Damaged(f"no tag {tag!r:.80} under {folder}, found {', '.join(found) or 'none'}")
-        return tag_in(folder, found, tag, key)
+        return tag_in(folder, found, tag)
     latest = latest_tag(folder, found)
     if latest is not None:
-        return tag_in(folder, found, latest, key)
-    tags = [tag_in(folder, found, name, key) for name, path in found.items() if (path / "manifest.json").exists()
+        return tag_in(folder, found, latest)
+    tags = [tag_in(folder, found, name) for name, path in found.items() if (path / "manifest.json").exists()
             or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
@@ -292,10 +287,10 @@ def commit_order(said: Mapping[str, Any]) -> tuple[int, int, int, str]:
     return number, 0 if number else int(said.get("saved_at", 0)), int(said["iteration"]), str(said["tag"])
 
 
-def tag_in(folder: Path, found: Mapping[str, Path], name: str, key: bytes | None) -> Tag:
+def tag_in(folder: Path, found: Mapping[str, Path], name: str) -> Tag:
     """The tag, which is in this folder, and whose manifest is that of this name."""
     check_inside(found[name], folder)
-    tag = Tag(found[name], key)
+    tag = Tag(found[name])
     if tag.manifest["tag"] != name:
         raise Damaged(f"{tag.folder}: its manifest is of tag {tag.manifest['tag']!r:.80}")
     return tag
@@ -332,9 +327,9 @@ def tags_under(folder: Path) -> dict[str, Path]:
             and SAFE_NAME.fullmatch(tag := name.removeprefix(".aside-"))}
 
 
-def read_manifest(folder: Path, key: bytes | None = None) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
-    manifest = read_sealed(path, key)
+    manifest = read_sealed(path)
     if manifest["format"] not in FORMATS:
         raise Damaged(f"{path}: format {manifest['format']!r:.20}, this script reads formats {FORMATS[0]} to "
                       f"{FORMATS[-1]}")
@@ -350,16 +345,12 @@ def digest(manifest: Mapping[str, Any]) -> str:
     return sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
-def read_sealed(path: Path, key: bytes | None = None) -> dict[str, Any]:
-    """A JSON file that ends with the checksum of what is before, and before that with its signature."""
+def read_sealed(path: Path) -> dict[str, Any]:
+    """A JSON file that ends with the checksum of what is before."""
     data = content_of(path)
     text, mark, rest = data.rpartition(b',"crc32":"')
     if not mark or rest != b'%08x"}\n' % crc32(text):
         raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its checksum; choose another tag with -t")
-    signed, mark, rest = text.rpartition(b',"hmac":"')
-    if key is not None and not (mark and hmac.compare_digest(
-            rest, hmac.new(key, signed, sha256).hexdigest().encode() + b'"')):
-        raise Damaged(f"{path}: is not signed with the key of --checkpoint-key")
     record: dict[str, Any] = json.loads(text + b"}")
     return record
 
@@ -533,29 +524,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_shard_size", default="5GB", help="of one file (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what was trained")
-    parser.add_argument("--checkpoint-key", metavar="FILE", type=Path, help="take only what is signed with this key")
     parser.add_argument("-d", "--debug", action="store_true", help="name every tensor; traceback at an error")
     return parser.parse_args(arguments)
 
 
-def read_key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().rstrip(b"\r\n")
-    except OSError as error:
-        raise Usage(f"--checkpoint-key {path}: cannot be read ({error.strerror})") from error
-    if not 16 <= len(key) <= 1 << 16:
-        raise Usage(f"--checkpoint-key {path}: a key has 16 to 65536 bytes, this file has {len(key)}")
-    return key
-
-
 def convert(chosen: argparse.Namespace) -> None:
-    key, limit = read_key(chosen.checkpoint_key), byte_count(chosen.max_shard_size)
+    limit = byte_count(chosen.max_shard_size)
     if chosen.output.name in ("latest", "zero_to_fp32.py") or any(
             (folder / "manifest.json").exists() for folder in (chosen.output / "_").resolve().parents):
         raise Usage(f"{chosen.output}: is a place of a checkpoint's own files; choose another")
-    tag = open_tag(chosen.checkpoint_dir, chosen.tag, key)
+    tag = open_tag(chosen.checkpoint_dir, chosen.tag)
     layout = tag.manifest["layout"]
     world = layout.get("tp", 1) * layout.get("dp", 1)
     print(f"{tag.folder}: iteration {tag.manifest['iteration']}, ZeRO stage {layout.get('zero_stage', 'unknown')}, "

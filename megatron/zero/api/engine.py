@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
+from megatron.checkpoint.agree import agree, called_alike, on_rank_0
 from megatron.checkpoint.background import Background, HostCopy, finish_earlier, under_way_in
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
@@ -79,8 +79,6 @@ class Engine(EngineStatus):
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
-        self.key = same_key(config.save.checkpoint_key, core.groups.world)
-        """What checkpoints are signed with; usually nothing."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._lineage = Lineage()
         self._on_trust: Moved | None = None
@@ -392,7 +390,7 @@ class Engine(EngineStatus):
             loop={**self._batching.state(),
                   "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None, latest=save_latest, key=self.key,
+            hold=self._host_copy.hold if in_background else None, latest=save_latest,
             trash=self._trash)
         self._background.start(steps, partial(self._saved, then), root, name) if in_background else \
             self._saved(then, complete(steps, self.groups.world))
@@ -439,7 +437,7 @@ class Engine(EngineStatus):
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
                       file=sys.stderr)
             return None, None
-        found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world, key=self.key)
+        found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
         state = self._restore(found, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,

@@ -1,12 +1,10 @@
-"""What ranks owe each other (zero/own_exchange.py), and what of their states is their own <-> a checkpoint.
+"""What ranks owe each other (zero/own_exchange.py) <-> a checkpoint.
 
     worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, whole
-    local_KIND      the same, of a state that differs from rank to rank; KIND itself is then one rank's here, and
-                    another's there
     server_error    [...shape of the parameter]: each server writes its chunk
 
 On as many ranks as wrote it, each takes its own again. On another number every rank takes the mean: what the ranks owe
-or have on average, which is all that the next mean of their numbers shows of it, is the same.
+on average, which is all that the next mean of their numbers shows of it, is the same.
 """
 
 from __future__ import annotations
@@ -29,22 +27,14 @@ from megatron.zero.own_exchange import OWED, OWED_TO_ALL, Line
 from mpu.split import Partition
 
 
-def _of_each(engine: ZeroEngine, line: Line) -> dict[str, Tensor]:
-    """What each rank has of its own, of all chunks."""
-    everything = slice(0, line.bucket.layout.numel)
-    return {OWED: line.mean.owed, **{f"local_{kind}": numbers for kind, numbers in
-                                     line.own(engine.rule.differing, everything).items()}}
-
-
 def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
     """This rank's."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for line in engine.exchanged:
         for slot in _slots(line):
             shape, partition = _of_all(slot, dp.size)
-            for kind, numbers in _of_each(engine, line).items():
-                yield Piece(slot.name, kind, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                            numbers[slot.offset : slot.end])
+            yield Piece(slot.name, OWED, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
+                        line.mean.owed[slot.offset : slot.end])
         for segment in line.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
             yield Piece(slot.name, OWED_TO_ALL, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
@@ -58,23 +48,21 @@ def owed_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
         dtype = DTYPE_NAMES[line.mean.owed.dtype]
         for slot in _slots(line):
             shape, partition = _of_all(slot, engine.groups.dp.size)
-            for kind in _of_each(engine, line):
-                yield TensorEntry(kind, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
+            yield TensorEntry(OWED, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
             yield TensorEntry(OWED_TO_ALL, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
                               Spread(slot.offset, line.layout.shard_numel))
 
 
 def owed_kinds(engine: ZeroEngine) -> list[str]:
-    return [*_of_each(engine, engine.exchanged[0]), OWED_TO_ALL] if engine.exchanged else []
+    return [OWED, OWED_TO_ALL] if engine.exchanged else []
 
 
 def check_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     """What there is of this model's parameters has their shape."""
     for bucket in engine.buckets:
         for slot in (slot for slot in bucket.layout.slots if slot.numel):
-            for kind in found.shared_state.get("owed", ()):
-                if kind != OWED_TO_ALL and (kind, slot.name) in found.tensors:
-                    _ranks_in(engine, found, kind, slot)
+            if (OWED, slot.name) in found.tensors:
+                _ranks_in(engine, found, slot)
 
 
 def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
@@ -83,9 +71,8 @@ def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
     for line in engine.exchanged:
         for slot in _slots(line):
-            for kind, numbers in _of_each(engine, line).items():
-                if (kind, slot.name) in found.tensors:  # not strict: who is new owes nothing
-                    _load_of_each(engine, found, kind, slot, numbers[slot.offset : slot.end], where)
+            if (OWED, slot.name) in found.tensors:  # not strict: who is new owes nothing
+                _load_owed_by_each(engine, found, slot, line.mean.owed[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
             if (OWED_TO_ALL, slot.name) not in found.tensors:
@@ -94,25 +81,24 @@ def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
                        out=line.mean.owed_to_all[start : start + segment.count], **where)
 
 
-def _load_of_each(engine: ZeroEngine, found: Checkpoint, kind: str, slot: Slot, out: Tensor,
-                  where: dict[str, Any]) -> None:
+def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
     dp = engine.groups.dp
-    ranks = _ranks_in(engine, found, kind, slot)
+    ranks = _ranks_in(engine, found, slot)
     shape, partition = _of_all(slot, ranks)
     if ranks == dp.size:
-        found.read(kind, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out, **where)
+        found.read(OWED, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out, **where)
         return
     out.zero_()
     for rank in range(ranks):
         one = out.new_empty(slot.numel)
-        found.read(kind, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one, **where)
+        found.read(OWED, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one, **where)
         out.add_(one, alpha=1 / ranks)
 
 
-def _ranks_in(engine: ZeroEngine, found: Checkpoint, kind: str, slot: Slot) -> int:
-    saved, expected = found.shape(kind, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
+def _ranks_in(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
+    saved, expected = found.shape(OWED, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
-        raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {kind} {slot.name!r}: shape "
+        raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {OWED} {slot.name!r}: shape "
                               f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
 

@@ -30,7 +30,7 @@ from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.strict import Key, sense_of
+from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
@@ -127,7 +127,7 @@ def _tell_of_lost_keys(given: Sequence[Sequence[str]]) -> None:
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
                   scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-                  key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
+                  trash: BehindTheRun | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
     Collective over the world."""
     engine.meet(SAVE)
@@ -152,7 +152,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest, key=key, trash=trash, lineage=who.lineage)
+                  keep=keep, hold=hold, latest=latest, trash=trash, lineage=who.lineage)
 
 
 def tied_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -218,7 +218,6 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
         agree(engine.forget_optimizer_steps, engine.groups.world)
     elif engine.exchanged:
         agree(lambda: load_owed(engine, found), engine.groups.world)
-        engine.publish_own()
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
@@ -273,8 +272,6 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
         raise CheckpointError(
             f"{where} {what}; to resume from the weights alone give --no-load-optim or --finetune "
             "(load_optimizer_states=False)")
-    if (why := engine.rule.objection((found.shared_state["engine"] or {}).get("rule", {}))) is not None:
-        raise CheckpointError(f"{found.tag} of {found.folder.parent}: {why}")
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:

@@ -48,7 +48,6 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
     def check() -> None:
         for bucket in buckets:
             bucket.check_before_loan()
-            bucket.check_common()
         if gives:
             _check_fits(core, state, strict)
 

@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import (
     MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
 from megatron.checkpoint.part import part_name, read_part
 from megatron.checkpoint.piece import Piece, sharding_of
-from megatron.checkpoint.strict import Key, ending, seal, unseal
+from megatron.checkpoint.strict import ending, seal, unseal
 from megatron.checkpoint.tags import manifest_of, verify
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
@@ -153,7 +153,7 @@ def tensors(grid: Grid) -> Iterator[TensorEntry]:
 
 
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
-              key: Key | None = None, config: Mapping[str, Any] = {"hidden": 8}, tag: str | None = None) -> list[Any]:
+              config: Mapping[str, Any] = {"hidden": 8}, tag: str | None = None) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
     values, lineage = logical(seed), Lineage(_parent(root, None, run))
 
@@ -162,7 +162,7 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
         return writer.save(root, tag or f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
                            tensors=tensors(grid),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
-                           shared_state={"scale": 2.0, "position": [1, step]}, config=config, key=key,
+                           shared_state={"scale": 2.0, "position": [1, step]}, config=config,
                            layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id=run, iteration=step,
                            lineage=lineage)
 
@@ -194,14 +194,14 @@ def saved(root: Path, tag: str) -> SaveRecord:
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------
 
-def rewrite(path: Path, change: Callable[[Any], Any], key: Key | None = None) -> None:
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     """Change a file of JSON, sealed or not; what `change` returns, if anything, takes its place."""
     data = path.read_bytes()
     sealed = path.name == MANIFEST or path.name.startswith("rank")
     value = unseal(data, path.name) if sealed else json.loads(data)
     changed = change(value)
     value = value if changed is None else changed
-    path.write_bytes(seal(value, key) if sealed else json.dumps(value).encode())
+    path.write_bytes(seal(value) if sealed else json.dumps(value).encode())
 
 
 def redigest(body: dict[str, Any]) -> None:
@@ -224,16 +224,15 @@ def rejoin(folder: Path) -> None:
     reseal(folder)
 
 
-def reseal(folder: Path, key: Key | None = None) -> None:
+def reseal(folder: Path) -> None:
     """Sizes and checksums in every part as the files are now."""
     def renew(part: dict[str, Any]) -> None:
         for name in list(part["files"]):
             data = (folder / name).read_bytes()
-            part["files"][name] = {"size": len(data), "crc32": f"{crc32(data):08x}",
-                                   **({"sha256": sha256(data).hexdigest()} if key else {})}
+            part["files"][name] = {"size": len(data), "crc32": f"{crc32(data):08x}"}
 
     for path in folder.glob("rank*.json"):
-        rewrite(path, renew, key)
+        rewrite(path, renew)
 
 
 def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -272,6 +271,14 @@ def make_format_3(root: Path, tag: str) -> None:
         set_header(path, lambda header: header.pop("__metadata__") and None)
     reseal(folder)
     rewrite(folder / MANIFEST, lambda body: body.update(format=3, save_id=body["save_id"].partition("-")[0]))
+
+
+def make_signed(root: Path, tag: str) -> None:
+    """Turn a tag into what an earlier version saved with --checkpoint-key."""
+    for path in (root / tag).glob("rank*.json"):
+        rewrite(path, lambda part: [entry.update(sha256="0" * 64) for entry in part["files"].values()] and None)
+    for path in ((root / tag / MANIFEST), *(root / tag).glob("rank*.json")):
+        rewrite(path, lambda body: body.update(hmac="0" * 64))
 
 
 # Format 2 lists every file and piece in the manifest.

@@ -44,7 +44,7 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
 READERS: dict[str, Callable[[Path], object]] = {
     "load": open_checkpoint, "load by name": lambda root: open_checkpoint(root, "global_step2"),
     "verify": lambda root: verify(root, "global_step2"), "manifest": lambda root: manifest_of(root, "global_step2"),
-    "verify all": lambda root: command.verify_tags(root, None, None),
+    "verify all": lambda root: command.verify_tags(root, None),
     "list": lambda root: command.list_tags(root, "global_step2"),
     "digest": lambda root: digest(open_checkpoint(root, "global_step2")),
     "zero_to_fp32.py": lambda root: zero_to_fp32.open_tag(root),
@@ -185,7 +185,7 @@ def test_a_file_of_nobodys_is_a_warning_and_stays(
     assert open_checkpoint(tmp_path, say=said.append).tag == "global_step1" and said == [expected]
     verify(tmp_path, "global_step1", say=said.append)
     assert said == 2 * [expected]
-    command.verify_tags(tmp_path, None, None)
+    command.verify_tags(tmp_path, None)
     shown = capfd.readouterr()
     assert shown.err == f"{expected}\n" and shown.out.startswith("global_step1: ok, ")
     assert own.read_bytes() == b"mine"

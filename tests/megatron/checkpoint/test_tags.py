@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.manifest import MANIFEST, commit_of, record_of
 from megatron.checkpoint.part import writer_of
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import check_share, complete, manifest_of, tag_names, verify
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, make_format_2, make_format_3, make_format_4, save_grid, save_solo
+from tests.megatron.checkpoint.made import (
+    Grid, make_format_2, make_format_3, make_format_4, make_signed, save_grid, save_solo)
 
 
 def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
@@ -57,6 +58,20 @@ def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if request.param is not None:
             request.param(root, f"global_step{step}")
     return root
+
+
+@pytest.mark.parametrize("is_format_4", [True, False])
+def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: Path, is_format_4: bool) -> None:
+    save_grid(tmp_path, Grid(1, 2))
+    if is_format_4:
+        make_format_4(tmp_path, "global_step1")
+    make_signed(tmp_path, "global_step1")
+    assert b',"hmac":"' in (tmp_path / "global_step1" / MANIFEST).read_bytes()
+    assert len(verify(tmp_path, "global_step1").files) == 6
+    assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
+    assert zero_to_fp32.open_tag(tmp_path, "global_step1").entries()
+    record, commit = record_of(tmp_path / "global_step1"), commit_of(tmp_path / "global_step1")
+    assert record is not None and record.saved_at > 0 and record.commit == commit == (0 if is_format_4 else 1)
 
 
 FILES = ["rank0.safetensors", "rank1.safetensors", "rank0.json", "rank1.json", "shared.json", "config.json", MANIFEST]

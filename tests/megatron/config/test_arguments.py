@@ -293,23 +293,29 @@ def test_a_flag_that_would_do_more_elsewhere_is_accepted_with_a_note() -> None:
     assert config.schedule.lr == 1e-3 and parse_args(["--cpu-torch-adam"]).notes == ()
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zeroone_adam"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
 def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> None:
     argv = ["--optimizer", name, "--train-iters", "100", "--onebit-freeze-step"]
     for beyond in ("100", "100000"):
         with pytest.raises(ConfigError, match=f"--onebit-freeze-step {beyond} is not below --train-iters 100"):
             parse_args([*argv, beyond])
-    for wrong in ("0", "-1", "1.5", "soon", ""):
+    for wrong in ("0", "-1", "1.5", "soon", "never", ""):
         with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
             parse_args([*argv[:-1], f"--onebit-freeze-step={wrong}"])
     with pytest.raises(ConfigError, match="--onebit-freeze-step auto .* after 2000, .* not below --train-iters 100"):
         parse_args([*argv, "auto"])
     assert parse_args([*argv, "auto", "--adam-beta2", "0.97"]).optim.onebit_freeze_step == "auto"
-    for within in ("99", *(["never"] if name == "zeroone_adam" else [])):
-        assert parse_args([*argv, within]).optim.onebit_freeze_step == within
-    if name != "zeroone_adam":
-        with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
-            parse_args([*argv, "never"])
+    assert parse_args([*argv, "99"]).optim.onebit_freeze_step == "99"
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    ("--optimizer zeroone_adam --onebit-freeze-step never --optimizer-params local_step_clipper=4",
+     r"--optimizer is zeroone_adam: expected .*; 0/1 Adam was retired; use OneBitAdam \(onebit_adam\)$"),
+    ("--checkpoint-key my.key", "--checkpoint-key my.key is not a flag here: checkpoints are not signed any more: use "
+                                r"the storage's own means \(object lock, access rights\)$")])
+def test_what_was_retired_is_refused_in_one_sentence(flags: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        parse_args(flags.split())
 
 
 def test_parameters_of_muon_that_it_cannot_take_are_refused() -> None:

@@ -154,7 +154,7 @@ def test_the_program_ends_with_a_line_for_each_reason(tmp_path: Path, ranks: int
 
 
 @pytest.mark.parametrize("flags", ["--optimizer onebit_lamb --optimizer-params coeff_beta=0.9",
-                                   "--optimizer zeroone_adam --onebit-freeze-step never"])
+                                   "--optimizer onebit_adam --onebit-freeze-step auto"])
 def test_what_belongs_to_an_optimizer_in_doubt_is_not_judged_by_another(flags: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(["--no-adam-w-mode", *flags.split()])

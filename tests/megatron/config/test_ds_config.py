@@ -87,8 +87,6 @@ OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsg
        "etas": ("Rprop", "rprop", [0.4, 1.1]), "step_sizes": ("Rprop", "rprop", [1e-5, 1.0]),
        "coeff_beta": ("OneBitLamb", "onebit_lamb", 0.8), "factor_max": ("OneBitLamb", "onebit_lamb", 3.0),
        "factor_min": ("OneBitLamb", "onebit_lamb", 0.4), "factor_threshold": ("OneBitLamb", "onebit_lamb", 0.2),
-       "var_update_scaler": ("ZeroOneAdam", "zeroone_adam", 4), "local_step_scaler": ("ZeroOneAdam", "zeroone_adam", 9),
-       "local_step_clipper": ("ZeroOneAdam", "zeroone_adam", 2),
        "ns_steps": ("Muon", "muon", 3), "adjust_lr_fn": ("Muon", "muon", "match_rms_adamw"),
        "split_qkv": ("Muon", "muon", False), "muon_lr": ("Muon", "muon", 0.02), "adam_lr": ("muon", "muon", 3e-4)}
 
@@ -100,8 +98,7 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
     return value, {key: value for key, value in found.items() if value != "adam"}, typed(kind)
 
 
-ONE_BIT, ZERO_ONE = typed("OneBitAdam"), typed("ZeroOneAdam")
-FREEZE_STEPS = {"optimizer.params.freeze_step": ONE_BIT, "optimizer.params.var_freeze_step": ZERO_ONE}
+ONE_BIT, FREEZE_STEP = typed("OneBitAdam"), "optimizer.params.freeze_step"
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 TABLES = {"csv_monitor": {"enabled": True, "output_path": "out", "job_name": "job"}}
 WANDB = {"wandb": {"enabled": True, "project": "gpt"}}
@@ -119,7 +116,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
     "gradient_accumulation_steps": (3, {"global_batch_size": 12}, {}),
     "steps_per_print": (7, {"log_interval": 7}, {}),
-    "checkpoint.key_file": ("my.key", {"checkpoint_key": "my.key"}, {}),
     "gradient_clipping": (0.5, {"clip_grad": 0.5}, {}),
     "communication_data_type": ("bf16", {"communication_data_type": "bf16"}, {}),
     "fp32_allreduce": (True, {"communication_data_type": "fp32"}, {}),
@@ -140,8 +136,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "optimizer.params.momentum": (0.5, {"optimizer": "sgd", "sgd_momentum": 0.5}, typed("SGD")),
     **{f"optimizer.params.{name}": own_case(name) for name in OWN},
     "optimizer.params.freeze_step": (400, {"optimizer": "onebit_adam", "onebit_freeze_step": "400"}, ONE_BIT),
-    "optimizer.params.var_freeze_step": ("never", {"optimizer": "zeroone_adam", "onebit_freeze_step": "never"},
-                                         ZERO_ONE),
     "optimizer.params.lr": (1e-3, {"lr": 1e-3}, ADAM),
     "optimizer.params.betas": ([0.8, 0.95], {"adam_beta1": 0.8, "adam_beta2": 0.95}, ADAM),
     "optimizer.params.eps": (1e-6, {"adam_eps": 1e-6}, ADAM),
@@ -379,8 +373,8 @@ def test_a_section_must_be_an_object_and_null_is_none(path):
 def test_auto_is_the_default_and_is_answered(path):
     if path == "optimizer.params.momentum":
         return  # below: a file that says nothing of momentum means 0
-    if path in FREEZE_STEPS:
-        found = build(merged(FREEZE_STEPS[path], nested(path, "auto")))
+    if path == FREEZE_STEP:
+        found = build(merged(ONE_BIT, nested(path, "auto")))
         assert changes(found)["onebit_freeze_step"] == "auto"  # it is found
         assert f' config: {path} "auto": found while the run goes on' in found.notes
         return
@@ -489,11 +483,10 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(typed("OneBitLamb"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
      "what a rank says is made of the momentum, on the device"),
     (merged(typed("OneBitLamb"), nested("optimizer.params.amsgrad", True)), "amsgrad is not a parameter of OneBitLamb"),
-    (merged(typed("ZeroOneAdam"), {"zero_optimization": {"stage": 1}}), "optimizer.params.var_freeze_step never: "),
-    (merged(typed("ZeroOneAdam"), {"zero_optimization": {"stage": 2}}), "from stage 2 on they are summed and split"),
-    (merged(typed("ZeroOneAdam"), QUANTISED), "each to another grid"),
-    (merged(typed("ZeroOneAdam"), nested("optimizer.params.local_step_clipper", 0)), "local_step_clipper"),
-    (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", "soon")), "of at least 1, or never"),
+    (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", 5)),
+     'optimizer.type "ZeroOneAdam" is not supported, 0/1 Adam was retired; use OneBitAdam (onebit_adam), '
+     "without var_freeze_step"),
+    (nested("checkpoint.key_file", "my.key"), "checkpoints are not signed any more: use the storage's own means"),
     (typed("Adafactor"), "it keeps a row and a column of a matrix"),
     (merged(typed("Muon"), nested("optimizer.params.ns_steps", 100)), "ns_steps is 100: expected a number >= 1"),
     (merged(typed("Muon"), nested("optimizer.params.momentum", 1.0)), "momentum is 1: expected a number >= 0 and < 1"),

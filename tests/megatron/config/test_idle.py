@@ -56,7 +56,7 @@ def test_a_setting_of_another_optimizer_is_noted(name: str) -> None:
 
 @pytest.mark.parametrize("argv, wanted", [
     (["--onebit-freeze-step", "10"], "--onebit-freeze-step has no effect with --optimizer adam: onebit_adam, "
-     "onebit_lamb, zeroone_adam read it"),
+     "onebit_lamb read it"),
     (["--quantize-training", "--quantize-change-ratio", "0.5"],
      "--quantize-change-ratio has no effect without --quantize-mixed"),
     (["--pld-theta", "0.3", "--pld-gamma", "0.1"],

@@ -16,7 +16,6 @@ OWN = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name in 
 NUMBERS = [(optimizer, name) for optimizer, name in OWN if not isinstance(OPTIMIZERS[optimizer].own[name], bool | str)]
 TYPES = {ours: given for given, ours in DEEPSPEED_TYPES.items()}
 WRONG = [("onebit_lamb", "coeff_beta", 2), ("onebit_lamb", "factor_threshold", -1), ("lamb", "max_coeff", 0),
-         ("zeroone_adam", "local_step_clipper", 0), ("zeroone_adam", "var_update_scaler", 1.5),
          ("lion", "betas", [0.9, 1.5]), ("rmsprop", "alpha", -1), ("adagrad", "eps", -1e-8), ("sgd", "dampening", 2)]
 OUT_OF_ORDER = [("lamb", {"min_coeff": 11}), ("onebit_lamb", {"max_coeff": 0.3, "min_coeff": 0.5}),
                 ("onebit_lamb", {"factor_min": 5}), ("onebit_lamb", {"factor_max": 0.1}),

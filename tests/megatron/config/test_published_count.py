@@ -63,7 +63,6 @@ KINDS = [
     Published(5, "Adam without bias correction", {"optimizer": UNCORRECTED}),
     Published(5, "`autotuning`", {"autotuning": {"enabled": True, "fast": True}}),
     Published(4, "gradients scaled before they are summed", PRESCALED),
-    Published(2, "0/1 Adam", one_bit("ZeroOneAdam", var_freeze_step=155000, local_step_scaler=32678)),
     Published(2, "clipping by both of its names", {
         "gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}),
     Published(2, "`fp16.auto_cast`, and `cuda_visible_devices`", {
@@ -86,6 +85,8 @@ KINDS = [
         ("unknown key zero_optimization.stage3_param_persitence_threshold; did you mean",)),
     Published(4, "`data_efficiency`", {**PRESCALED, "data_efficiency": {"enabled": True, "data_routing": {}}},
               ("data_efficiency is not supported",)),
+    Published(2, "0/1 Adam", one_bit("ZeroOneAdam", var_freeze_step=155000, local_step_scaler=32678),
+              ('optimizer.type "ZeroOneAdam" is not supported',)),
     Published(1, "a student of fewer layers", compressed(
         weight_quantization=quantised(False, 1), layer_reduction={"enabled": True, "keep_number_layer": 5}),
         (NO_REDUCTION,)),

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -23,16 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.agree import same_key
 from megatron.config.setting import declared, flag_name
 from megatron.config.tree import SECTIONS, Config, DataConfig
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.inference.source import add_flags, told
+from megatron.inference.source import ModelParser, told
 from megatron.launch import alike, link
 from megatron.launch.alike import _modules, check_alike, code_digest, difference
 from megatron.ranges import differences, ranges
 from megatron.zero import initialize
-from mpu.groups import build
 from tests.distributed import run_ranks
 from tests.megatron.launch.processes import begin
 
@@ -218,7 +215,7 @@ def other(value: object) -> object:
 
 
 PLACES = {"train_data", "valid_data", "test_data", "vocab_file", "merge_file", "tokenizer_path", "data_cache_path",
-          "checkpoint_key", "offload_optimizer_nvme_path", "offload_param_nvme_path", "flops_profiler_output_file",
+          "offload_optimizer_nvme_path", "offload_param_nvme_path", "flops_profiler_output_file",
           "profile_dir"}
 """May differ from node to node; whether they are given is compared, and what is found there later."""
 EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fields(section)]
@@ -345,16 +342,15 @@ def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path, po
 
 
 ONE_RANK_ONLY = ("--valid-data corpus.jsonl", "--test-data corpus.jsonl", "--vocab-file v",
-                 "--merge-file m", "--tokenizer-path t", "--data-cache-path cache", "--checkpoint-key key",
+                 "--merge-file m", "--tokenizer-path t", "--data-cache-path cache",
                  "--load run", "--load-hf hf", "--metrics-file log.jsonl", "--tensorboard-dir board")
 """What names files and folders; of some the whole is compared. (Drives are given with a device, which is compared.)"""
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--checkpoint-key", "--metrics-file") else
+@pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--vocab-file", "--metrics-file") else
                                    pytest.param(flags, marks=pytest.mark.slow) for flags in ONE_RANK_ONLY])
 def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path, port: int) -> None:
-    (tmp_path / "key").write_text("k" * 40)
     (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({
@@ -365,25 +361,10 @@ def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: 
     assert f"{extra.split()[0]} is " in errors[0] and " on rank 0, " in errors[0]
 
 
-def has_a_key(rank: int, world: int, key: str) -> str:
-    try:
-        same_key(key if rank == 1 else None, build(1).world)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_key_that_one_rank_alone_has_is_named_wherever_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("k" * 40)
-    first, second = run_ranks(has_a_key, 2, str(tmp_path / "key"))
-    assert first == second and "--checkpoint-key is not given on rank 0, given on rank 1" in first
-
-
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
-    parser = ArgumentParser()
-    add_flags(parser)
+    parser = ModelParser("python -m megatron.generate", "", "")
     plain = told(parser.parse_args(["--load", "run"]))
-    for flag in ("--checkpoint-key", "--vocab-file", "--merge-file", "--tokenizer-path"):
+    for flag in ("--vocab-file", "--merge-file", "--tokenizer-path"):
         one, two = (told(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
         assert one == two and one[flag] == "given" and plain[flag] == "not given"
 
@@ -458,7 +439,6 @@ def initialized(rank: int, world_size: int, changed: Mapping[str, Any], lr: floa
     ({"gradient_clipping": 3.0}, 0.0, "gradient_clipping is 0.0 on rank 0, 3.0 on rank 1"),
     ({"bf16": {"enabled": True}}, 0.0, "bf16"), ({"gradient_accumulation_steps": 4}, 0.0, "is "),
     ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 0.0, "lr is 0.001 on rank 0, 0.1 on rank 1"),
-    ({"checkpoint": {"key_file": "key"}}, 0.0, "checkpoint.key_file is not given on rank 0, given on rank 1"),
     ({"csv_monitor": {"enabled": True}}, 0.0, "csv_monitor.enabled is null on rank 0, runs/DeepSpeedJobName on rank 1"),
     ({}, 0.5, "lr of param group 0 is 0.5 on rank 0, 1.0 on rank 1")])
 def test_scripts_that_configure_their_ranks_differently_get_no_engine(changed: dict[str, Any], lr: float, words: str

@@ -79,8 +79,7 @@ METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantiz
 @pytest.mark.few(12)
 @pytest.mark.parametrize("optimizer, method", [
     *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT),
-    *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS
-      if optimizer != "zeroone_adam" or "--quantize-training" not in method)])
+    *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS)])
 def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(
     optimizer: str, method: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,10 +339,9 @@ def test_what_lasts_is_what_the_zero_paper_says(stage: int, formula) -> None:  #
         assert lasting(run).total / run.config.model.parameters() == pytest.approx(formula(ranks), rel=2e-3)
 
 
-@pytest.mark.parametrize("name, more", [("onebit_adam", 0), ("onebit_lamb", 4), ("zeroone_adam", 4 + 4)])
+@pytest.mark.parametrize("name, more", [("onebit_adam", 0), ("onebit_lamb", 4)])
 def test_one_bit_takes_memory_for_debts_and_hardly_any_traffic(name: str, more: int) -> None:
-    """124M on 2 ranks: 15.6 MB, as scripts/bench/one_bit.py counts them. Some keep one more state; and 0/1 Adam keeps
-    masters apart in fp32 as well."""
+    """124M on 2 ranks: 15.6 MB, as scripts/bench/one_bit.py counts them. 1-bit Lamb keeps one more state."""
     flags = ("--preset", "124M", "--ranks", "2", "--device", "cpu", "--train-iters", "99", "--onebit-freeze-step", "15")
     plain, one_bit = (planned(*flags, "--optimizer", kind) for kind in ("adam", name))
     numel = plain.root.numel + plain.layers * plain.block.numel
