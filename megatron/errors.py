@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-from data.storage import one_line
-
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
 EXIT_INTERRUPTED = 130
 
@@ -90,11 +88,12 @@ def is_listed(line: str) -> bool:
 
 
 def folded(message: str) -> str:
-    """One line, and one for each error that is listed: other newlines do not hold."""
+    """One line, and one for each error that is listed: other newlines do not hold. What a terminal would obey becomes
+    an escape (`\\x1b`)."""
     lines: list[str] = []
     for line in filter(str.strip, message.splitlines()):
         if is_listed(line) or not lines:
             lines.append(line.rstrip() if is_listed(line) else line.strip())
         else:
             lines[-1] += f" {line.strip()}"
-    return "\n".join(map(one_line, lines))
+    return "\n".join("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line) for line in lines)

@@ -126,7 +126,7 @@ class Unsummed(Run):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unsummed(gradient of {_described(self)}, not summed over the ranks yet)"
 
-    __str__ = __repr__
+    __str__ = __repr__  # type: ignore[assignment]
 
     @staticmethod
     def refusal() -> ConfigError:

@@ -244,12 +244,8 @@ class FlatBucket:
                 self._view(slot).copy_(value)
             yield slot, value
 
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-        """A part of the gathered buffer."""
-        return self._whole.as_strided(size, stride, offset)
-
     def _view(self, slot: Slot) -> Tensor:
-        return self.view(slot.shape, slot.stride, slot.offset)
+        return self._whole.as_strided(slot.shape, slot.stride, slot.offset)
 
     def _fill(self) -> None:
         """The parameters are views of the gathered buffer."""
@@ -394,12 +390,10 @@ class FlatBucket:
         place = self._whole.data_ptr() + slot.offset * self._whole.element_size()
         return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
 
-    def offset_of(self, tensor: Tensor) -> int | None:
-        """Where in the gathered buffer the tensor begins, in elements; None if it is no view of it."""
-        first, size = self._whole.data_ptr(), self._whole.element_size()
-        offset = (tensor.data_ptr() - first) // size
-        is_view = 0 <= offset < self._whole.numel() and tensor.dtype == self._whole.dtype
-        return offset if is_view else None
+    def has(self, tensor: Tensor) -> bool:
+        """It is a view of the gathered parameters."""
+        return torch._C._has_storage(tensor) and \
+            tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
 
     def heed_writes(self) -> bool:
         """Of parameters that may be written to where their shards are: whether one was, since the last call."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.nested import mapped, tensors_in
-from megatron.zero.saved_weights import SavedWeightHooks
+from megatron.zero.saved_weights import save_by_reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,23 @@ class Unit:
         return "" if self.is_root else self.name
 
     @cached_property
+    def split_buckets(self) -> list[FlatBucket]:
+        """Those whose parameters are gathered for each use."""
+        return [bucket for bucket in self.buckets if bucket.comes_and_goes]
+
+    @cached_property
     def numel(self) -> int:
         """Elements that come and go."""
-        return sum(bucket.layout.numel for bucket in self.buckets if bucket.comes_and_goes)
+        return sum(bucket.layout.numel for bucket in self.split_buckets)
 
     @property
     def is_here(self) -> bool:
         """Those elements are here, or on their way."""
-        return any(bucket.is_here for bucket in self.buckets if bucket.comes_and_goes)
+        return any(bucket.is_here for bucket in self.split_buckets)
 
     def lends(self, tensor: Tensor) -> bool:
         """It is a view of parameters that come and go."""
-        return any(bucket.comes_and_goes and bucket.offset_of(tensor) is not None for bucket in self.buckets)
+        return any(bucket.has(tensor) for bucket in self.split_buckets)
 
     @cached_property
     def has_frozen(self) -> bool:
@@ -98,9 +103,6 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
             _uncompiled(partial(_before, events, unit)), with_kwargs=True, prepend=True))
-        split = [bucket for bucket in unit.buckets if bucket.comes_and_goes]
-        if split and not unit.is_root:  # the root is gathered until its backward is over
-            handles += _save_weights_by_reference(unit.module, SavedWeightHooks(split))
         handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
@@ -111,11 +113,6 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 parameter.requires_grad_(is_trained)
             handles.extend(bucket.grads.hooks)
     return handles
-
-
-def _save_weights_by_reference(module: nn.Module, saved: SavedWeightHooks) -> list[RemovableHandle]:
-    return [module.register_forward_pre_hook(_uncompiled(lambda module, args: saved.enter())),
-            module.register_forward_hook(_uncompiled(lambda module, args, output: saved.leave()), always_call=True)]
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,6 +224,8 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
         output = mapped(output, lambda tensor: tensor.clone() if unit.lends(tensor) else tensor)
     seen = list(tensors_in(output))
     made = [tensor for tensor in seen if tensor.requires_grad and not tensor.is_leaf]  # leaves come out of order
+    if made and unit.split_buckets and not unit.is_root:  # the root is gathered until its backward is over
+        save_by_reference(made, unit.split_buckets)
     call = Call(made)
     for tensor in made:
         tensor.register_hook(partial(_backward, events, unit, events.weights, call))

@@ -1,24 +1,25 @@
 """What autograd saves of gathered weights for the backward: which view of which parameter it was, and not its memory.
 
-Weights are released between a unit's forward and its backward, and gathered again into other memory. Without these
-hooks the tensors that autograd saved would keep the first memory alive: the gradients would be right, and stage 3 would
-save nothing. So gradients do not depend on the hooks, and they stay out of the way where the user has saved-tensor
-hooks (torch's checkpoint, activations that are offloaded).
+Weights are released between a unit's forward and its backward, and gathered again into other memory. A view of a weight
+that autograd saved, such as the transposed one of a linear layer, would keep the first memory alive: the gradients
+would be right, and stage 3 would save nothing. So after the forward of a unit its graph is searched for such views, and
+each is replaced by a reference to the parameter, which is looked up in the buffer of the backward's gather. Everything
+else that autograd saves stays as it is, and gradients do not depend on the search.
 
-A backward must find each saved tensor unchanged. Autograd compares version counters, but not of tensors that pass
-through hooks, so the hooks compare them. A parameter's counter also tells whether it is gathered: it is one higher
-while the parameter is split (edits.py).
+A backward must find its weights unchanged. A parameter's version counter, which autograd keeps for that, also tells
+whether it is gathered: it is one higher while the parameter is split (edits.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
@@ -27,6 +28,12 @@ from megatron.zero.gradients import UNSEEN
 CHANGED = "has been modified by an inplace operation"
 """What autograd says of a saved tensor of another version."""
 
+_SEARCHED = "zero_searched"
+"""Marks the nodes at which a search ended: those of a unit's outputs."""
+
+_fields: dict[type[Node], list[str]] = {}
+"""Kind of node -> the attributes with what it has saved."""
+
 
 class SavedWeight(NamedTuple):
     """A view of a gathered parameter."""
@@ -34,49 +41,67 @@ class SavedWeight(NamedTuple):
     bucket: FlatBucket
     parameter: Tensor
     version: int
+    dtype: torch.dtype
+    offset: int
+    """In the storage of the gathered buffer, in elements of this dtype."""
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
-    """In the bucket's gathered buffer."""
+
+    def view(self) -> Tensor:
+        if self.parameter._version != self.version:
+            raise ConfigError(f"a backward came to {self.bucket.describe(self.parameter)} while it was split over the "
+                              f"ranks, or after it was written to: {UNSEEN}")
+        storage = self.bucket.gathered.untyped_storage()
+        nothing = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return nothing.set_(storage, self.offset, self.size, self.stride)
 
 
-class SavedWeightHooks:
-    """Saved-tensor hooks of one unit, active during its forward."""
-
-    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
-        self._buckets = [(bucket, [slot.offset for slot in bucket.layout.slots]) for bucket in buckets]
-        self._entered: list[saved_tensors_hooks | None] = []
-
-    def enter(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        is_ours = top is None or isinstance(getattr(top[0], "__self__", None), SavedWeightHooks)
-        hooks = saved_tensors_hooks(self._pack, _unpack) if is_ours and torch.is_grad_enabled() else None
-        if hooks is not None:
-            hooks.__enter__()
-        self._entered.append(hooks)
-
-    def leave(self) -> None:
-        hooks = self._entered.pop() if self._entered else None
-        if hooks is not None:
-            hooks.__exit__()
-
-    def _pack(self, tensor: Tensor) -> SavedWeight | tuple[Tensor, int]:
-        for bucket, starts in self._buckets:
-            offset = bucket.offset_of(tensor)
-            if offset is not None:
-                parameter = bucket.parameters[bisect_right(starts, offset) - 1]
-                return SavedWeight(bucket, parameter, parameter._version, tensor.shape, tensor.stride(), offset)
-        return tensor, tensor._version
+def save_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBucket]) -> None:
+    """Of the graph that a unit's forward has made, from its `outputs` back to those of the units before it."""
+    of_storage = {bucket.gathered.untyped_storage()._cdata: bucket for bucket in buckets}
+    ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes, seen = [*ends], set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or _SEARCHED in _metadata(node):
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+        for saved in _saved_by(node):
+            if saved.unpack_hook is None and (weight := _weight_in(saved.data, of_storage)) is not None:
+                saved.register_hooks(partial(_replaced_by, weight), SavedWeight.view)
+    for node in ends:
+        _metadata(node)[_SEARCHED] = True
 
 
-def _unpack(saved: SavedWeight | tuple[Tensor, int]) -> Tensor:
-    if isinstance(saved, SavedWeight):
-        if saved.parameter._version != saved.version:
-            raise ConfigError(f"a backward came to {saved.bucket.describe(saved.parameter)} while it was split over "
-                              f"the ranks, or after it was written to: {UNSEEN}")
-        return saved.bucket.view(saved.size, saved.stride, saved.offset)
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(f"one of the variables needed for gradient computation {CHANGED}: a tensor of shape "
-                           f"{list(tensor.shape)} is at version {tensor._version}; expected version {version} instead")
-    return tensor
+def _metadata(node: Node) -> dict[str, Any]:
+    found: Any = node.metadata  # torch's annotation says that it is a function
+    return found  # type: ignore[no-any-return]
+
+
+def _replaced_by(weight: SavedWeight, tensor: Tensor) -> SavedWeight:
+    return weight
+
+
+def _saved_by(node: Node) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _fields:
+        _fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    for name in _fields[kind]:
+        found = getattr(node, name)
+        yield from found if isinstance(found, tuple | list) else () if found is None else (found,)
+
+
+def _weight_in(saved: object, of_storage: Mapping[int, FlatBucket]) -> SavedWeight | None:
+    """`saved` is what autograd holds: a tensor, or what other saved-tensor hooks made of one. (A parameter itself is
+    without memory while it is split. A view that negates has more than a size and strides.)"""
+    if type(saved) is not Tensor or not torch._C._has_storage(saved) or saved.is_neg() or saved.is_conj():
+        return None
+    bucket = of_storage.get(saved.untyped_storage()._cdata)
+    if bucket is None:
+        return None
+    place = saved.storage_offset() * saved.element_size() // bucket.gathered.element_size()
+    index = bisect_right(bucket.layout.slots, place, key=lambda slot: slot.offset) - 1
+    parameter = bucket.parameters[index]
+    return SavedWeight(bucket, parameter, parameter._version, saved.dtype, int(saved.storage_offset()), saved.shape,
+                       saved.stride())

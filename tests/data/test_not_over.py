@@ -133,5 +133,5 @@ def test_answers_are_not_written_over_the_model(here: Path, output: str) -> None
     with pytest.raises(UsageError, match=f"^--output: {output}.*: is read by this command"):
         generate.main([*MODELS[output], "--output", output, "once"])
     assert contents(here) == before
-    asked = generate.build_parser().read(["--load", "K", "--output", "K/answers.txt", "once"])
+    asked = generate.build_parser().parse_args(["--load", "K", "--output", "K/answers.txt", "once"])
     generate.check(asked)

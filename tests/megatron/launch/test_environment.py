@@ -23,7 +23,7 @@ import pytest
 
 from data import cli
 from data.storage import DataError
-from megatron.inference.lines import of_arguments, of_file
+from megatron.inference.prompts import of_arguments, of_file
 from megatron.launch import exits
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest, train, write_corpus
 

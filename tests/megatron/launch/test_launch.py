@@ -337,12 +337,12 @@ def asked_at_import(folder: Path, name: str, *argv: object) -> subprocess.Comple
 
 @pytest.mark.parametrize(("name", "how"), [("SIGINT", ""), ("SIGTERM", " by SIGTERM"), ("SIGHUP", " by SIGHUP")])
 @pytest.mark.parametrize(("command", "when"), [
-    (["-m", "megatron.launch", "--nproc-per-node", 2, "pretrain_gpt2.py"], "a rank was started"),
-    (["pretrain_gpt2.py", "--help"], "it began")])
+    (["-m", "megatron.launch", "--nproc-per-node", 2, "pretrain_gpt2.py"], "a rank was started;"),
+    (["pretrain_gpt2.py", "--help"], "the first step, so that nothing was lost:")])
 def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name, how, command, when, tmp_path):
     result = asked_at_import(tmp_path, name, *command)
     assert result.returncode == 130
-    assert result.stderr == f"error: interrupted{how} before {when}; start the same command again\n"
+    assert result.stderr == f"error: interrupted{how} before {when} start the same command again\n"
 
 
 @contextmanager

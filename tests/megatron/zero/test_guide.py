@@ -29,5 +29,7 @@ def test_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
     for world in (1, 2):
         folder = tmp_path / str(world)
         folder.mkdir()
-        # 256 examples in micro-batches of 8, two to a step; one step more; then an engine that has not stepped
-        assert run_ranks(follow_the_guide, world, str(folder)) == [[16 // world, 16 // world + 1, 0]] * world
+        # 256 examples in micro-batches of 8, two to a step; one step more; then an engine that has not stepped. Two
+        # examples in between have engines of other names.
+        first = 16 // world
+        assert run_ranks(follow_the_guide, world, str(folder)) == [[first, first, first + 1, first + 1, 0]] * world
