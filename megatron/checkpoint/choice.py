@@ -177,6 +177,13 @@ def why_alone(root: Path) -> str:
             if known is None and good else "no tag is there that it continues from: name another one")
 
 
+def assumption(root: Path) -> str:
+    """A note where the first candidate does not state from what it continues, but others are offered."""
+    first, known, _ = _choice(root)
+    return "" if known is None or known.tag == first else (
+        f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
+
+
 def _choice(root: Path) -> tuple[str, SaveRecord | None, dict[str, SaveRecord]]:
     """The first candidate, what it continues (None: not known), and the complete tags, those committed last first."""
     first, there, steps = latest_tag(root), all_tags(root), steps_of(root)

@@ -51,8 +51,9 @@ class GPT2(nn.Module):
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
         """[b, s] tokens -> the mean loss over those of `targets` that are not negative (weighted by `loss_weight`), or
         without targets [b, V] logits of the last position. `positions` and `segments` (document numbers) keep documents
-        apart. `grad_scale` is the factor the caller will multiply the loss by (see linear_cross_entropy). With `progressive_layer_drop` a model in training leaves out the blocks that are drawn
-        for the step `pld_step` at `pld_theta` (layer_drop.py)."""
+        apart. `grad_scale` is the factor the caller will multiply the loss by (see linear_cross_entropy). With
+        `progressive_layer_drop` a model in training leaves out the blocks that are drawn for the step `pld_step` at
+        `pld_theta` (layer_drop.py)."""
         drops = progressive_layer_drop and self.training
         blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]

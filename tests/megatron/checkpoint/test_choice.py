@@ -100,6 +100,8 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
     for step in (6, 8):
         shutil.rmtree(tmp_path / f"global_step{step}")
     assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "all on one line: as if it went on"
+    found, lines = opened(tmp_path, fallback=True)
+    assert found == "global_step4" and "global_step5 is unknown; it is taken to have continued from" in lines[0]
 
 
 @pytest.mark.parametrize("step", [4, 5])
