@@ -166,18 +166,47 @@ def candidates(root: Path) -> list[str]:
 
     First the tag of `latest`, or else the newest one; then its ancestors, those committed last first.
     """
-    there, steps = all_tags(root), steps_of(root)
+    first, known, good = _choice(root)
+    return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
+
+
+def why_alone(root: Path) -> str:
+    """Why nothing may take the place of the first candidate."""
+    first, known, good = _choice(root)
+    return (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
+            if known is None and good else "no tag is there that it continues from: name another one")
+
+
+def assumption(root: Path) -> str:
+    """A note where the first candidate does not state from what it continues, but others are offered."""
+    first, known, _ = _choice(root)
+    return "" if known is None or known.tag == first else (
+        f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
+
+
+def _choice(root: Path) -> tuple[str, SaveRecord | None, dict[str, SaveRecord]]:
+    """The first candidate, what it continues (None: not known), and the complete tags, those committed last first."""
+    first, there, steps = latest_tag(root), all_tags(root), steps_of(root)
     good = {manifest.tag: manifest.record for manifest in reversed(oldest_first(root))}
     newest = next(iter(good.values()), None)
-    # A damaged manifest does not say when it was committed: here the step decides.
-    damaged = [tag for tag in there if tag not in good and (newest is None or steps.get(tag, 0) > newest.iteration)]
-    first = latest_tag(root) or (damaged[-1] if damaged or newest is None else newest.tag)
-    known, folder = good.get(first), folder_of(root, first)
-    if known is None and target_outside(folder, root) is None:
-        known = record_in_part(folder)
-    if newest is not None and (known is None or known.tag != first):  # it states nothing: as if after the newest
-        known = replace(newest, iteration=steps.get(first, newest.iteration))
-    return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
+    if first is None:  # a damaged manifest does not say when it was committed: here the step and the history decide
+        stated = {tag: _stated(root, tag) or SaveRecord(tag, steps.get(tag, 0), "")
+                  for tag in dict.fromkeys([*reversed(there), *unreadable(root)]) if tag not in good}
+        damaged = [record for record in stated.values() if newest is None or record.iteration > newest.iteration
+                   or record.continues(newest)]
+        first = max(damaged, key=lambda record: record.iteration).tag if damaged or newest is None else newest.tag
+    known = good.get(first) or _stated(root, first)
+    if known is None and newest is not None:  # it continues the newest one, unless some tag speaks against that
+        last = replace(newest, iteration=steps.get(first, newest.iteration))
+        known = last if all(last.continues(record) for record in good.values()) else None
+    return first, known, good
+
+
+def _stated(root: Path, tag: str) -> SaveRecord | None:
+    """What the part of rank 0 says of this tag."""
+    folder = folder_of(root, tag)
+    record = None if target_outside(folder, root) is not None else record_in_part(folder)
+    return record if record is not None and record.tag == tag else None
 
 
 def _holds_files(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.agree import agree, alike, on_rank_0, total
-from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
+from megatron.checkpoint.choice import assumption, candidates, explain_choice, latest_tag, why_alone
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.int8 import LEVELS
 from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
@@ -63,11 +63,12 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -
     others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
     if not fallback or not others:
         advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
-                  "; no tag is there that it continues from: name another one" if fallback and tag is None else "")
+                  f"; {on_rank_0(lambda: why_alone(root), world)}" if fallback and tag is None else "")
         raise CheckpointError(f"{last}{advice}") from last
+    assumed = on_rank_0(lambda: assumption(root), world)
     for name in others:
         if world.rank == 0:
-            say(f"warning: {last}; falling back to an older tag, {name}")
+            say(f"warning: {last}; falling back to an older tag, {name}{assumed}")
         try:
             return _open_verified(root, name, world, say)
         except CheckpointError as error:

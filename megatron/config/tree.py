@@ -78,6 +78,8 @@ class Config:
         self._check_stage(found)
         self._check_graphs(found)
         self._check_recomputation(found)
+        found.require(not self.train.skip_train or (self.save.load or self.save.load_hf) is not None,
+                      "--skip-train without weights to evaluate: the model's would be random; give --load or --load-hf")
         if self.layer_drop.progressive_layer_drop:
             self._check_layer_drop(found)
         if self.optim.optimizer in ONE_BIT:

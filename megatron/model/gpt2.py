@@ -49,11 +49,11 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
-        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`, or without one over those that are
-        not negative), or without targets [b, V] logits of the last position. `positions` and `segments` (document
-        numbers) keep documents apart. `grad_scale` is the factor the caller will multiply the loss by (see
-        linear_cross_entropy). With `progressive_layer_drop` a model in training leaves out the blocks that are drawn
-        for the step `pld_step` at `pld_theta` (layer_drop.py)."""
+        """[b, s] tokens -> the mean loss over those of `targets` that are not negative (weighted by `loss_weight`), or
+        without targets [b, V] logits of the last position. `positions` and `segments` (document numbers) keep documents
+        apart. `grad_scale` is the factor the caller will multiply the loss by (see linear_cross_entropy). With
+        `progressive_layer_drop` a model in training leaves out the blocks that are drawn for the step `pld_step` at
+        `pld_theta` (layer_drop.py)."""
         drops = progressive_layer_drop and self.training
         blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
@@ -63,8 +63,8 @@ class GPT2(nn.Module):
             highest = int(targets.max())
             require(highest < self.config.tokens, f"target {highest} is outside the vocabulary 0.."
                     f"{self.config.tokens - 1}: the data was made with another tokenizer")
-        weight = loss_weight if loss_weight is not None else torch.ge(
-            targets, 0, out=torch.empty_like(targets, dtype=torch.float32))  # one launch
+        counted = torch.ge(targets, 0, out=torch.empty_like(targets, dtype=torch.float32))  # one launch
+        weight = counted if loss_weight is None else loss_weight * counted
         return linear_cross_entropy(
             x.flatten(0, 1),
             self.wte.weight,

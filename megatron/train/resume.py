@@ -119,7 +119,8 @@ class Checkpoints:
         saved: dict[str, Any] = found.shared_state["client_state"]
         self._check_tokenizer(found.tag, saved)
         if not section.finetune and "schedule" not in saved:
-            raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
+            raise CheckpointError(f"{found.tag} of {section.load} was not saved by the trainer and states no position "
+                                  "of a run: give --finetune to start from its weights")
         scheduler = _follows(engine)
         position = None if section.finetune else position_in(saved, f"{where_of(found)}: field 'client_state'")
         if position is not None:  # the rate is set by the schedule in force: it has to be chosen before
@@ -139,9 +140,7 @@ class Checkpoints:
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
         if position.data != self._data_fingerprint:
-            self.notes.append(
-                " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
-            )
+            self.notes.append(f" warning: {_other_samples(found.config, self.config)}; the data position carries over")
         return self._start_at(position.state)
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
@@ -279,6 +278,16 @@ def _check_model(config: Config, found: Checkpoint) -> None:
             + ("" if config.save.finetune else ", or --finetune where only precision or length differ, "
                "or --load-precision-change where only precision does")
         )
+
+
+def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
+    """Why this run reads other samples: both the corpus and the seed, which orders it, decide that."""
+    was, now, present = saved["train"]["seed"], config.train.seed, config.as_dict()["data"]
+    if was == now:
+        return "--train-data is another corpus than the checkpoint's"
+    same = all(saved["data"].get(key) == present[key] for key in ("train_data", "valid_data", "test_data", "split"))
+    return (f"--seed is {was} in the checkpoint, {now} here: the order of the samples is another"
+            + ("" if same else ", and --train-data may be another corpus"))
 
 
 def _precision(config: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ class ZeroEngine:
         quotient."""
         self._check_trains("engine.backward()")
         self._aside.check_here("engine.backward()", WEIGHTS)
-        _check_loss(loss)
+        _check_loss(loss, self.module)
         divisor = self.accumulation if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
         self._step.begin_with(part, first=not self.has_gradients, divisor=divisor)
@@ -446,15 +446,17 @@ class ZeroEngine:
             self._step.exchange.follow()
 
 
-def _check_loss(loss: object) -> None:
+def _check_loss(loss: object, module: nn.Module) -> None:
     if not isinstance(loss, Tensor):
         raise ConfigError(f"engine.backward() was given {loss!r:.80} ({type(loss).__name__}): give it the loss, a "
                           "tensor with one number")
     if loss.numel() != 1:
         raise ConfigError(f"engine.backward() was given a tensor of shape {list(loss.shape)}: take the mean() of it")
     if not loss.requires_grad:
-        raise ConfigError("engine.backward() was given a loss that requires no gradient: run the forward outside of "
-                          "torch.no_grad(), on parameters that are not frozen")
+        advice = "run the forward outside of torch.no_grad(), on parameters that are not frozen"
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            advice = f"all parameters are frozen: call module.requires_grad_(True) before the forward, and {advice}"
+        raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
 
 
 def _against(riders: Sequence[Tensor | float]) -> str | None:

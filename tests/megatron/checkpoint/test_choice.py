@@ -94,7 +94,26 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
     (tmp_path / "global_step5" / MANIFEST).write_bytes(b"")
     assert candidates(tmp_path) == ["global_step5", "global_step2"], "as the part of rank 0 says"
     (tmp_path / "global_step5" / "rank0.json").unlink()
-    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "nothing says: as if after the newest"
+    assert candidates(tmp_path) == ["global_step5"], "nothing says, and the steps 6 and 8 are of another branch"
+    with pytest.raises(CheckpointError, match="the branch of global_step5 is unknown.*: name the tag to load"):
+        opened(tmp_path, fallback=True)
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / f"global_step{step}")
+    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "all on one line: as if it went on"
+    found, lines = opened(tmp_path, fallback=True)
+    assert found == "global_step4" and "global_step5 is unknown; it is taken to have continued from" in lines[0]
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_damaged_newest_save_with_a_name_of_its_own_is_taken_without_latest(step: int, tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        save_solo(tmp_path, number)
+    save_solo(tmp_path, step, tag="best")
+    (tmp_path / "best" / MANIFEST).write_bytes(b"")
+    wanted = ["best", *(f"global_step{number}" for number in (4, 3, 2, 1))]
+    assert candidates(tmp_path) == wanted
+    (tmp_path / "latest").unlink()
+    assert candidates(tmp_path) == wanted
 
 
 # ---- the order of commits -------------------------------------------------------------------------------------------

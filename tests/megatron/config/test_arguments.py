@@ -143,6 +143,7 @@ BAD = [
     (["--lr-warmup-iters", "-1"], "--lr-warmup-iters is -1"),
     (["--skip-train", "--eval-iters", "0"], "--skip-train leaves nothing to do"),
     (["--eval_only", "--eval-interval", "0"], "--skip-train leaves nothing to do"),
+    (["--skip-train"], "--skip-train without weights to evaluate: the model's would be random; give --load"),
     (["--seed", "-1"], "--seed is -1"),
     (["--warmup", "2"], "--warmup is 2"),
 ]
@@ -159,10 +160,11 @@ SAME = {
     "nanoGPT": ("--n_layer=3 --n_head=2 --n_embd=64 --block_size=128 --batch_size=8 --max_iters=50 "
                 "--learning_rate=1e-3 --grad_clip=0.5 --beta1=0.8 --beta2=0.95 --min_lr=1e-5 "
                 "--eval_interval=10 --backend=gloo --compile --init_from=scratch "
-                "--gradient_accumulation_steps=1 --dtype=float32 --bias=True --warmup_iters=5 --eval_only=True",
+                "--gradient_accumulation_steps=1 --dtype=float32 --bias=True --warmup_iters=5 --eval_only=True "
+                "--load=s",
                 "--num-layers 3 --num-attention-heads 2 --hidden-size 64 --max-position-embeddings 128 --batch-size 8 "
                 "--train-iters 50 --lr 1e-3 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.95 --min-lr 1e-5 "
-                "--eval-interval 10 --distributed-backend gloo --compile --lr-warmup-iters 5 --skip-train"),
+                "--eval-interval 10 --distributed-backend gloo --compile --lr-warmup-iters 5 --skip-train --load s"),
     "Hugging Face": ("--per_device_train_batch_size 8 --max_steps 50 --learning_rate 1e-3 --warmup_ratio 0.1 --seed 3 "
                      "--save_steps 10 --save_total_limit 2 --logging_steps 5 --eval_steps 20 --max_grad_norm 0.5 "
                      "--adam_beta1 0.8 --adam_epsilon 1e-6 --gradient_checkpointing --torch_compile --logging_dir b "

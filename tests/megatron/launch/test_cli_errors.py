@@ -352,6 +352,8 @@ def test_another_corpus_is_a_warning_and_the_position_carries_over(saved: Path, 
                   "--metrics-file", tmp_path / "m"])
     assert said.count("another corpus") == 1
     assert steps(tmp_path / "m")[0]["consumed_samples"] == 16
+    said = train([*RUN[:-1], 4, "--seed", 5, "--override-lr-scheduler", "--load", saved])
+    assert "--seed is 1234 in the checkpoint, 5 here: the order of the samples is another;" in said
 
 
 # ---- storage: 7, numerics: 6 -------------------------------------------------------------------------------------

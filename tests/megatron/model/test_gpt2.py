@@ -136,14 +136,17 @@ def test_dropout_is_equal_where_activations_are_replicated_and_different_elsewhe
     assert not any(heads[a].equal(heads[b]) for a in range(4) for b in range(a))
 
 
-def test_negative_targets_are_left_out_of_loss_and_gradients_as_torch_does() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_negative_targets_are_left_out_of_loss_and_gradients_as_torch_does(weighted: bool) -> None:
     model, draw = GPT2(tiny_model(attention_dropout=0.0, hidden_dropout=0.0)), torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(257, (2, 8), generator=draw) for _ in range(2))
     targets[0, :3] = targets[1, 7] = -100
     logits = model.logits(model.hidden_states(tokens))
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    weight = torch.rand(2, 8, generator=draw) if weighted else torch.ones(2, 8)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    expected = (losses * weight.flatten()).sum() / weight[targets >= 0].sum()
     wanted = torch.autograd.grad(expected, list(model.parameters()))
-    loss = model(tokens, targets)
+    loss = model(tokens, targets, weight if weighted else None)
     torch.testing.assert_close(loss, expected)
     for mine, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

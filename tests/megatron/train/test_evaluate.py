@@ -70,7 +70,8 @@ def test_only_evaluating_needs_the_checkpoint_that_it_names_and_takes_the_folder
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         train([*argv, "--load", tmp_path / "s"])
     assert not (tmp_path / "s").exists()
-    assert "evaluates and saves nothing: --skip-train" in train(argv)
+    train([*argv[:-3], "--train-iters", 1, "--save", tmp_path / "s"])
+    assert "evaluates and saves nothing: --skip-train" in train([*argv, "--load", tmp_path / "s"])
 
 
 def test_an_evaluation_of_no_batches_is_none(tmp_path: Path) -> None:

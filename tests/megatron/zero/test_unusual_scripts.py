@@ -342,5 +342,9 @@ def test_plain_arguments_of_the_wrong_kind_are_told(tmp_path: Path, monkeypatch:
             call()
         assert "\n" not in str(caught.value)
     assert not any(tmp_path.iterdir())
+    engine.module.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"all parameters are frozen: call module\.requires_grad_\(True\)"):
+        engine.backward(engine(ROWS).mean())
+    engine.module.requires_grad_(True)
     engine.save_checkpoint(".")
     assert any(tmp_path.iterdir())
