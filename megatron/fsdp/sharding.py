@@ -26,7 +26,7 @@ from megatron.fsdp.same import check_same
 from megatron.fsdp.settings import Settings, cast
 from megatron.fsdp.shard import Shards
 from megatron.fsdp.whole import bring_back
-from megatron.launch import distributed, exits
+from megatron.launch import distributed
 from megatron.zero.api.initialize import init_distributed
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.buffers import copy_buffers_from_first
@@ -339,7 +339,7 @@ def group_of(process_group: ProcessGroup | None) -> Group:
     process alone."""
     if process_group is not None:
         return groups.of_handle(process_group)
-    if exits.among_ranks() and not torch.distributed.is_initialized():
+    if groups.build(1).world.is_solo and distributed.read_environment().world_size > 1:
         init_distributed()
     return groups.build(1).world
 

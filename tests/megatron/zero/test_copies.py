@@ -35,7 +35,8 @@ def copies(rank: int, world: int, stage: int) -> list[str]:
     """What is wrong with them."""
     model = Net()
     engine: Any = zero.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})[0]
 
     def step() -> float:
