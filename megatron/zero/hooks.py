@@ -87,13 +87,15 @@ class Events(Protocol):
 
 
 class EngineHook:
-    """A hook of a module. In a copy of the module, or a file that has it, it does nothing: the engine has no part in
-    those."""
+    """A hook of a module, which torch.compile leaves as it is where it compiles calls of modules and so comes by. In a
+    copy of the module, or a file that has it, it does nothing: the engine has no part in those."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     def __call__(self, *given: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch._dynamo.disable(self._call, recursive=True)(*given)
         return self._call(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,8 +122,8 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
-            _uncompiled(EngineHook(partial(_before, events, unit))), with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(_uncompiled(EngineHook(partial(_after, events, unit)))))
+            EngineHook(partial(_before, events, unit)), with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
@@ -131,17 +133,6 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 parameter.requires_grad_(is_trained)
             handles.extend(bucket.grads.hooks)
     return handles
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile leaves as it is, where it compiles calls of modules and so comes by."""
-    return partial(_call_uncompiled, hook)
-
-
-def _call_uncompiled(hook: Callable[..., Any], *given: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return torch._dynamo.disable(hook, recursive=True)(*given)
-    return hook(*given)
 
 
 def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
@@ -175,7 +166,7 @@ def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableH
 
 def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Whether it returned or raised, and after what else is to happen then."""
-    return module.register_forward_hook(_uncompiled(lambda module, args, output: call()), always_call=True)
+    return module.register_forward_hook(EngineHook(lambda module, args, output: call()), always_call=True)
 
 
 def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:
