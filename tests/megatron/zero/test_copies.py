@@ -70,6 +70,6 @@ def copies(rank: int, world: int, stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_a_deep_copy_is_a_plain_model(stage: int, world: int) -> None:
     assert run_ranks(copies, world, stage) == [[]] * world
