@@ -27,6 +27,7 @@ from megatron.fsdp.settings import Settings, cast
 from megatron.fsdp.shard import Shards
 from megatron.fsdp.whole import bring_back
 from megatron.launch import distributed
+from megatron.zero.api.initialize import init_distributed
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.buffers import copy_buffers_from_first
 from megatron.zero.engine import forget_gradients
@@ -334,8 +335,13 @@ def group_of_mesh(mesh: Any) -> Group:
 
 
 def group_of(process_group: ProcessGroup | None) -> Group:
-    """None: all ranks, or this process alone where none have met."""
-    return groups.build(1).world if process_group is None else groups.of_handle(process_group)
+    """None: all ranks, which meet here where a launcher started them and the script has not met; without one, this
+    process alone."""
+    if process_group is not None:
+        return groups.of_handle(process_group)
+    if groups.build(1).world.is_solo and distributed.read_environment().world_size > 1:
+        init_distributed()
+    return groups.build(1).world
 
 
 def device_of(module: nn.Module, group: Group) -> torch.device:

@@ -86,6 +86,26 @@ class Events(Protocol):
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
 
 
+class EngineHook:
+    """A hook of a module, which torch.compile leaves as it is where it compiles calls of modules and so comes by. In a
+    copy of the module, or a file that has it, it does nothing: the engine has no part in those."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch._dynamo.disable(self._call, recursive=True)(*given)
+        return self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EngineHook, (_do_nothing,)
+
+
+def _do_nothing(*given: Any) -> None:
+    pass
+
+
 def guard_loading(units: Sequence[Unit]) -> list[RemovableHandle]:
     """Refuse the load of a state dict that the next step would undo."""
     bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
@@ -93,7 +113,7 @@ def guard_loading(units: Sequence[Unit]) -> list[RemovableHandle]:
     for module in units[0].module.modules():
         buckets = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
         if buckets:
-            handles.append(module.register_load_state_dict_pre_hook(partial(_before_loading, buckets)))
+            handles.append(module.register_load_state_dict_pre_hook(EngineHook(partial(_before_loading, buckets))))
     return handles
 
 
@@ -102,8 +122,8 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
-            _uncompiled(partial(_before, events, unit)), with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
+            EngineHook(partial(_before, events, unit)), with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
@@ -113,17 +133,6 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 parameter.requires_grad_(is_trained)
             handles.extend(bucket.grads.hooks)
     return handles
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile leaves as it is, where it compiles calls of modules and so comes by."""
-    return partial(_call_uncompiled, hook)
-
-
-def _call_uncompiled(hook: Callable[..., Any], *given: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return torch._dynamo.disable(hook, recursive=True)(*given)
-    return hook(*given)
 
 
 def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
@@ -157,7 +166,7 @@ def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableH
 
 def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Whether it returned or raised, and after what else is to happen then."""
-    return module.register_forward_hook(_uncompiled(lambda module, args, output: call()), always_call=True)
+    return module.register_forward_hook(EngineHook(lambda module, args, output: call()), always_call=True)
 
 
 def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:

@@ -188,17 +188,19 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
 from megatron.fsdp import fully_shard
-dist.init_process_group("gloo")
+{meets}
 torch.manual_seed(0)
 model = fully_shard(nn.Linear(4, 4))
 for _ in range(3):
     model(torch.ones(1, 4)).sum().backward()
+assert dist.get_world_size() == 2
 """
 
 
+@pytest.mark.parametrize("meets", ['dist.init_process_group("gloo")', ""])
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_script_that_meets_by_itself_ends_well(times: int, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def test_a_script_that_meets_by_itself_or_not_at_all_ends_well(times: int, meets: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(meets=meets))
     for _ in range(times):
         command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
