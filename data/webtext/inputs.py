@@ -95,8 +95,9 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
 def shards_of(folder: Path) -> list[Source]:
     """The shards of a complete stage, in order."""
     if not (folder / STAGE_FILE).exists():
+        kind = f"a folder without {STAGE_FILE}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
         what = ("this stage is not complete; run its command again first" if (folder / WORK).exists() else
-                f"expected the folder of a stage, found {_found(folder)}; make one of it first: "
+                f"expected the folder of a stage, found {kind}; make one of it first: "
                 f"python -m data.webtext read {folder} --output DIR (or extract, clean), then give DIR")
         raise DataError(f"{folder}: {what}")
     try:
@@ -107,10 +108,6 @@ def shards_of(folder: Path) -> list[Source]:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
     check_complete(folder, {source.path: Shard(source.size, source.sha256 or "") for source in found})
     return found
-
-
-def _found(path: Path) -> str:
-    return f"a folder without {STAGE_FILE}" if path.is_dir() else "a file" if path.exists() else "nothing"
 
 
 def format_of(name: str) -> str:
