@@ -29,6 +29,15 @@ _RENAME = re.compile(rf"(</?)({'|'.join(_RENAMED)})(?=[\s/>])", re.IGNORECASE)
 _XML_EMPTY = re.compile(r"""<(?!(?:area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr)\b)
                             ([a-z][\w.:-]*+) ((?:[^<>"'/]|"[^"<]*"|'[^'<]*')*+) />""", re.IGNORECASE | re.VERBOSE)
 
+_ATTRIBUTES = 1000
+"""The most of one tag that are parsed: the parser takes quadratic time in their number."""
+_ATTRIBUTE = r"""(?:[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"?|'[^']*+'?|[^\s>"'][^\s>]*+)?)?)"""
+# A tag with attributes, those over the limit, and what is in an element without tags in it; or a comment.
+_TAG = re.compile(rf"""(<(?:(script|style|title|textarea|xmp|iframe|noembed|noframes|plaintext)(?=[\s/>])|
+                          /?+[a-z][^\s/>]*+(?!>)) {_ATTRIBUTE}{{0,{_ATTRIBUTES}}}+) (?P<over>{_ATTRIBUTE}*+)
+                       ((?(2)(?:[^<]++|<(?!/\2))*+)) | <!--(?:-?>|.*?(?:--!?>|\Z)) | <[!?][^>]*+""",
+                  re.IGNORECASE | re.DOTALL | re.VERBOSE)
+
 _NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation-xml button select datalist textarea "
                  "input".split())
 _HIDDEN = ("[hidden]", "[dialog]:not([open])",
@@ -101,10 +110,13 @@ def page_text(drops_boilerplate: bool) -> Callable[[str], str]:
 
 
 def _in_known_elements(page: str) -> str:
-    """The page with the elements that the library knows; XML as HTML."""
+    """The page with the elements that the library knows and the attributes that it can take; XML as HTML."""
     if page.lstrip().startswith("<?xml"):
         first, *rest = page.split("<![CDATA[")
         sections = (part.partition("]]>") for part in rest)
         page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
         page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
-    return _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)
+    page = _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)
+    if any(tag["over"] for tag in _TAG.finditer(page)):
+        page = _TAG.sub(lambda tag: tag[1] + tag[4] if tag["over"] else tag[0], page)
+    return page

@@ -31,6 +31,7 @@ ARCHIVES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"us
             ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"), ("bzip2", 4, b"1AY&SY"),
             ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
 """What is not one document: a name, and the bytes at a place by which it is known."""
+UNPACK = "archives are not read; unpack it into a folder and give that"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
 def shards_of(folder: Path) -> list[Source]:
     """The shards of a complete stage, in order."""
     if not (folder / STAGE_FILE).exists():
+        kind = f"a folder without {STAGE_FILE}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
         what = ("this stage is not complete; run its command again first" if (folder / WORK).exists() else
-                f"expected the folder of a stage, found {_found(folder)}; make one of it first: "
+                f"expected the folder of a stage, found {kind}; make one of it first: "
                 f"python -m data.webtext read {folder} --output DIR (or extract, clean), then give DIR")
         raise DataError(f"{folder}: {what}")
     try:
@@ -106,10 +108,6 @@ def shards_of(folder: Path) -> list[Source]:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
     check_complete(folder, {source.path: Shard(source.size, source.sha256 or "") for source in found})
     return found
-
-
-def _found(path: Path) -> str:
-    return f"a folder without {STAGE_FILE}" if path.is_dir() else "a file" if path.exists() else "nothing"
 
 
 def format_of(name: str) -> str:
@@ -138,10 +136,13 @@ def _check_is_no_archive(path: Path, format: str) -> None:
     head = b""
     with suppress(OSError), opened(str(path)) as file:  # what cannot be read is counted where it is read
         head, _ = before_damage(file, 512)
-    for kind, start, mark in ARCHIVES:
-        if head.startswith(mark, start):
-            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; archives are not "
-                            "read; unpack it into a folder and give that")
+    if kind := archive_kind(head):
+        raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK}")
+
+
+def archive_kind(content: bytes) -> str | None:
+    """By the first 512 bytes."""
+    return next((kind for kind, start, mark in ARCHIVES if content.startswith(mark, start)), None)
 
 
 def _look(path: Path) -> str:

@@ -16,9 +16,9 @@ from io import BufferedReader
 from data.chunks import FROM_UTF16, UTF16
 from data.compressed import Damaged, before_damage, opened
 from data.storage import DataError
-from data.webtext.charset import decode_page
+from data.webtext.charset import NOT_TEXT, decode_page
 from data.webtext.document import Document, Fault, Keys, decode, read_line
-from data.webtext.inputs import CHOICES, Piece, Unit
+from data.webtext.inputs import CHOICES, UNPACK, Piece, Unit, archive_kind
 from data.webtext.jsonarray import elements
 
 BOM = b"\xef\xbb\xbf"
@@ -186,6 +186,8 @@ def _document(piece: Piece, content: bytes, reading: Reading) -> tuple[Document,
     kind = piece.source.format
     if kind in ("jsonl", "array", "object"):
         return read_line(content.removeprefix(BOM) if kind == "object" else content, reading.keys, reading.mend)
+    if kind != "urls" and (archive := archive_kind(content)):
+        raise Fault(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK}")
     said = {"file": piece.source.name}
     if kind == "html":
         text, repaired = decode_page(content, reading.charset, reading.mend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 import zipfile
@@ -15,6 +16,8 @@ from data.webtext import extract
 from data.webtext.document import Document, Drop
 from data.webtext.extract import EXTRACTORS, ExtractOptions
 from data.webtext.inputs import find
+from data.webtext.reading import Reading
+from data.webtext.runner import MapStage, run_map
 from tests.data.webtext.test_map_stages import GOOD
 
 pytest.importorskip("resiliparse")
@@ -165,6 +168,19 @@ def test_only_pages_are_touched(extractor: str) -> None:
     assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
 
 
+DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
+
+
+@pytest.mark.parametrize("before", ["", "<title>a <b</title>", "<!-- a <b -->", "<!-->", "<p title='a > b'>", "<p/x>"])
+def test_a_tag_loses_only_the_attributes_over_the_limit(before: str) -> None:
+    many = " ".join(f'a{k}="<x>"' for k in range(999))
+    page = (f"<html>{before}<p>one</p><p hidden {many}{{}}>two</p><!-- <p {DISTINCT} -->"
+            f"<script>a <p {DISTINCT}</script>")
+    for over in ("", " b='<p>' c"):
+        assert extract._in_known_elements(page.format(over)) == page.format("")
+    assert extract.make(ExtractOptions())(Document(page.format(" b='<p>'") + "three")) == Document("one\n\nthree")
+
+
 @pytest.mark.few(9)
 @pytest.mark.parametrize("hostile", [
     "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
@@ -172,8 +188,9 @@ def test_only_pages_are_touched(extractor: str) -> None:
     "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000, "<header>" * 100_000,
     "<main><header>" * 50_000, "<div class=sidebar>" * 100_000, "<ul><li>" * 50_000, "<table><tr><td>" * 30_000,
     "<p><b><i>" * 30_000, "<font><p>" * 30_000, "<template>" * 100_000, "<?xml?>" + "<![CDATA[" * 50_000,
-    "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000,
-], ids=range(26))
+    "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", f"<p title='>' {DISTINCT}",
+    '<a b="' * 50_001, "<a b= " * 50_000, "<a" + " " * 300_000, "<a" + "=" * 300_000, "<a<b" * 100_000,
+], ids=range(33))
 def test_no_page_takes_long(hostile: str) -> None:
     """What is quadratic in any of these does not come to its end here."""
     for extractor in EXTRACTORS:
@@ -203,3 +220,20 @@ def test_an_archive_is_not_read_as_one_document(tmp_path: Path, name: str, forma
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(DataError, match=rf"{name}: expected one file of --format {format}, found \w+ data"):
             find([path], format)
+
+
+@pytest.mark.parametrize("page", ["t.html", "y.html.gz", "folder/t.xhtml", "t.txt"])
+@pytest.mark.parametrize("kind", ["a.warc", "a.warc.gz", "a.tar", "a.tgz", "a.zip"])
+def test_an_archive_under_the_name_of_a_page_is_not_text(tmp_path: Path, kind: str, page: str) -> None:
+    content = archived(kind.removesuffix(".gz"), PAGE.encode())
+    path = tmp_path / page
+    path.parent.mkdir(exist_ok=True)
+    for suffix in (kind, page):
+        content = gzip.compress(content) if suffix.endswith(".gz") else content
+    path.write_bytes(content)
+    stage = MapStage("extract", extract.make, ExtractOptions())
+    with pytest.raises(DataError, match=rf"{page} expected one document, found \w+ data; .*unpack"):
+        run_map(stage, [tmp_path], tmp_path.with_suffix(".strict"))
+    (tmp_path / "good.html").write_text(PAGE)
+    counts = run_map(stage, [tmp_path], tmp_path.with_suffix(".skip"), Reading(on_error="skip")).counts
+    assert (counts.documents_in, counts.documents_kept, counts.dropped) == (2, 1, {"not text": 1})
