@@ -196,9 +196,9 @@ def test_a_reader_that_leaves_ends_a_command_quietly(name: str, scene: Scene, tm
     assert code in (0, 141) and "Traceback" not in err and "error:" not in err, (code, err)
 
 
-LIMITED = ("ulimit -{kind} {most}; exec setpriv --reuid=12345 --inh-caps=+dac_override --ambient-caps=+dac_override "
+LIMITED = ("ulimit -{kind} {most}; exec setpriv --reuid={user} --inh-caps=+dac_override --ambient-caps=+dac_override "
            '"$@"')
-"""As a user whom limits on processes hold, but who may read the test's files."""
+"""As a user whom limits on processes hold, of each test process its own, but who may read the test's files."""
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_a_limit_that_is_too_low_is_named(kind: str, most: int, name: str, scene
     """Or is enough."""
     if shutil.which("setpriv") is None or os.getuid() != 0:
         pytest.skip("only root can become another user")
-    code, out, err, made = run(name, Place(LIMITED.format(kind=kind, most=most)), scene, tmp_path)
+    code, out, err, made = run(name, Place(LIMITED.format(kind=kind, most=most, user=20000 + os.getpid())), scene, tmp_path)
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert "Traceback" not in out + err and code in (0, 5) and len(errors) == (code == 5), (code, err)
     if code == 0:
