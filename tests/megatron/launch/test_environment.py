@@ -209,7 +209,8 @@ def test_a_limit_that_is_too_low_is_named(kind: str, most: int, name: str, scene
     """Or is enough."""
     if shutil.which("setpriv") is None or os.getuid() != 0:
         pytest.skip("only root can become another user")
-    code, out, err, made = run(name, Place(LIMITED.format(kind=kind, most=most, user=20000 + os.getpid())), scene, tmp_path)
+    limited = LIMITED.format(kind=kind, most=most, user=20000 + os.getpid())
+    code, out, err, made = run(name, Place(limited), scene, tmp_path)
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert "Traceback" not in out + err and code in (0, 5) and len(errors) == (code == 5), (code, err)
     if code == 0:
