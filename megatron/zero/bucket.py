@@ -395,6 +395,11 @@ class FlatBucket:
         return torch._C._has_storage(tensor) and \
             tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
 
+    @property
+    def is_written_to(self) -> bool:
+        """A user has written to a gathered parameter."""
+        return self._edits.first_touched() is not None
+
     def heed_writes(self) -> bool:
         """Of parameters that may be written to where their shards are: whether one was, since the last call."""
         return self._edits.heed()

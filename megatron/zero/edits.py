@@ -53,10 +53,10 @@ class Edits:
     def leave(self) -> None:
         """The whole parameters leave, with what was written to them."""
         if self._lost is None:
-            self._lost = self._touched()
+            self._lost = self.first_touched()
         self.shift(+1)
 
-    def _touched(self) -> str | None:
+    def first_touched(self) -> str | None:
         """The first parameter that was written to since `note`."""
         counts = self._count()
         if counts == self._counts:

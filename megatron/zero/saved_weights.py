@@ -58,7 +58,8 @@ class SavedWeight(NamedTuple):
 
 def save_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBucket]) -> None:
     """Of the graph that a unit's forward has made, from its `outputs` back to those of the units before it."""
-    of_storage = {bucket.gathered.untyped_storage()._cdata: bucket for bucket in buckets}
+    # What was written to within the forward is left to autograd, which knows the versions it saved, and refuses it.
+    of_storage = {bucket.gathered.untyped_storage()._cdata: bucket for bucket in buckets if not bucket.is_written_to}
     ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
     nodes, seen = [*ends], set[Node]()
     while nodes:

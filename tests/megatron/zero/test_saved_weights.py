@@ -131,6 +131,26 @@ def test_a_tensor_that_changes_after_it_was_saved_is_an_error(stage: int) -> Non
         engine.backward(engine(inputs()))
 
 
+class Written(Block):
+    """Its forward writes to a weight that has been used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        with torch.no_grad():
+            self.linear.weight.mul_(3)
+        return y
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_its_forward_writes_to_is_an_error(stage: int) -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Written() for _ in range(4))
+    engine = engine_of(model, stage)
+    loss = engine(inputs())
+    with pytest.raises((ConfigError, RuntimeError), match="modified by an inplace operation"):
+        engine.backward(loss)
+
+
 def test_a_weight_that_is_written_to_before_its_backward_is_an_error() -> None:
     model = Model()
     engine = engine_of(model)
