@@ -125,7 +125,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.weights megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine
-        megatron.zero.api.initialize
+        megatron.zero.api.initialize megatron.zero.comm
         megatron.zero
         megatron.fsdp.settings megatron.fsdp.rectangles
         megatron.fsdp.shard megatron.fsdp.gradients
@@ -210,6 +210,7 @@ NAMES_OF_DISTRIBUTED = {
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
         "rendezvous"},
+    "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
     "megatron.fsdp.rectangles": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""

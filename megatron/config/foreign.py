@@ -57,8 +57,8 @@ FOREIGN = _table({
     "lr-scheduler-type lr-scheduler lr-schedule":
         "use --lr-decay-style constant, linear, cosine, inverse-square-root or WSD",
     "decay-lr": Foreign("use --lr-decay-style; constant does not decay", _ON),
-    "weight-decay-incr-style": Foreign("weight decay is constant: use --weight-decay", ("constant",)),
-    "start-weight-decay end-weight-decay": "weight decay is constant: use --weight-decay",
+    "weight-decay-incr-style start-weight-decay end-weight-decay": Foreign(
+        "weight decay is constant: use --weight-decay", ("constant",)),
     "optim": Foreign("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
     # model
     "dropout": "use --attention-dropout and --hidden-dropout",
@@ -72,10 +72,8 @@ FOREIGN = _table({
     "model-type": Foreign(_MODEL, ("gpt2",)),
     "normalization": Foreign(_MODEL, ("LayerNorm",)),
     "position-embedding-type": Foreign(_MODEL, ("learned_absolute",)),
-    "no-query-key-layer-scaling": Foreign("attention scores are scaled alike in all layers", _ON),
     # parallelism and memory
     "ddp-impl": Foreign("leave it out: gradients are summed as --zero-stage says", ("local", "torch")),
-    "no-async-tensor-model-parallel-allreduce": Foreign("sums over tensor parallel ranks are the same either way", _ON),
     "pipeline-model-parallel-size": Foreign(_PIPELINE, ("1",)),
     "num-layers-per-virtual-pipeline-stage": _PIPELINE,
     "context-parallel-size": Foreign(_SEQUENCE, ("1",)),
@@ -117,11 +115,8 @@ FOREIGN = _table({
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume-from-checkpoint": "use --load FOLDER",
     "checkpoint-key": NOT_SIGNED,
-    "ckpt-format": Foreign("leave it out: there is one format, which any number of ranks loads", ("torch_dist",),
-                           noted=True),
-    "use-checkpoint-args": "give the flags of the model: they are compared with the checkpoint, and all that differ are "
-                           "named",
-    "exit-signal-handler": Foreign("SIGTERM always saves and ends the run", _ON),
+    "ckpt-format": Foreign("there is one format, which any number of ranks loads", ("torch_dist",), noted=True),
+    "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",
     "do-train": Foreign("leave it out: the program trains, unless --skip-train is given", _ON),
@@ -130,7 +125,8 @@ FOREIGN = _table({
     "wandb-log": "use --wandb-project NAME",
     "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
     "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
-    "log-throughput": Foreign("throughput is always logged", _ON),
+    "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling": Foreign(
+        "leave it out: what it asks for always happens", _ON),
     "tensorboard-log-interval": Foreign("leave it out: every step is written", ("1",)),
 })
 """Flag without dashes, in lower case -> what to type instead."""

@@ -176,7 +176,8 @@ def _classic(rank: int, world: int) -> list[int]:
     ]
     assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
     assert mpu.is_pipeline_first_stage(ignore_virtual=True) and mpu.is_pipeline_last_stage()
-    assert mpu.get_virtual_pipeline_model_parallel_rank() is mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    assert mpu.get_virtual_pipeline_model_parallel_rank() is None
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
     mpu.destroy_model_parallel()
     assert not mpu.model_parallel_is_initialized()
     return numbers
