@@ -17,6 +17,7 @@ identifies the manifest about to be committed. Where that manifest is in place, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,9 +140,9 @@ def all_tags(root: Path) -> list[str]:
     return found if latest in (None, *found) else [*found, str(latest)]
 
 
-def unreadable(root: Path) -> dict[str, CheckpointError]:
-    """Tags that are not complete, and why: folders, or links, that `latest` names, that are named by a step, or that
-    hold a manifest (under a name that may not be its own)."""
+def unreadable(root: Path, check: Callable[[Path, str], Manifest] = manifest_of) -> dict[str, CheckpointError]:
+    """Tags that do not pass the check, and why: folders, or links, that `latest` names, that are named by a step, or
+    that hold a manifest (under a name that may not be its own)."""
     try:
         entries = sorted(os.listdir(root))
     except OSError:
@@ -154,7 +155,7 @@ def unreadable(root: Path) -> dict[str, CheckpointError]:
         is_step = step_of(tag) is not None and (folder.is_symlink() or folder.is_dir() and _holds_files(folder))
         if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
             try:
-                manifest_of(root, tag)
+                check(root, tag)
             except CheckpointError as error:
                 found[tag] = error
             except OSError as error:
@@ -226,7 +227,7 @@ def explain_choice(root: Path, chosen: str) -> str | None:
         state = "is missing" if said is None else f"says {said!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"
     state = dangling(root) or f"; {root / LATEST} is missing"
-    return f"warning{state.replace(';', ':', 1)}; {root} holds {names_in(root)}, and the tag saved last is {chosen}"
+    return f"warning: {state[2:]}; {root} holds {names_in(root)}, and the tag saved last is {chosen}"
 
 
 def dangling(root: Path) -> str:

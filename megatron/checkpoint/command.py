@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.storage import one_line
-from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
+from megatron.checkpoint.choice import all_tags, candidates, dangling, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.tags import check_sizes, complete, folder_of, held, manifest_of, tag_names, verify
+from megatron.checkpoint.tags import check_sizes, complete, held, tag_names, verify
 from megatron.config.help import CommandParser
 from megatron.config.save import refuse_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
@@ -34,29 +34,27 @@ if TYPE_CHECKING:
 def list_tags(root: Path, tag: str | None) -> None:
     """One line per complete tag, by step: name, iteration, layout, bytes and the tag it was saved after. `latest` marks
     the one that a load uses, `other branch` those that are neither its ancestors nor its descendants, `damaged` those
-    with a file that is missing or of another size. A warning for each of these, and for each that cannot be read; an
-    error where that is the one."""
+    with a file that is missing or of another size. A warning for each that is damaged or cannot be read; an error where
+    that is the one."""
     manifests = complete(root)
     records = {manifest.tag: manifest.record for manifest in manifests}
-    manifests = manifests if tag is None else [manifest_of(root, held(root, tag))]
+    manifests = manifests if tag is None else [check_sizes(root, held(root, tag))]
     if not manifests and recognise(root):  # its tags are not ours, and not damaged
         raise CheckpointError(nothing_under(root))
-    damaged = {**(unreadable(root) if tag is None else {}), **_damaged_files(root, manifests)}
+    damaged = unreadable(root, check_sizes) if tag is None else {}
     latest = latest_tag(root)
     chosen, *others = candidates(root) if manifests or latest is not None else [""]
     for manifest in manifests:
         print(_line(manifest) + _descent(manifest.record, records, records.get(chosen))
               + "  damaged" * (manifest.tag in damaged) + "  latest" * (manifest.tag == latest))
     sys.stdout.flush()
-    if tag is not None:
-        if damaged:
-            raise damaged[tag]
-        return
     listed = [manifest.tag for manifest in manifests]
     for name, error in damaged.items():
         print(f"warning: {one_line(error)}" + "  latest" * (name == latest and name not in listed), file=sys.stderr)
+    if tag is not None:
+        return
     if not chosen:
-        raise CheckpointError(nothing_under(root))
+        raise CheckpointError(nothing_under(root) + dangling(root))
     if chosen in damaged:
         good = [name for name in (*others, *reversed(listed)) if name not in damaged]
         advice = "no tag here is complete" if not good else (
@@ -66,17 +64,6 @@ def list_tags(root: Path, tag: str | None) -> None:
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):
         print(one_line(warning), file=sys.stderr)
-
-
-def _damaged_files(root: Path, manifests: Iterable[Manifest]) -> dict[str, CheckpointError]:
-    """Of these tags, those with files that are missing or of another size, and the first such file."""
-    found = dict[str, CheckpointError]()
-    for manifest in manifests:
-        try:
-            check_sizes(folder_of(root, manifest.tag), manifest)
-        except CheckpointError as error:
-            found[manifest.tag] = error
-    return found
 
 
 def _line(manifest: Manifest) -> str:

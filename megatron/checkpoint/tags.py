@@ -124,12 +124,14 @@ def verify(root: Path, tag: str, say: Say = say_stderr) -> Manifest:
     return replace(manifest, files=files)
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every file of the tag is there, and of its size. No tensor is read."""
+def check_sizes(root: Path, tag: str) -> Manifest:
+    """The valid manifest of one tag whose files are all there, and of their sizes. No tensor is read."""
+    manifest, folder = manifest_of(root, tag), folder_of(root, tag)
     for rank in range(manifest.ranks if manifest.has_parts else 1):
         files = read_part(folder, manifest, rank)[0].files if manifest.has_parts else manifest.files
         for name, entry in files.items():
             _check_size(folder / name, entry.size, manifest)
+    return manifest
 
 
 def check_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:

@@ -91,8 +91,8 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
                     frozen: bool = True, destination: Any = None, prefix: str = "", keep_vars: bool = False,
                     ) -> OrderedDict[str, Any]:
     """That of the unwrapped model, on `device` (None: where the model computes), on all ranks or on the first alone
-    (empty on the others). Collective, except where `summon_full_params` has lent all of it; beside the result one bucket
-    is whole at a time. With `keep_vars`, of the sharded parameters themselves."""
+    (empty on the others). Collective, unless `summon_full_params` has lent all of it; beside the result one bucket is
+    whole at a time. With `keep_vars`, of the sharded parameters themselves."""
     state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
     root = the_member(module).root
     keeps = everywhere or root.dp.rank == 0

@@ -69,7 +69,7 @@ def test_a_latest_that_names_no_checkpoint_costs_one_line(tmp_path: Path, hint: 
     assert f"{tmp_path} holds global_step1, global_step2, and the tag saved last is global_step2" in lines[0]
     state = "is missing" if hint is None else {
         b"global_step77": "names global_step77, which is not there", b"notes": "names notes, which is not there",
-        b"../../etc/passwd": "says '../../etc/passwd', which is no name of a tag"}.get(hint, "which is no name of a tag")
+        b"../../etc/passwd": "says '../../etc/passwd', which is no name"}.get(hint, "which is no name of a tag")
     assert f"{tmp_path}/latest " in lines[0] and state in lines[0]
 
 
