@@ -67,6 +67,10 @@ def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
         yield
     except StorageFault as error:  # names its file itself
         raise StorageError(f"{flag}: {error}{_lack_of_inodes(path)}{kept}") from error
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise StorageError(f"{flag}: {error}{kept}") from error  # the folder of the tags cannot be listed
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
@@ -296,10 +300,7 @@ def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, dele
     if keep.last is None:
         return []
     with storing(root, 0):
-        try:
-            steps = steps_oldest_first(root)
-        except CheckpointError as error:  # the folder cannot be listed
-            raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
+        steps = steps_oldest_first(root)
         line = [record for record in steps if saved.continues(record)]
         others = [record.tag for record in steps if record.run_id != saved.run_id and record not in line]
         if others and len(line) == 1:
