@@ -24,23 +24,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpu.classic import (
-        VocabUtility as VocabUtility, copy_to_model_parallel_region as copy_to_model_parallel_region,
-        destroy_model_parallel as destroy_model_parallel,
-        gather_from_model_parallel_region as gather_from_model_parallel_region,
-        get_data_parallel_group as get_data_parallel_group, get_data_parallel_rank as get_data_parallel_rank,
-        get_data_parallel_world_size as get_data_parallel_world_size,
-        get_model_parallel_group as get_model_parallel_group, get_model_parallel_rank as get_model_parallel_rank,
-        get_model_parallel_src_rank as get_model_parallel_src_rank,
-        get_model_parallel_world_size as get_model_parallel_world_size,
-        get_tensor_model_parallel_group as get_tensor_model_parallel_group,
-        get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_src_rank as get_tensor_model_parallel_src_rank,
-        get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
-        initialize_model_parallel as initialize_model_parallel,
-        model_parallel_is_initialized as model_parallel_is_initialized,
-        reduce_from_model_parallel_region as reduce_from_model_parallel_region,
-        scatter_to_model_parallel_region as scatter_to_model_parallel_region)
+    from mpu.classic import *  # noqa: F403
     from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
                                    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
     from mpu.data import broadcast_data as broadcast_data
@@ -54,12 +38,16 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "mpu.classic": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
-                   "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
-                   "get_model_parallel_src_rank get_model_parallel_world_size get_tensor_model_parallel_group "
+                   "get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
+                   "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
+                   "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
+                   "get_pipeline_model_parallel_world_size get_tensor_model_parallel_group "
                    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
-                   "get_tensor_model_parallel_world_size initialize_model_parallel model_parallel_is_initialized "
-                   "copy_to_model_parallel_region gather_from_model_parallel_region "
-                   "reduce_from_model_parallel_region scatter_to_model_parallel_region",
+                   "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
+                   "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
+                   "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
+                   "gather_from_model_parallel_region reduce_from_model_parallel_region "
+                   "scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
     "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.groups import Group, Groups, build, of_handle
+from mpu.groups import Group, Groups, build, neighbours, of_handle
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from mpu.split import ParallelError, split_range
+
+T = TypeVar("T")
 
 
 class _Current:
@@ -56,6 +58,11 @@ def model_parallel_is_initialized() -> bool:
     return _Current.groups is not None
 
 
+def is_unitialized() -> bool:
+    """Megatron's spelling."""
+    return not model_parallel_is_initialized()
+
+
 def destroy_model_parallel() -> None:
     _Current.groups = None
 
@@ -91,6 +98,28 @@ def get_data_parallel_world_size() -> int:
     return current_groups().dp.size
 
 
+def get_data_parallel_src_rank() -> int:
+    """The world rank of the first rank of this data-parallel group."""
+    return current_groups().dp.ranks[0]
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
+    """This rank alone: there is one pipeline stage."""
+    return neighbours(current_groups().world, 1).process_group
+
+
+def _of_one_stage(answer: T) -> Callable[..., T]:
+    def accessor(ignore_virtual: bool = False) -> T:
+        current_groups()  # an error before initialize_model_parallel
+        return answer
+
+    return accessor
+
+
+get_pipeline_model_parallel_rank = _of_one_stage(0)
+get_pipeline_model_parallel_world_size = _of_one_stage(1)
+is_pipeline_first_stage = is_pipeline_last_stage = _of_one_stage(True)
+get_virtual_pipeline_model_parallel_rank = get_virtual_pipeline_model_parallel_world_size = _of_one_stage(None)
 get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size

@@ -41,6 +41,7 @@ NAMES_OF_DISTRIBUTED = {
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
         "rendezvous"},
+    "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
     "megatron.fsdp.rectangles": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""

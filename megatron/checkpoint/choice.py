@@ -4,6 +4,7 @@
     DIR                       the tag that the file `latest` names
     DIR without `latest`,     the newest tag, with a warning
     or it names no tag
+    any, --resume-fallback    where that one is damaged, its newest intact ancestor
 
 `latest` decides because a step number cannot: after going back to step 4, step 6 of the new branch follows step 8 of
 the abandoned one. *Newest* means committed last, by the number in the manifest (lineage.py): neither copying a folder
@@ -16,6 +17,7 @@ identifies the manifest about to be committed. Where that manifest is in place, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from megatron.checkpoint.part import record_in_part
 from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.strangers import check_latest_inside, target_outside
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
-from megatron.checkpoint.tags import ASIDE, complete, folder_of, manifest_of, steps_of, tag_names
+from megatron.checkpoint.tags import ASIDE, complete, folder_of, manifest_of, names_in, steps_of, tag_names
 from megatron.errors import CheckpointError
 
 PENDING = ".latest-pending"
@@ -61,11 +63,11 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
 
 def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
     """The tag of iteration `step`, and a note where there are several: the one committed last is used."""
-    found = [manifest for manifest in oldest_first(root) if manifest.iteration == step]
+    found = [manifest.tag for manifest in oldest_first(root) if manifest.iteration == step]
+    found = found or [tag for tag, of in steps_of(root).items() if of == step]  # damaged: a load says how
     if not found:
-        held = ", ".join(tag_names(root)) or "none"
-        raise CheckpointError(f"--ckpt-step {step}: no complete checkpoint of it under {root}, which holds {held}")
-    tag, others = found[-1].tag, [manifest.tag for manifest in found[:-1]]
+        raise CheckpointError(f"--ckpt-step {step}: no checkpoint of it under {root}, which holds {names_in(root)}")
+    *others, tag = found
     return tag, f"step {step} has {len(found)} tags; {tag} was saved after {', '.join(others)}" if others else None
 
 
@@ -134,13 +136,13 @@ def all_tags(root: Path) -> list[str]:
     check_latest_inside(root)
     latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(folder_of(root, tag))]
     if not found and latest is None:
-        raise CheckpointError(nothing_under(root))
+        raise CheckpointError(nothing_under(root) + dangling(root))
     return found if latest in (None, *found) else [*found, str(latest)]
 
 
-def unreadable(root: Path) -> dict[str, CheckpointError]:
-    """Tags that are not complete, and why: folders, or links, that `latest` names, that are named by a step, or that
-    hold a manifest (under a name that may not be its own)."""
+def unreadable(root: Path, check: Callable[[Path, str], Manifest] = manifest_of) -> dict[str, CheckpointError]:
+    """Tags that do not pass the check, and why: folders, or links, that `latest` names, that are named by a step, or
+    that hold a manifest (under a name that may not be its own)."""
     try:
         entries = sorted(os.listdir(root))
     except OSError:
@@ -153,7 +155,7 @@ def unreadable(root: Path) -> dict[str, CheckpointError]:
         is_step = step_of(tag) is not None and (folder.is_symlink() or folder.is_dir() and _holds_files(folder))
         if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
             try:
-                manifest_of(root, tag)
+                check(root, tag)
             except CheckpointError as error:
                 found[tag] = error
             except OSError as error:
@@ -161,32 +163,32 @@ def unreadable(root: Path) -> dict[str, CheckpointError]:
     return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0, item[0])))
 
 
-def candidates(root: Path) -> list[str]:
+def candidates(root: Path, asked: str | None = None) -> list[str]:
     """The tags that a load may use, the best first, at least one. Any may be damaged: the caller finds out.
 
-    First the tag of `latest`, or else the newest one; then its ancestors, those committed last first.
+    First the tag `asked` for, or that of `latest`, or the newest one; then its ancestors, those committed last first.
     """
-    first, known, good = _choice(root)
+    first, known, good = _choice(root, asked)
     return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
 
 
-def why_alone(root: Path) -> str:
+def why_alone(root: Path, asked: str | None = None) -> str:
     """Why nothing may take the place of the first candidate."""
-    first, known, good = _choice(root)
+    first, known, good = _choice(root, asked)
     return (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
             if known is None and good else "no tag is there that it continues from: name another one")
 
 
-def assumption(root: Path) -> str:
+def assumption(root: Path, asked: str | None = None) -> str:
     """A note where the first candidate does not state from what it continues, but others are offered."""
-    first, known, _ = _choice(root)
+    first, known, _ = _choice(root, asked)
     return "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
 
 
-def _choice(root: Path) -> tuple[str, SaveRecord | None, dict[str, SaveRecord]]:
+def _choice(root: Path, asked: str | None) -> tuple[str, SaveRecord | None, dict[str, SaveRecord]]:
     """The first candidate, what it continues (None: not known), and the complete tags, those committed last first."""
-    first, there, steps = latest_tag(root), all_tags(root), steps_of(root)
+    first, there, steps = asked or latest_tag(root), all_tags(root), steps_of(root)
     good = {manifest.tag: manifest.record for manifest in reversed(oldest_first(root))}
     newest = next(iter(good.values()), None)
     if first is None:  # a damaged manifest does not say when it was committed: here the step and the history decide
@@ -221,7 +223,17 @@ def explain_choice(root: Path, chosen: str) -> str | None:
     said = read_latest(root)
     if said == chosen:
         return None
-    state = "is missing" if said is None else f"says {said!r:.60}"
     if committed_pending(root) == chosen:
+        state = "is missing" if said is None else f"says {said!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"
-    return f"warning: {root / LATEST} {state}; the newest complete tag is {chosen}"
+    state = dangling(root) or f"; {root / LATEST} is missing"
+    return f"warning: {state[2:]}; {root} holds {names_in(root)}, and the tag saved last is {chosen}"
+
+
+def dangling(root: Path) -> str:
+    """The second half of a line: what `latest` names in vain; nothing where there is no such file."""
+    said = read_latest(root)
+    if said is None:
+        return ""
+    return f"; {root / LATEST} " + (f"names {said}, which is not there" if is_safe_name(said) else
+                                    f"says {said!r:.60}, which is no name of a tag")

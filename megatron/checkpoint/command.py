@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.storage import one_line
-from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
+from megatron.checkpoint.choice import all_tags, candidates, dangling, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
+from megatron.checkpoint.tags import check_sizes, complete, held, tag_names, verify
 from megatron.config.help import CommandParser
 from megatron.config.save import refuse_key
 from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
@@ -33,29 +33,33 @@ if TYPE_CHECKING:
 
 def list_tags(root: Path, tag: str | None) -> None:
     """One line per complete tag, by step: name, iteration, layout, bytes and the tag it was saved after. `latest` marks
-    the one that a load uses, `other branch` those that are neither its ancestors nor its descendants. A warning for
-    each that cannot be read; an error where that is the one."""
+    the one that a load uses, `other branch` those that are neither its ancestors nor its descendants, `damaged` those
+    with a file that is missing or of another size. A warning for each that is damaged or cannot be read; an error where
+    that is the one."""
     manifests = complete(root)
     records = {manifest.tag: manifest.record for manifest in manifests}
-    manifests = manifests if tag is None else [manifest_of(root, held(root, tag))]
+    manifests = manifests if tag is None else [check_sizes(root, held(root, tag))]
     if not manifests and recognise(root):  # its tags are not ours, and not damaged
         raise CheckpointError(nothing_under(root))
-    damaged = unreadable(root) if tag is None else {}
+    damaged = unreadable(root, check_sizes) if tag is None else {}
     latest = latest_tag(root)
     chosen, *others = candidates(root) if manifests or latest is not None else [""]
     for manifest in manifests:
         print(_line(manifest) + _descent(manifest.record, records, records.get(chosen))
-              + ("  latest" if manifest.tag == latest else ""))
+              + "  damaged" * (manifest.tag in damaged) + "  latest" * (manifest.tag == latest))
     sys.stdout.flush()
+    listed = [manifest.tag for manifest in manifests]
     for name, error in damaged.items():
-        print(f"warning: {one_line(error)}{'  latest' if name == latest else ''}", file=sys.stderr)
+        print(f"warning: {one_line(error)}" + "  latest" * (name == latest and name not in listed), file=sys.stderr)
     if tag is not None:
         return
     if not chosen:
-        raise CheckpointError(nothing_under(root))
+        raise CheckpointError(nothing_under(root) + dangling(root))
     if chosen in damaged:
-        advice = "no tag here is complete" if not manifests else (
-            f"name another tag ({root}:{[*others, manifests[-1].tag][0]}), or put a copy of {chosen} in its place")
+        good = [name for name in (*others, *reversed(listed)) if name not in damaged]
+        advice = "no tag here is complete" if not good else (
+            f"name another tag ({root}:{good[0]}), which `{MODULE} verify` checks to the last byte, or put a copy of "
+            f"{chosen} in its place")
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):

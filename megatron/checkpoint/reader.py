@@ -40,8 +40,8 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
-    With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why. One with int8
-    weights is for those who ask for it with `int8`.
+    With `fallback` a damaged tag makes way for the newest intact one that it continues, and `say` prints why. One with
+    int8 weights is for those who ask for it with `int8`.
     """
     found = _open(Path(root), tag, world, fallback, say)
     if found.has(LEVELS) and not int8:
@@ -54,18 +54,17 @@ def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
-        found = _open_verified(root, first, world, say)
         if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
             say(warning)
-        return found
+        return _open_verified(root, first, world, say)
     except CheckpointError as error:
         last = error
-    others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
+    others = on_rank_0(lambda: candidates(root, tag)[1:], world) if fallback or tag is None else []
     if not fallback or not others:
         advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
-                  f"; {on_rank_0(lambda: why_alone(root), world)}" if fallback and tag is None else "")
+                  f"; {on_rank_0(lambda: why_alone(root, tag), world)}" if fallback else "")
         raise CheckpointError(f"{last}{advice}") from last
-    assumed = on_rank_0(lambda: assumption(root), world)
+    assumed = on_rank_0(lambda: assumption(root, tag), world)
     for name in others:
         if world.rank == 0:
             say(f"warning: {last}; falling back to an older tag, {name}{assumed}")

@@ -41,8 +41,7 @@ def folder_of(root: Path, tag: str) -> Path:
 def held(root: Path, tag: str) -> str:
     """The tag, if there is one of that name."""
     if not folder_of(root, tag).is_dir():
-        names = ", ".join(tag_names(root))
-        raise CheckpointError(f"no tag {tag} under {root}, which holds {names}" if names else
+        raise CheckpointError(f"no tag {tag} under {root}, which holds {names_in(root)}" if tag_names(root) else
                               f"no tag {tag}: {nothing_under(root)}")
     return tag
 
@@ -62,6 +61,12 @@ def manifest_of(root: Path, tag: str) -> Manifest:
 def tag_names(root: Path) -> list[str]:
     """Names that look like tags, by step: every folder named global_step<N>, and any other with a valid manifest."""
     return list(steps_of(root))
+
+
+def names_in(root: Path) -> str:
+    """The same for a line: of many the first and the last ones."""
+    names = tag_names(root)
+    return ", ".join(names if len(names) < 8 else [*names[:2], f"{len(names) - 5} more", *names[-3:]]) or "none"
 
 
 def steps_of(root: Path) -> dict[str, int]:
@@ -117,6 +122,16 @@ def verify(root: Path, tag: str, say: Say = say_stderr) -> Manifest:
     if others := other_names(folder, manifest, len(files)):
         say(unread(tag, others))
     return replace(manifest, files=files)
+
+
+def check_sizes(root: Path, tag: str) -> Manifest:
+    """The valid manifest of one tag whose files are all there, and of their sizes. No tensor is read."""
+    manifest, folder = manifest_of(root, tag), folder_of(root, tag)
+    for rank in range(manifest.ranks if manifest.has_parts else 1):
+        files = read_part(folder, manifest, rank)[0].files if manifest.has_parts else manifest.files
+        for name, entry in files.items():
+            _check_size(folder / name, entry.size, manifest)
+    return manifest
 
 
 def check_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:

@@ -53,6 +53,8 @@ class Old:
 @dataclass(frozen=True)
 class Absent:
     reason: str
+    off: tuple[Any, ...] = ()
+    """Further values that switch it off."""
 
 
 Row = Key | Only | NoEffect | Old | Absent
@@ -262,7 +264,8 @@ _ABSENT: dict[str, Row] = {
     "nebula": Absent("checkpoints are written to the folder that save_checkpoint, or --save, names"),
     "pipeline": Absent("there is no pipeline parallelism here"),
     "tensor_parallel": Absent(
-        "tensor parallelism is set up by --model-parallel-size, or by the mpu given to zero.initialize"),
+        "tensor parallelism is set up by --model-parallel-size, or by the mpu given to zero.initialize",
+        off=({"autotp_size": 0}, {"autotp_size": 1})),
     "expert_parallel": Absent("there are no experts here"),
     "zenflow": Absent("the optimizer step is not split in time"),
     "compile": Absent("call engine.compile(); pretrain_gpt2.py does with --compile"),

@@ -170,7 +170,7 @@ class _Reader:
             elif converted != row.default:
                 self.notices.append(f"{path} {shown(value)} has no effect: {row.reason}")
         elif isinstance(row, Absent):
-            if not _is_off(value):
+            if not _is_off(value) and value not in row.off:
                 raise _Refused(f"{path} is not supported, {row.reason}; leave it out")
 
     def _take_key(self, path: str, value: Any, row: Key) -> None:
@@ -238,6 +238,12 @@ def agree(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+_MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
+          "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
+          "optimizer.params.learning_rate": "optimizer.params.lr"}
+"""Names that people write whose spelling is not near the key's."""
+
+
 def _nearest(path: str) -> tuple[str, str]:
     """The key that the user may have meant, and a hint: another place for a section, a similar key beside it, the same
     words in another order, or another section for a key."""
@@ -249,5 +255,5 @@ def _nearest(path: str) -> tuple[str, str]:
     near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
     near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.72)
     elsewhere = [other for other in known if other.rpartition(".")[2] == key]
-    meant = f"{section}.{near[0]}".lstrip(".") if near else next(iter(elsewhere), "")
+    meant = _MEANT.get(path) or (f"{section}.{near[0]}".lstrip(".") if near else next(iter(elsewhere), ""))
     return meant, f"did you mean {meant}?" if meant else "docs/ds_config.md lists every key"

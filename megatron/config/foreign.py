@@ -2,7 +2,7 @@
 
 Names whose meaning is the same are aliases, declared with their field. Here are flags that change nothing, and are
 accepted, and well-known ones that have no counterpart of the same meaning: each is answered with what to do instead.
-Only the exact name is answered: a guess would mislead.
+Only the exact name, in any case, is answered: a guess would mislead.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ FOREIGN = _table({
     "lr-scheduler-type lr-scheduler lr-schedule":
         "use --lr-decay-style constant, linear, cosine, inverse-square-root or WSD",
     "decay-lr": Foreign("use --lr-decay-style; constant does not decay", _ON),
+    "weight-decay-incr-style start-weight-decay end-weight-decay": Foreign(
+        "weight decay is constant: use --weight-decay", ("constant",)),
     "optim": Foreign("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
     # model
     "dropout": "use --attention-dropout and --hidden-dropout",
@@ -71,6 +73,7 @@ FOREIGN = _table({
     "normalization": Foreign(_MODEL, ("LayerNorm",)),
     "position-embedding-type": Foreign(_MODEL, ("learned_absolute",)),
     # parallelism and memory
+    "ddp-impl": Foreign("leave it out: gradients are summed as --zero-stage says", ("local", "torch")),
     "pipeline-model-parallel-size": Foreign(_PIPELINE, ("1",)),
     "num-layers-per-virtual-pipeline-stage": _PIPELINE,
     "context-parallel-size": Foreign(_SEQUENCE, ("1",)),
@@ -106,12 +109,14 @@ FOREIGN = _table({
     # data, checkpoints, logs
     "cache-dir": Foreign("nothing is downloaded; sample indices are kept in --data-cache-path", ("*",), noted=True),
     "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
+    "dataloader-type": Foreign("leave it out: each epoch is shuffled by --seed", ("single", "cyclic")),
     "data-impl": Foreign("leave it out: corpora are always read where they are", ("mmap",)),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume-from-checkpoint": "use --load FOLDER",
     "checkpoint-key": NOT_SIGNED,
-    "ckpt-format": Foreign("leave it out: there is one format", ("torch_dist",)),
+    "ckpt-format": Foreign("there is one format, which any number of ranks loads", ("torch_dist",), noted=True),
+    "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",
     "do-train": Foreign("leave it out: the program trains, unless --skip-train is given", _ON),
@@ -119,10 +124,12 @@ FOREIGN = _table({
     "report-to": Foreign("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", ("none",)),
     "wandb-log": "use --wandb-project NAME",
     "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
-    "log-throughput": Foreign("throughput is always logged", _ON),
+    "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
+    "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling": Foreign(
+        "leave it out: what it asks for always happens", _ON),
     "tensorboard-log-interval": Foreign("leave it out: every step is written", ("1",)),
 })
-"""Flag without dashes -> what to type instead."""
+"""Flag without dashes, in lower case -> what to type instead."""
 
 _OF_PLANNER = _table({_RANKS: "use --ranks N, the ranks of the whole run"})
 """The same where another command is to plan or to tune a run."""
@@ -135,7 +142,7 @@ def answers(words: Sequence[str], *, starts_ranks: bool = True) -> tuple[list[st
     kept, sentences, notes, index = [], [], [], 0
     while index < len(words):
         name, equals, value = words[index].partition("=")
-        known = table.get(name[2:]) if name.startswith("--") else None
+        known = table.get(name[2:].lower()) if name.startswith("--") else None
         index += 1
         if known is None:
             kept.append(words[index - 1])
@@ -147,7 +154,7 @@ def answers(words: Sequence[str], *, starts_ranks: bool = True) -> tuple[list[st
         if value in known.harmless or value and "*" in known.harmless:
             notes += [f" note: {name} has no effect: {known.answer}"] if known.noted else []
         elif known.is_alias and value:
-            kept += [name, value]
+            kept += [name.lower(), value]
         else:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
     return kept, sentences, notes

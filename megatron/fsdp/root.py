@@ -48,6 +48,8 @@ from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
+VOLATILE = "summon_full_params(volatile=True)"
+"""As `Root.summoned`: nothing that is written inside lasts."""
 _ROOTS: WeakSet[Root] = WeakSet()
 
 
@@ -68,6 +70,8 @@ class Root:
         self._predivided = {bucket: bucket.grads.predivide for bucket in self.trained}
         self.summoned: str | None = None
         """Who has the parameters whole."""
+        self.lent: set[FlatBucket] = set()
+        """Those whose parameters `summon_full_params` has made full, for the user to edit."""
         self._gradients = [ShownGradients(bucket) for bucket in self.trained]
         residency = Residency(units, max_live=UNLIMITED, stays=stays, prefetches=True, log=log)
         self.passes = Passes(units, residency, ReductionOrder(units, 1, log), log, ForwardCheck(dp, device, log),

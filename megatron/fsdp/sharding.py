@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
-from megatron.fsdp.root import Root
+from megatron.fsdp.root import VOLATILE, Root
 from megatron.fsdp.same import check_same
 from megatron.fsdp.settings import Settings, cast
 from megatron.fsdp.shard import Shards
@@ -64,7 +64,10 @@ class Member:
     sharded_at: int = field(default_factory=monotonic_ns)
     """Modules are sharded one after the other, in one order on all ranks."""
 
-    def before_state(self, assigns: bool) -> None:
+    def before_state(self, assigns: bool | None) -> None:
+        if assigns is not None and self.root.summoned == VOLATILE:
+            raise ConfigError(f"load_state_dict() inside {VOLATILE} would be lost at its end: load before or after it, "
+                              "or leave volatile out")
         if assigns:
             raise ConfigError("load_state_dict(assign=True) would replace sharded parameters by ordinary tensors of "
                               "this rank: leave assign out, and each rank copies its part of the values")

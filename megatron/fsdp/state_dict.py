@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.agree import agree, alike
 from megatron.errors import ConfigError
-from megatron.fsdp.root import Root
+from megatron.fsdp.root import VOLATILE, Root
 from megatron.fsdp.same import sum_of_bytes
 from megatron.fsdp.shard import Part, Shard, local, place_of
 from megatron.fsdp.sharding import inside, members, the_member
@@ -67,14 +67,15 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
 def _full_parameters(module: nn.Module, keeps: bool, device: torch.device | str | None,
                      ) -> Iterator[Mapping[nn.Parameter, Tensor]]:
     """Inside, the module of a rank that `keeps` them has full parameters, new ones, in the place of the sharded ones by
-    which they are given: torch's own code and a user's hooks see the unwrapped model. Collective."""
-    ready(module, STATE_DICT)
+    which they are given: torch's own code and a user's hooks see the unwrapped model. Collective but for buckets that
+    `summon_full_params` has lent, whose parameters are copied."""
     roots, full = _roots(module), dict[nn.Parameter, nn.Parameter]()
+    before, lent = [root.summoned for root in roots], {bucket for root in roots for bucket in root.lent}
     for bucket in buckets_of(module):
-        for parameter, value in zip(bucket.parameters, masters(bucket), strict=True):
-            if keeps:
-                full[parameter] = nn.Parameter(value.to(device or bucket.device, copy=True), parameter.requires_grad)
-        del value
+        values = bucket.parameters if bucket in lent else masters(bucket)
+        for parameter, value in zip(bucket.parameters, values, strict=True) if keeps else ():
+            full[parameter] = nn.Parameter(value.detach().to(device or bucket.device, copy=True),
+                                           parameter.requires_grad)
     try:
         for root in roots:
             root.summoned = STATE_DICT
@@ -82,20 +83,25 @@ def _full_parameters(module: nn.Module, keeps: bool, device: torch.device | str 
                        for name, parameter in child._parameters.items() if parameter in full]):
             yield full
     finally:
-        for root in roots:
-            root.summoned = None
+        for root, by in zip(roots, before, strict=True):
+            root.summoned = by
 
 
 def full_state_dict(module: nn.Module, *, device: torch.device | str | None = None, everywhere: bool = True,
                     frozen: bool = True, destination: Any = None, prefix: str = "", keep_vars: bool = False,
                     ) -> OrderedDict[str, Any]:
     """That of the unwrapped model, on `device` (None: where the model computes), on all ranks or on the first alone
-    (empty on the others). Collective; beside the result one bucket is whole at a time. With `keep_vars`, of the sharded
-    parameters themselves."""
+    (empty on the others). Collective, unless `summon_full_params` has lent all of it; beside the result one bucket is
+    whole at a time. With `keep_vars`, of the sharded parameters themselves."""
     state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
-    keeps = everywhere or _roots(module)[0].dp.rank == 0
-    if keep_vars or the_member(module).root.summoned == STATE_DICT:  # then it is that of a module around this one
+    root = the_member(module).root
+    keeps = everywhere or root.dp.rank == 0
+    if keep_vars or root.summoned == STATE_DICT:  # then it is that of a module around this one
         return module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    if root.summoned is None:
+        ready(module, STATE_DICT)
+    elif not root.lent.issuperset(buckets_of(module)):  # summoned with recurse=False, or for another module
+        meet(root.log, root.dp, STATE_DICT)
     with _full_parameters(module, keeps, device), saved_buffers(module):
         if keeps:
             state = module.state_dict(destination=destination, prefix=prefix)
@@ -115,6 +121,7 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
 def load_from_first(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """The full state dict of the first rank, on all ranks; what it does not have stays. Collective. The first rank
     loads it into full parameters on its host, as the unwrapped model does; they travel by buckets."""
+    ready(module, STATE_DICT)
     group = _roots(module)[0].dp
     extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)} if group.rank == 0 else {}
     with _full_parameters(module, group.rank == 0, "cpu") as full:
@@ -149,10 +156,17 @@ def _load(module: nn.Module, state: Mapping[str, Any], extra: Mapping[str, Any],
         raise ConfigError(f"the full state dict on the first rank does not fit the model: {told}") from error
 
 
+def _split_tensors(module: nn.Module, what: str) -> OrderedDict[str, Any]:
+    """Parameters and buffers by name, while no parameter is whole."""
+    for root in _roots(module):
+        root.check_idle(what)
+    return named_tensors(module)
+
+
 def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     """This rank's part: flat runs, and buffers whole. Not collective."""
     with saved_buffers(module):
-        state = named_tensors(module)
+        state = _split_tensors(module, "local_state_dict()")
     for name, tensor in state.items():
         if isinstance(tensor, Tensor):
             state[name] = (local(tensor) if isinstance(tensor, Shard) else tensor.detach()).clone()
@@ -163,7 +177,7 @@ def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
     """What this rank's runs are of: for each parameter its shape, and where its run begins and how long it is."""
     group = _roots(module)[0].dp
     places = {name: (list(place_of(tensor)[0]), place_of(tensor)[2], local(tensor).numel())
-              for name, tensor in named_tensors(module).items() if isinstance(tensor, Shard)}
+              for name, tensor in _split_tensors(module, "local_metadata_dict()").items() if isinstance(tensor, Shard)}
     return {"rank": group.rank, "ranks": group.size,
             "params": {name: {"shape": shape, "offset": offset, "numel": numel}
                        for name, (shape, offset, numel) in places.items()}}
@@ -171,7 +185,7 @@ def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
 
 def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """What `local_state_dict` gave on this rank, of as many ranks. Not collective."""
-    named = named_tensors(module)
+    named = _split_tensors(module, "load_local_state_dict()")
     for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
         if names and strict:
             raise ConfigError(f"load_local_state_dict: {len(names)} names are {what}, {min(names)} first")
@@ -227,7 +241,8 @@ WHAT = "summon_full_params()"
 @contextmanager
 def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
     """Inside, parameters of the sharded modules in `module` (without `recurse`, of itself) are full, in the precision
-    of the masters. Edits last unless it is `volatile`, and must be alike on all ranks. Every rank calls it."""
+    of the masters. Edits last unless it is `volatile`, and must be alike on all ranks. Every rank calls it. State dicts
+    inside are full, and have the edits."""
     found = [member for _, child, member in members(module) if recurse or child is module]
     if not found:
         raise ConfigError(f"{WHAT}: {type(module).__name__} is not sharded, and nothing in it")
@@ -237,7 +252,7 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
     try:
         lent = [(bucket, _lend(bucket)) for bucket in buckets]
         for root in roots:
-            root.summoned = WHAT
+            root.summoned, root.lent = VOLATILE if volatile else WHAT, {*buckets}
         yield
         if not volatile:
             edits = [(bucket, _now(bucket, whole)) for bucket, whole in lent]
@@ -251,7 +266,7 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
         for bucket in buckets:  # also where there was no memory to lend all of them
             bucket.show_absent()
         for root in roots:
-            root.summoned = None
+            root.summoned, root.lent = None, set()
             root.note_edits()
 
 

@@ -385,14 +385,13 @@ def leave_at_exit() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """For scripts that just end: a thread of gloo's that lets go of a tensor aborts an interpreter that winds down
-    around it. Not after an error, when a peer that is gone could be waited for."""
-    if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
-        if HERE.place.is_inside:
-            for answer in _EARLY:
-                answer()
-        with suppress(KeyboardInterrupt):  # what it waited for is left to the next start
-            shutdown()
+    """For scripts that just end: a thread inside of C++ (gloo's drops a tensor, a watch's asks the store) aborts an
+    interpreter that winds down around it. After an error the group stays: a peer that is gone could be waited for."""
+    failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+    for answer in _EARLY if HERE.place.is_inside and not failed else ():
+        answer()
+    with suppress(KeyboardInterrupt):  # what it waited for is left to the next start
+        _call(_ENDS) if failed else shutdown()
 
 
 def shutdown() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from data.facts import TokenizerFacts, tokenizer_facts_in
 from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
+from megatron.checkpoint.choice import candidates, dangling, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, locked, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
@@ -102,7 +102,7 @@ class Checkpoints:
         root, tag = self._source
         if root is None:
             self.notes.append(f" starting from scratch: {section.load}, both --save and --load, holds no checkpoint "
-                              "yet")
+                              f"yet{dangling(Path(section.load))}")
             return self._start(engine)
         self._loaded = Path(root)
         with loaded_from(section.load):

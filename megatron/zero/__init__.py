@@ -16,9 +16,9 @@ optimizer step) with update.py (the rule over all shards), wholes.py (parameters
 them so) and renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how
 soon, by curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a
 program), engine.py (all of it together). placeholder.py, holders.py and initial_params.py are about
-parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates),
-accelerator.py, utils.py and ops/ (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank
-exchanged last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for
+parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates), and
+accelerator.py, comm.py, utils.py, ops/ (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a
+rank exchanged last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for
 ever. homes/ is where state lives that is not in use, api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
@@ -77,7 +77,7 @@ _ALIASES = {
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),
     "checkpointing": ("megatron.recompute.deepspeed", None),
-    "comm": ("torch.distributed", None),
+    "comm": ("megatron.zero.comm", None),
     "zero": (__name__, None),
     "__version__": ("megatron.version", "__version__"),
 }

@@ -175,9 +175,9 @@ def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:
         [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
 
 
-def before_state(module: nn.Module, call: Callable[[bool], None]) -> None:
-    """`call(assigns)` before a state dict is taken of the module, or loaded into it, with assign=True or without."""
-    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(False))
+def before_state(module: nn.Module, call: Callable[[bool | None], None]) -> None:
+    """`call(None)` before a state dict is taken of the module, `call(assigns)` before one is loaded into it."""
+    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(None))
     module.register_load_state_dict_pre_hook(  # torch keeps the mark in the metadata of the state dict
         lambda module, state, prefix, metadata, *more: call(metadata.pop("assign_to_params_buffers", False)))
 

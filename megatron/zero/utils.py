@@ -1,5 +1,5 @@
 """DeepSpeed's utilities: what an engine holds of one parameter, whole or this rank's part (weights in fp32, gradient,
-optimizer states), and which modules stage 3 gathers in one piece.
+optimizer states), which modules stage 3 gathers in one piece, and lines of a log.
 
     from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
 
@@ -15,12 +15,15 @@ ends a step. A rank that makes an exchanging call alone, and ranks that set diff
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
@@ -32,6 +35,21 @@ from megatron.zero.units import LEAF
 from mpu.collectives import all_reduce
 
 _GRADIENT = "gradient"
+
+logger = logging.getLogger("megatron.zero")
+"""For lines of a script: from INFO on, to stdout."""
+if not logger.handlers:  # a script's own stay
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.handlers[0].setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def log_dist(message: object, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
+    """A line of `logger` on these ranks; [-1] is all of them, and rank 0 where none is named."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if {rank, -1} & set(ranks or (0,)):
+        logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

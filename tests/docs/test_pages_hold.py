@@ -70,7 +70,7 @@ def test_the_programs_accept_the_commands(path: Path) -> None:
     assert not said, "\n".join(said)
 
 
-@pages
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     lost = []
     for line, target in links(path.read_text()):

@@ -161,21 +161,31 @@ def test_control_never_waits_for_the_backend_of_tensors() -> None:
 def _classic(rank: int, world: int) -> list[int]:
     with pytest.raises(ParallelError, match="not initialised"):
         mpu.get_model_parallel_rank()
+    with pytest.raises(ParallelError, match="not initialised"):
+        mpu.is_pipeline_first_stage()
+    assert mpu.is_unitialized()
     mpu.initialize_model_parallel(2)
+    assert not mpu.is_unitialized()
     with pytest.raises(ParallelError, match="already initialised"):
         mpu.initialize_model_parallel(2)
     assert dist.get_world_size(mpu.get_model_parallel_group()) == 2
     numbers = [
         mpu.get_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), mpu.get_model_parallel_src_rank(),
-        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(),
+        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_src_rank(),
+        *dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()),
     ]
+    assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
+    assert mpu.is_pipeline_first_stage(ignore_virtual=True) and mpu.is_pipeline_last_stage()
+    assert mpu.get_virtual_pipeline_model_parallel_rank() is None
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
     mpu.destroy_model_parallel()
     assert not mpu.model_parallel_is_initialized()
     return numbers
 
 
 def test_classic_accessors() -> None:
-    assert run_ranks(_classic, 4) == [[0, 2, 0, 0, 2], [1, 2, 0, 0, 2], [0, 2, 2, 1, 2], [1, 2, 2, 1, 2]]
+    assert run_ranks(_classic, 4) == [[0, 2, 0, 0, 2, 0, 0], [1, 2, 0, 0, 2, 1, 1], [0, 2, 2, 1, 2, 0, 2],
+                                      [1, 2, 2, 1, 2, 1, 3]]
 
 
 def test_classic_vocabulary_ranges() -> None:
@@ -183,7 +193,8 @@ def test_classic_vocabulary_ranges() -> None:
     assert mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4) == (25, 50)
 
 
-GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group")
+GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group",
+                   "get_pipeline_model_parallel_group")
 LAYOUTS = [pytest.param(world, tp, marks=() if world == 2 else pytest.mark.slow)
            for world, tp in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))]
 
@@ -246,7 +257,7 @@ def test_what_the_accessors_return_is_the_group_of_these_ranks(world: int, tp: i
     """Of one rank as well: torch reads None as the world."""
     for rank, (found, losses) in enumerate(run_ranks(_used, world, tp)):
         of_tp = [*range(rank // tp * tp, (rank // tp + 1) * tp)]
-        for seen, ranks in zip(found, (of_tp, of_tp, [*range(rank % tp, world, tp)]), strict=True):
+        for seen, ranks in zip(found, (of_tp, of_tp, [*range(rank % tp, world, tp)], [rank]), strict=True):
             total = sum(2.0**one for one in ranks)
             assert seen == {"ranks": ranks, "total": total, "first": ranks[0], "every": ranks,
                             "mean": total / len(ranks)}

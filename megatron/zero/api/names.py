@@ -155,6 +155,7 @@ SETTINGS: dict[str, Row] = {
     "wall_clock_breakdown": Reads(lambda e: e.monitor.asked.times, "the setting"),
     "memory_breakdown": Reads(lambda e: e.monitor.asked.memory, "the setting"),
     "tensorboard_enabled": Reads(lambda e: e.monitor.asked.tensorboard_dir is not None, "the setting"),
+    "wandb_enabled": Reads(lambda e: e.monitor.asked.wandb is not None, "the setting"),
 }
 
 PLACE: dict[str, Row] = {
@@ -261,6 +262,9 @@ REFUSED: dict[str, Row] = {
     **_refused(_IN_FILE, "scheduler_name scheduler_params aio_config log_level zero_multi_rank_bucket_allreduce "
                "dump_state cpuadam_cores_perc zero_parameter_alignment postscale_gradients gradient_predivide_factor "
                "communication_data_type"),
+    **_refused("engine.config has the settings, by the names of docs/flags.md", "_config"),
+    **_refused("call engine.train_batch_size()", "get_train_batch_size"),
+    **_refused("call engine.zero_offload_optimizer() and engine.zero_offload_param()", "is_zero_offload zero_offload"),
     **_refused("the optimizer that was given became the engine's rule; engine.optimizer has its param groups",
                "basic_optimizer client_optimizer"),
     **_refused("engine.lr_scheduler is the scheduler", "client_lr_scheduler"),

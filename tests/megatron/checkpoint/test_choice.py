@@ -65,7 +65,29 @@ def test_a_latest_that_names_no_checkpoint_costs_one_line(tmp_path: Path, hint: 
         (tmp_path / "latest").write_bytes(hint)
     tag, lines = opened(tmp_path)
     assert tag == "global_step2"
-    assert len(lines) == 1 and "the newest complete tag is global_step2" in lines[0] and "\n" not in lines[0]
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert f"{tmp_path} holds global_step1, global_step2, and the tag saved last is global_step2" in lines[0]
+    state = "is missing" if hint is None else {
+        b"global_step77": "names global_step77, which is not there", b"notes": "names notes, which is not there",
+        b"../../etc/passwd": "says '../../etc/passwd', which is no name"}.get(hint, "which is no name of a tag")
+    assert f"{tmp_path}/latest " in lines[0] and state in lines[0]
+
+
+def test_a_latest_that_names_no_tag_is_told_also_where_no_other_can_be_loaded(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").write_text("global_step77\n")
+    (tmp_path / "global_step9" / "rank0.safetensors").write_bytes(b"")
+    lines: list[str] = []
+    with pytest.raises(CheckpointError, match="tag global_step9: file rank0.safetensors"):
+        open_checkpoint(tmp_path, say=lines.append)
+    assert lines == [f"warning: {tmp_path}/latest names global_step77, which is not there; {tmp_path} holds "
+                     "global_step1, global_step2, 4 more, global_step7, global_step8, global_step9, and the tag saved "
+                     "last is global_step9"]
+    for tag in tag_names(tmp_path):
+        shutil.rmtree(tmp_path / tag)
+    with pytest.raises(CheckpointError, match="no committed checkpoint .*latest names global_step77, which is not the"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("tag", ["global_step2", "best"])
@@ -102,6 +124,24 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
     assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "all on one line: as if it went on"
     found, lines = opened(tmp_path, fallback=True)
     assert found == "global_step4" and "global_step5 is unknown; it is taken to have continued from" in lines[0]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank0.safetensors"])
+def test_a_damaged_tag_that_was_asked_for_makes_way_for_its_ancestors_where_that_is_asked_for_too(
+        name: str, tmp_path: Path) -> None:
+    """Not for the tag of `latest`, which is of another branch."""
+    gone_back(tmp_path)
+    (tmp_path / "global_step8" / name).write_bytes(b"")
+    tag, note = tag_of_step(tmp_path, 8)
+    assert (tag, note) == ("global_step8", None)
+    with pytest.raises(CheckpointError, match="tag global_step8: [^;]*$"):
+        open_checkpoint(tmp_path, tag)
+    lines: list[str] = []
+    assert open_checkpoint(tmp_path, tag, fallback=True, say=lines.append).tag == "global_step4"
+    assert len(lines) == 1 and "tag global_step8: " in lines[0] and lines[0].endswith("older tag, global_step4")
+    (tmp_path / "global_step4" / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="tag global_step4: .*; no tag is there that it continues from"):
+        open_checkpoint(tmp_path, "global_step4", fallback=True)
 
 
 @pytest.mark.parametrize("step", [4, 5])
@@ -310,5 +350,5 @@ def test_the_command_takes_a_tag_after_a_colon_and_list_marks_the_latest(tmp_pat
     assert len(capsys.readouterr().out.splitlines()) == 3, "later tags of the abandoned branch are verified too"
     os.unlink(root / "latest")
     assert main(["list", str(root)]) == 0
-    assert "the newest complete tag is global_step6" in capsys.readouterr().err
+    assert "and the tag saved last is global_step6" in capsys.readouterr().err
     assert latest_tag(root) is None

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.checkpoint.command import main
-from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid
+from tests.megatron.checkpoint.made import SHAPES, Grid, make_format_2, save_grid
 
 TREE = Path(__file__).parents[3]
 
@@ -170,6 +170,32 @@ def test_list_names_what_it_cannot_read_and_fails_where_a_load_would(
     assert UNREADABLE[accident] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.json", "shared.json"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_list_marks_tags_with_missing_or_shorter_files(name: str, cut: bool, root: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """And recommends none of them. A byte that was changed takes `verify`."""
+    for step in (3, 4):
+        save_grid(root, Grid(2, 1), step=step)
+        file = root / f"global_step{step}" / name
+        file.write_bytes(file.read_bytes()[:-1]) if cut else file.unlink()
+    assert main(["list", str(root)]) == 4
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert lines[3].endswith("after global_step3  damaged  latest") and lines[2].count("  damaged") == 1
+    assert not any("damaged" in line for line in lines[:2])
+    *warnings, error = output.err.splitlines()
+    assert [line.split(":")[:2] for line in warnings] == [["warning", f" tag global_step{step}"] for step in (3, 4)]
+    assert all(name in line for line in warnings)
+    assert f"name another tag ({root}:global_step2), which `python -m megatron.checkpoint verify` checks" in error
+    assert failing(capsys, "list", f"{root}:global_step4")[0] == 4
+    (root / "latest").write_text("global_step2")
+    assert main(["list", str(root)]) == 0
+    make_format_2(root, "global_step2")
+    (root / "global_step2" / "rank0.safetensors").unlink()
+    assert main(["list", str(root)]) == 4
+
+
 def test_a_folder_of_a_tag_under_another_name_is_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "global_step1").rename(root / "mine")
     assert main(["list", str(root)]) == 0
@@ -207,6 +233,5 @@ def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, name: str, tmp_p
         path = root / name if name == "latest" else root / "global_step2" / name
         path.write_bytes(pickle.dumps(Payload(), protocol=protocol))
         for command in (["verify"], ["digest"], ["list"], ["merge", "--output", "out"]):
-            good = name == "latest" or command == ["list"] and name != "manifest.json"
-            assert main([command[0], str(root), *command[1:]]) == (0 if good else 4)
+            assert main([command[0], str(root), *command[1:]]) == (0 if name == "latest" else 4)
     assert not (tmp_path / "canary").exists()

@@ -133,6 +133,16 @@ BAD = [
     (["--cpu-offload-params"], "use --offload-param-device cpu or nvme"),
     (["--no-pin-cpu-grads"], "use --no-offload-optimizer-pin-memory"),
     (["--lr_scheduler", "cosine"], "use --lr-decay-style"),
+    (["--use-checkpoint-args"], "give the flags of the model: they are compared with those of the checkpoint"),
+    (["--start-weight-decay", "0.1"], "--start-weight-decay 0.1 is not a flag here: weight decay is constant: use"),
+    (["--end_weight_decay=0.1"], "--end-weight-decay 0.1 is not a flag here: weight decay is constant: use"),
+    (["--weight-decay-incr-style", "cosine"], "weight decay is constant: use --weight-decay"),
+    (["--log-num-zeros-in-grad"], "leave it out: zeros are not counted"),
+    (["--DDP-impl", "FSDP"], "--DDP-impl FSDP is not a flag here: leave it out: gradients are summed as --zero-stage"),
+    (["--dataloader-type", "external"], "leave it out: each epoch is shuffled by --seed"),
+    (["--ckpt-format", "zarr"], "--ckpt-format zarr is not a flag here: there is one format, which any"),
+    (["--DTYPE", "bfloat16"], "--DTYPE bfloat16 is not a flag here: use --bf16 or --fp16"),
+    (["--Remote-Device", "disk"], "--offload-param-device is disk: expected none, cpu or nvme"),
     (["--attention-backend"], "--attention-backend is not a flag here: torch chooses"),
     (["--lr-decay-style", "WSD"], "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     (["--lr-decay-style", "wsd"], "did you mean WSD?"),
@@ -263,6 +273,10 @@ def test_a_key_and_a_flag_of_another_kind_for_one_setting_conflict_too(tmp_path:
 NO_OPS = {"--use-flash-attn": True, "--attention-backend auto": True, "--attention-backend=flash": True,
           "--transformer-impl local": True, "--transformer_impl transformer_engine": True, "--use-mcore-models": False,
           "--overlap-grad-reduce": False, "--overlap-param-gather": False, "--cache-dir /tmp/x": True,
+          "--DDP-impl local": False, "--ddp_impl=torch": False, "--no-query-key-layer-scaling": False,
+          "--no-async-tensor-model-parallel-allreduce": False, "--exit-signal-handler": False,
+          "--dataloader-type single": False, "--dataloader-type cyclic": False,
+          "--weight-decay-incr-style constant": False, "--ckpt-format torch_dist": True, "--Use-Flash-Attn": True,
           "--no-masked-softmax-fusion": True, "--use-cpu-initialization": False, "--lazy_loader=False": False}
 
 

@@ -334,11 +334,16 @@ def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
 
 @pytest.mark.parametrize("path", rows(Absent))
 def test_a_section_that_does_not_exist_here_is_accepted_only_switched_off(path):
-    for off in ({"enabled": False, "other": [1, {"x": 2}]}, {}, None, False):
+    for off in ({"enabled": False, "other": [1, {"x": 2}]}, {}, None, False, *TABLE[path].off):
         assert build(nested(path, off)) == Config()
     for on in ({"enabled": True}, {"other": 1}, True, "auto", [], 0):
         told = refusal(nested(path, on))
         assert path in told and TABLE[path].reason in told
+
+
+def test_tensor_parallelism_of_one_rank_is_none():
+    assert build({"tensor_parallel": {"autotp_size": 1}}) == build({"tensor_parallel": {"autotp_size": 0}}) == Config()
+    assert "tensor parallelism is set up by" in refusal({"tensor_parallel": {"autotp_size": 2}})
 
 
 WRONG = {"true or false": ["true ", 2, -1, 0.5, None, [], "false"],
@@ -467,6 +472,9 @@ def test_defaults_are_those_of_deepspeeds_code():
     ("fp16.min_scale", "did you mean fp16.min_loss_scale?"),
     ("stage", "did you mean zero_optimization.stage?"),
     ("optimizer.lr", "did you mean optimizer.params.lr?"),
+    ("optimizer.params.learning_rate", "did you mean optimizer.params.lr?"),
+    ("checkpoint.load_universal_checkpoint", "did you mean checkpoint.load_universal?"),
+    ("load_universal_checkpoint", "did you mean checkpoint.load_universal?"),
     ("xyzzy", "docs/ds_config.md lists every key"),
 ])
 def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told):

@@ -282,6 +282,91 @@ def test_recurse_false_is_for_one_module() -> None:
     assert run_ranks(one_module_alone, 2) == [(True, False)] * 2
 
 
+def plus_one(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not isinstance(parameter, Shard):
+                parameter.add_(1)
+
+
+def exported(rank: int, world: int, way: str, recurse: bool) -> list[bool]:
+    """State dicts inside the block, of the model and of a module inside, by all ranks; of what is full, by one."""
+    model, plain = around(Everything(), way, **mixed(way, torch.bfloat16)), Everything()
+    with model.summon_full_params(recurse):
+        plus_one(model)
+        names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, Shard)}
+        states = [model.state_dict(), model.state_dict() if recurse and rank == 0 else None,
+                  model.blocks[1].state_dict() if way != "whole" else None]
+        with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):
+            model.local_state_dict()
+        plus_one(model)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name in names:
+                parameter.add_(1)
+    wanted = plain.state_dict(), plain.state_dict(), plain.blocks[1].state_dict()
+    return [same(state, right) for state, right in zip(states, wanted, strict=True) if state is not None]
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("way", ["whole", "nested", "twice nested"])
+def test_a_state_dict_inside_summon_full_params_is_that_of_the_unwrapped_model(way: str, recurse: bool) -> None:
+    assert all(all(found) for found in run_ranks(exported, 2, way, recurse))
+
+
+def exported_around_a_block(rank: int, world: int) -> bool:
+    """Of the model, while a block of it is summoned: an outer module may have no parameters itself."""
+    model = FSDP(nn.Sequential(FSDP(Net()), FSDP(Net())))
+    plain = nn.Sequential(Net(), Net())
+    with model.summon_full_params(recurse=False):
+        outside = model.state_dict()
+    with model[0].summon_full_params(volatile=True):
+        plus_one(model)
+        state = model.state_dict()
+    unchanged = same(outside, plain.state_dict()) and same(model.state_dict(), plain.state_dict())
+    plus_one(plain[0])
+    return same(state, plain.state_dict()) and unchanged
+
+
+def test_a_state_dict_of_a_module_around_the_summoned_one() -> None:
+    assert all(run_ranks(exported_around_a_block, 2))
+
+
+def exported_by_torchs_call(rank: int, world: int) -> list[bool]:
+    model = around(Everything(), "torch")
+    with summon_full_params(model):
+        full = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))[0] if rank == 0 else None
+        state = model.state_dict()
+    train(model, lambda: None, rank, 1)
+    return [same(one, Everything().state_dict()) for one in (state, full) if one is not None]
+
+
+def test_a_state_dict_of_fully_shard_is_full_inside_summon_full_params() -> None:
+    assert all(all(found) for found in run_ranks(exported_by_torchs_call, 2))
+
+
+def loaded_inside(rank: int, world: int, way: str, recurse: bool) -> bool:
+    wanted = {name: value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+              for name, value in Everything().state_dict().items()}
+    model = around(Everything(), way)
+    inside = getattr(model, "module", model)
+    with summon_full_params(inside, recurse):
+        model.load_state_dict(wanted)
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) inside summon_full_params\(volatile=True\)"), \
+            summon_full_params(inside, recurse, volatile=True):
+        model.load_state_dict(Everything().state_dict())
+    with pytest.raises(ConfigError, match="inside summon_full_params"), summon_full_params(inside, recurse):
+        set_state_dict(model, [], model_state_dict=wanted, optim_state_dict={},
+                       options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return same(full_state_dict(inside), wanted)
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_a_load_inside_summon_full_params_lasts_or_is_refused(way: str, recurse: bool) -> None:
+    assert all(run_ranks(loaded_inside, 2, way, recurse))
+
+
 # ---- torch's functions -------------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,10 @@ def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved
     shard.write_bytes(shard.read_bytes()[:-1])
     again = [*RUN, "--load", saved, "--save", saved, "--keep-last", 1, "--metrics-file", tmp_path / "m"]
     check(cli(again), 4, "global_step3", shard.name)
+    asked = [*RUN, "--load", saved, "--ckpt-step", 3]
+    check(cli(asked), 4, "global_step3", shard.name)
+    code, stderr = cli([*asked, "--resume-fallback"])
+    assert code == 0 and stderr.count("warning: tag global_step3: ") == stderr.count("older tag, global_step2") == 1
     code, stderr = cli([*again, "--resume-fallback"])
     assert code == 0 and stderr.count("falling back to an older tag") == 1 and shard.name in stderr
     assert [step["iteration"] for step in steps(tmp_path / "m")] == [3]

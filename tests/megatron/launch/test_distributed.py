@@ -219,6 +219,39 @@ def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_
     assert not [name for name in names if "gloo" in name]
 
 
+RAISES = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from megatron.fsdp import fully_shard, summon_full_params
+from megatron.zero.watch import Watch
+
+look = Watch.look
+def slow_look(watch):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.5))
+    try:
+        store.get("never")  # waits in C++, without Python's lock
+    except dist.DistStoreError:
+        return look(watch)
+Watch.look = slow_look
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+with summon_full_params(model):
+    raise ValueError("of the script")
+"""
+
+
+def test_a_script_that_raises_waits_for_the_thread_that_watches(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(script)], text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+    assert "ValueError: of the script" in done.stderr and "terminate called" not in done.stderr
+
+
 @pytest.mark.parametrize("environ, keeps", [
     ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"RANK": "0", "MEGATRON_STORE_FILE": "x"}, False),
     ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])

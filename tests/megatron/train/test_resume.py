@@ -332,6 +332,12 @@ def test_a_run_goes_back_and_the_next_start_goes_on_with_its_branch(how: str, tm
     assert total_digest(root) == total_digest(tmp_path / "straight")
 
 
+def test_a_start_from_scratch_names_a_tag_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step9\n")
+    said = train([*TINY, "--mock-data", "--train-iters", 1, "--save", tmp_path, "--load", tmp_path])
+    assert f"holds no checkpoint yet; {tmp_path}/latest names global_step9, which is not there" in said
+
+
 def test_a_folder_whose_name_has_a_colon_is_that_folder_from_the_first_start_on(tmp_path: Path) -> None:
     again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "run:10", "--load", tmp_path / "run:10"]
     assert "starting from scratch" in train(again)

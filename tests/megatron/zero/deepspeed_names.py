@@ -61,7 +61,8 @@ OLDER = """
     amp_enabled amp_params curriculum_enabled curriculum_params elasticity_enabled pld_enabled pld_params pld_theta
     pld_gamma eigenvalue_enabled quantize_training sparse_gradients_enabled tensorboard_enabled get_summary_writer
     tensorboard_output_path tensorboard_job_name zero_gather_fp16_weights_on_model_save zero_grad_hooks get_pld_theta
-    get_data_parallel_world_size cur_scale zero_has_nvme_offload
+    get_data_parallel_world_size cur_scale zero_has_nvme_offload wandb_enabled get_train_batch_size is_zero_offload
+    zero_offload _config
 """.split()
 
 OF_TORCH = """

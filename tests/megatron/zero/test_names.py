@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from megatron import recompute, zero
 from megatron.errors import ConfigError
 from megatron.launch.distributed import read_environment
 from megatron.version import __version__
+from megatron.zero import utils
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
 from mpu.random import get_rng_tracker
@@ -116,6 +119,15 @@ def test_what_is_offloaded_is_what_the_file_says(optimizer: str | None, params: 
     assert engine.zero_use_cpu_optimizer() is (optimizer in ("cpu", "nvme"))
     assert engine.zero_partial_offload() == 1.0
     engine.destroy()
+
+
+def test_names_near_deepspeeds_say_what_to_call(tmp_path: Path) -> None:
+    engine: Any = made()
+    assert engine.wandb_enabled() is False
+    for name, told in (("_config", "engine.config has the settings"), ("is_zero_offload", "zero_offload_optimizer()"),
+                       ("get_train_batch_size", "call engine.train_batch_size()")):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            getattr(engine, name)
 
 
 def test_other_names_are_the_models_or_an_error_with_the_nearest(engine: Any) -> None:
@@ -238,6 +250,31 @@ def test_the_package_has_deepspeeds_names() -> None:
     with pytest.raises(AttributeError, match="zero.init_inference is not supported: "):
         deepspeed.init_inference
     assert deepspeed.__version__ == __version__
+
+
+def logged(rank: int, world: int) -> list[str]:
+    with patch.object(utils.logger.handlers[0], "stream", io.StringIO()) as stream:
+        utils.logger.info("everywhere")
+        utils.logger.debug("nowhere")
+        for ranks in (None, [1], [-1], [0, 1], [5]):
+            utils.log_dist(f"to {ranks}", ranks)
+    return [re.sub(r"^\[[^]]*\] ", "", line) for line in stream.getvalue().splitlines()]
+
+
+def test_lines_of_the_log_are_of_the_ranks_that_are_named() -> None:
+    assert run_ranks(logged, 2) == [
+        ["[INFO] everywhere", "[INFO] [Rank 0] to None", "[INFO] [Rank 0] to [-1]", "[INFO] [Rank 0] to [0, 1]"],
+        ["[INFO] everywhere", "[INFO] [Rank 1] to [1]", "[INFO] [Rank 1] to [-1]", "[INFO] [Rank 1] to [0, 1]"]]
+    assert logged(0, 1)[1:] == ["[INFO] [Rank 0] to None", "[INFO] [Rank 0] to [-1]", "[INFO] [Rank 0] to [0, 1]"]
+
+
+def test_comm_is_a_module_with_the_names_of_torch_distributed() -> None:
+    comm: Any = importlib.import_module("megatron.zero.comm")
+    from megatron.zero.comm import ReduceOp, all_reduce
+    assert comm.all_reduce is all_reduce is torch.distributed.all_reduce and ReduceOp is torch.distributed.ReduceOp
+    assert comm.init_distributed is zero.init_distributed and zero.comm is comm  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        comm.all_redcue
 
 
 def test_scripts_bring_their_own_local_rank() -> None:
