@@ -8,10 +8,14 @@ not come waits, and when many do, no item is given out. A worker that dies close
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 from data.storage import Unfinished
@@ -117,3 +121,41 @@ def _answer(function: Callable[[Any], object], item: object) -> Answer:
         return function(item), None
     except Exception as error:
         return None, error
+
+
+def call_within(function: Callable[[Item], Result], item: Item, seconds: float, memory: int) -> Result | None:
+    """`function(item)` in a forked process that may use this much processor time and so many bytes more; None if it
+    needs more. For libraries in C, which nothing else can interrupt."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def limited(item: Item) -> Result:
+        (used, *_), (_, most) = Path("/proc/self/statm").read_text().split(), resource.getrlimit(resource.RLIMIT_AS)
+        limit = int(used) * resource.getpagesize() + memory
+        os.closerange(0, theirs.fileno())  # a lock must not outlive its owner, and a C library may print
+        os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends a process
+        return function(item)
+
+    try:
+        child = os.fork()
+    except OSError as failed:
+        raise Unfinished(f"cannot start a process: {failed.strerror}") from failed
+    if child == 0:
+        try:
+            theirs.send(_answer(limited, item))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        answer: tuple[Result, Exception | None] = ours.recv()
+    except EOFError:
+        return None
+    finally:
+        ours.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from data.parallel import call_within
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
 
@@ -29,15 +30,6 @@ _RENAME = re.compile(rf"(</?)({'|'.join(_RENAMED)})(?=[\s/>])", re.IGNORECASE)
 _XML_EMPTY = re.compile(r"""<(?!(?:area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr)\b)
                             ([a-z][\w.:-]*+) ((?:[^<>"'/]|"[^"<]*"|'[^'<]*')*+) />""", re.IGNORECASE | re.VERBOSE)
 
-_ATTRIBUTES = 1000
-"""The most of one tag that are parsed: the parser takes quadratic time in their number."""
-_ATTRIBUTE = r"""(?:[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"?|'[^']*+'?|[^\s>"'][^\s>]*+)?)?)"""
-# A tag with attributes, those over the limit, and what is in an element without tags in it; or a comment.
-_TAG = re.compile(rf"""(<(?:(script|style|title|textarea|xmp|iframe|noembed|noframes|plaintext)(?=[\s/>])|
-                          /?+[a-z][^\s/>]*+(?!>)) {_ATTRIBUTE}{{0,{_ATTRIBUTES}}}+) (?P<over>{_ATTRIBUTE}*+)
-                       ((?(2)(?:[^<]++|<(?!/\2))*+)) | <!--(?:-?>|.*?(?:--!?>|\Z)) | <[!?][^>]*+""",
-                  re.IGNORECASE | re.DOTALL | re.VERBOSE)
-
 _NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation-xml button select datalist textarea "
                  "input".split())
 _HIDDEN = ("[hidden]", "[dialog]:not([open])",
@@ -52,8 +44,10 @@ _BOILERPLATE = (
         advertisement sponsored banner popup modal""".split()),
     "#footer", "#sidebar", "#nav", "#navbar", "#navigation", "#breadcrumbs")
 _KEPT = "body, :has(main, article, [role=main]), main header, article header"
-_TIME = 200_000_000
-"""Elements to look into for the main content, times characters of the page: a second or two."""
+_TAGS, _CHARACTERS = 2000, 100_000
+"""Up to these, a page takes 3 s and 500 MB at most. The parser's time and memory can be quadratic in what it holds."""
+_SECONDS, _MEMORY = 5, 1_000_000_000
+"""What a larger page may take, in a process of its own, and again for each 5 MB. A usual one takes 0.1 s per MB."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,9 @@ def make(options: ExtractOptions) -> Function:
     def extract(document: Document) -> Document | Drop:
         if options.html == "none" or options.html == "detect" and not is_page(document):
             return document
-        text = text_of(document.text.removeprefix("\ufeff")).strip()
+        text = text_of(document.text.removeprefix("\ufeff"))
+        if text is None:
+            return Drop("too complex to parse")
         meta = {name: value for name, value in document.meta.items() if name != "format"}  # it is text now
         return replace(document, text=text, meta=meta) if text else Drop("no text in the page")
 
@@ -82,16 +78,16 @@ def is_page(document: Document) -> bool:
     return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
-def page_text(drops_boilerplate: bool) -> Callable[[str], str]:
-    """The function that gives the text of a page."""
+def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
+    """The function that gives the text of a page; None: parsing takes too much time or memory."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
-        from resiliparse.parse.html import HTMLTree
+        from resiliparse.parse.html import HTMLParserException, HTMLTree
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
     names = _AROUND + _BOILERPLATE if drops_boilerplate else _AROUND
-    around = f":is({', '.join(names)})"
+    around = f":is({', '.join(names)}):not({_KEPT})"
 
     def text_of(tree: HTMLTree, *left_out: str) -> str:
         # Of forms it is the labels that are text.
@@ -99,24 +95,27 @@ def page_text(drops_boilerplate: bool) -> Callable[[str], str]:
 
     def text(page: str) -> str:
         tree = HTMLTree.parse(_in_known_elements(page))
-        # Looking into each of many nested elements would take quadratic time.
-        many = tree.document is not None and len(tree.document.query_selector_all(around)) * len(page) > _TIME
-        selector = around if many else f"{around}:not({_KEPT})"
         # If nothing is left, all of the page is in an element like <nav>, or shown by a script.
-        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, selector), _HIDDEN, ()))
-        return next(filter(str.strip, texts), "")
+        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
+        return next(filter(str.strip, texts), "").strip()
 
-    return text
+    def text_within(page: str) -> str | None:
+        if page.count("<") <= _TAGS and len(page) <= _CHARACTERS:
+            return text(page)
+        times = 1 + len(page) / 5_000_000
+        try:
+            return call_within(text, page, times * _SECONDS, int(times * _MEMORY))
+        except (MemoryError, HTMLParserException):  # what the library raises when it gets no memory
+            return None
+
+    return text_within
 
 
 def _in_known_elements(page: str) -> str:
-    """The page with the elements that the library knows and the attributes that it can take; XML as HTML."""
+    """The page with the elements that the library knows; XML as HTML."""
     if page.lstrip().startswith("<?xml"):
         first, *rest = page.split("<![CDATA[")
         sections = (part.partition("]]>") for part in rest)
         page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
         page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
-    page = _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)
-    if any(tag["over"] for tag in _TAG.finditer(page)):
-        page = _TAG.sub(lambda tag: tag[1] + tag[4] if tag["over"] else tag[0], page)
-    return page
+    return _RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page)

@@ -168,17 +168,40 @@ def test_only_pages_are_touched(extractor: str) -> None:
     assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
 
 
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_many_articles_keep_their_headers(extractor: str) -> None:
+    """However large the page is."""
+    page = "".join(f"<article><header><h2>Title {k}.</h2></header><p>{'word ' * 700}</article>" for k in range(300))
+    found = extract.make(ExtractOptions(extractor))(Document(f"<html><header>AROUND</header>{page}"))
+    assert isinstance(found, Document) and "AROUND" not in found.text
+    assert all(f"Title {k}." in found.text for k in range(300))
+
+
 DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
+COMPLEX = {  # quadratic in the parser: each would take minutes or many GB
+    "attributes of one tag": f"<p {DISTINCT}>",
+    "attributes of <body>": "".join(f"<body a{k}>" for k in range(90_000)),
+    "attributes in SVG": f"<svg><script><p {DISTINCT}>",
+    "names of elements": "".join(f"<x{k}>" for k in range(120_000)),
+    "names of attributes": "".join(f"<p a{k}>" for k in range(90_000)),
+    "options": "<select>" + "<option>" * 110_000,
+    "end tags of other elements": "<x>" * 160_000 + "</y>" * 120_000,
+    "formatting closed late": "<b>" + "<div>" * 100_000 + "</b>" * 100_000,
+    "formatting opened again": "<p>" + "".join(f"<b a={k}>" for k in range(1000)) + "<p>x" * 250_000,
+    "indentation": "<ul><li>x" * 100_000,
+}
 
 
-@pytest.mark.parametrize("before", ["", "<title>a <b</title>", "<!-- a <b -->", "<!-->", "<p title='a > b'>", "<p/x>"])
-def test_a_tag_loses_only_the_attributes_over_the_limit(before: str) -> None:
-    many = " ".join(f'a{k}="<x>"' for k in range(999))
-    page = (f"<html>{before}<p>one</p><p hidden {many}{{}}>two</p><!-- <p {DISTINCT} -->"
-            f"<script>a <p {DISTINCT}</script>")
-    for over in ("", " b='<p>' c"):
-        assert extract._in_known_elements(page.format(over)) == page.format("")
-    assert extract.make(ExtractOptions())(Document(page.format(" b='<p>'") + "three")) == Document("one\n\nthree")
+@pytest.mark.few(4)
+@pytest.mark.parametrize("markup", COMPLEX.values(), ids=COMPLEX)
+def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             markup: str) -> None:
+    monkeypatch.setattr(extract, "_SECONDS", 0.5)
+    (tmp_path / "a.html").write_text(f"<html><p>one</p>{markup}")
+    (tmp_path / "b.html").write_text(PAGE + "<p>x" * 3000)
+    stage = MapStage("extract", extract.make, ExtractOptions())
+    counts = run_map(stage, [tmp_path], tmp_path.with_suffix(".out")).counts
+    assert (counts.documents_kept, counts.dropped) == (1, {"too complex to parse": 1})
 
 
 @pytest.mark.few(9)
@@ -191,8 +214,9 @@ def test_a_tag_loses_only_the_attributes_over_the_limit(before: str) -> None:
     "<?xml?>" + "<a b='" * 50_000, "<html><aside>x</aside>" * 50_000, f"<p {DISTINCT}>", f"<p title='>' {DISTINCT}",
     '<a b="' * 50_001, "<a b= " * 50_000, "<a" + " " * 300_000, "<a" + "=" * 300_000, "<a<b" * 100_000,
 ], ids=range(33))
-def test_no_page_takes_long(hostile: str) -> None:
-    """What is quadratic in any of these does not come to its end here."""
+def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quadratic in any of these, outside of the parser, does not come to its end here."""
+    monkeypatch.setattr(extract, "_SECONDS", 0.5)
     for extractor in EXTRACTORS:
         for html in ("all", "detect"):
             extract.make(ExtractOptions(extractor, html))(Document(hostile))
