@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from data.cached import TOKENS_SUFFIX, cached_corpus
-from data.cli import counted
+from data.cli import format_count
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset
 from data.indexed import IndexedCorpus
-from data.inputs import KINDS, kind_of
+from data.inputs import KIND_OF_SUFFIX, kind_of
 from data.plain_text import Separator
-from data.preprocess import Reading
-from data.sample_index import digest, samples_in
+from data.preprocess import TextReadOptions
+from data.sample_index import content_digest, count_samples
 from data.sampling import parse_split, split_documents
-from data.sources import NAMED, check_sources, parse_sources
-from data.storage import DataError, named_by, read_for
+from data.sources import NAMED_CORPORA, check_sources, parse_sources
+from data.storage import DataError, prefix_data_errors, prefix_storage_errors
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
@@ -43,7 +43,8 @@ class Datasets:
     @property
     def fingerprint(self) -> str:
         """Equal on two ranks exactly when they will read the same samples."""
-        return digest((part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
+        return content_digest(
+            (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
 
 
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
@@ -55,32 +56,32 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
         train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
                               for k, part in enumerate(PARTS))
         return Datasets(train, valid, test)
-    reading = Reading(json_key, Separator.parse(document_separator), append_eod)
-    opener = _Opener(seq_length, seed, tokenizer, cache_path, reading, split)
+    read_options = TextReadOptions(json_key, Separator.parse(document_separator), append_eod)
+    builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
     for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
         check_sources(words, flag)  # all of them, before the first is made into a corpus
     shares = dict(zip(PARTS, parse_split(split)))
     replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
-    cut = [part for part in PARTS if part not in replaced and shares[part] > 0]
-    pieces: dict[str, list[Piece]] = {part: [] for part in PARTS}
+    split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
+    ranges_of_part: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
     for source in parse_sources(train_data, "--train-data"):
-        corpus = opener.corpus(source.name, "--train-data")
-        ranges = split_documents([shares[part] for part in cut], corpus.num_documents)
-        for part, documents in zip(cut, ranges):
-            pieces[part].append(Piece(source.name, corpus, documents, source.weight))
+        corpus = builder.open_corpus(source.name, "--train-data")
+        ranges = split_documents([shares[part] for part in split_parts], corpus.num_documents)
+        for part, documents in zip(split_parts, ranges):
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, documents, source.weight))
     for part, words in replaced.items():
         for source in parse_sources(words, f"--{part}-data"):
-            corpus = opener.corpus(source.name, f"--{part}-data")
-            pieces[part].append(Piece(source.name, corpus, range(corpus.num_documents), source.weight,
-                                      f"--{part}-data"))
+            corpus = builder.open_corpus(source.name, f"--{part}-data")
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, range(corpus.num_documents), source.weight,
+                                                      f"--{part}-data"))
     # What the user named must be usable; a part that the split left too small is merely absent, with a note.
-    datasets = {part: opener.dataset(part, pieces[part], required=part == "train" or part in replaced)
+    datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
                 for part in PARTS}
-    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(opener.notes))
+    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(builder.notes))
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentRange:
     """Some documents of a source."""
 
     source: str
@@ -89,85 +90,87 @@ class Piece:
     weight: Fraction | None
     flag: str = "--train-data"
 
-    def tokens(self) -> int:
+    def count_tokens(self) -> int:
         return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
 
 
 @dataclass
-class _Opener:
+class _DatasetBuilder:
     """What all sources of one run have in common."""
 
     seq_length: int
     seed: int
     tokenizer: Tokenizer
     cache_path: str | None
-    reading: Reading
+    read_options: TextReadOptions
     split: str
     notes: list[str] = field(default_factory=list)
-    opened: dict[str, IndexedCorpus] = field(default_factory=dict)
+    open_corpora: dict[str, IndexedCorpus] = field(default_factory=dict)
 
-    def corpus(self, name: str, flag: str) -> IndexedCorpus:
+    def open_corpus(self, name: str, flag: str) -> IndexedCorpus:
         """The corpus of a source, checked against the tokenizer."""
-        with read_for(flag):
-            return self._corpus(name)
+        with prefix_data_errors(flag):
+            return self._open_corpus(name)
 
-    def _corpus(self, name: str) -> IndexedCorpus:
-        if name not in self.opened:
-            corpus = IndexedCorpus(self.prefix(name))
+    def _open_corpus(self, name: str) -> IndexedCorpus:
+        if name not in self.open_corpora:
+            corpus = IndexedCorpus(self.resolve_prefix(name))
             made_by = corpus.facts and corpus.facts.tokenizer
             if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
                 raise DataError(
-                    f"{corpus.prefix}: made with {made_by.described}, but this run uses "
-                    f"{self.tokenizer.facts.described}; change --tokenizer-type and its files, or preprocess the text "
+                    f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                    f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or preprocess the text "
                     "again")
             corpus.check_vocabulary(self.tokenizer.vocab_size)
-            self.opened[name] = corpus
-        return self.opened[name]
+            self.open_corpora[name] = corpus
+        return self.open_corpora[name]
 
-    def prefix(self, name: str) -> str:
+    def resolve_prefix(self, name: str) -> str:
         """The corpus that a name stands for."""
-        if name in NAMED:
-            return NAMED[name]()
+        if name in NAMED_CORPORA:
+            return NAMED_CORPORA[name]()
         if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
             return name.removesuffix(TOKENS_SUFFIX)
         if os.path.exists(f"{name}.idx"):
             return name
         if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
-            with named_by("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
-                          "with --data-cache-path replaces"):
-                prefix, notes = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
+            with prefix_storage_errors(
+                    "--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
+                    "with --data-cache-path replaces"):
+                prefix, notes = cached_corpus(name, self.tokenizer, self.read_options, self.cache_path)
             self.notes += notes
             return prefix
         if os.path.isfile(name):
             raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "
-                            f"or a file that ends in {' '.join(KINDS)} or {TOKENS_SUFFIX}")
+                            f"or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")
         return name
 
-    def dataset(self, part: str, pieces: Sequence[Piece], *, required: bool) -> Dataset | None:
+    def build_dataset(self, part: str, ranges: Sequence[DocumentRange], *, required: bool) -> Dataset | None:
         """The pieces of one part, blended."""
         if not required:
-            pieces = [piece for piece in pieces if self.fills_a_sample(part, piece)]
-        if not pieces:
+            ranges = [piece for piece in ranges if self.fills_a_sample(part, piece)]
+        if not ranges:
             return None
         # Two corpora of equal sizes must not be shuffled alike, and evaluation must not follow training.
-        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(pieces))]
+        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(ranges))]
         datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
-                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(pieces, seeds)]
+                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(ranges, seeds)]
         if len(datasets) == 1:
             return datasets[0]
-        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(pieces, datasets)]
+        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, datasets)]
         return BlendedDataset(datasets, weights, part)
 
-    def fills_a_sample(self, part: str, piece: Piece) -> bool:
-        tokens = piece.tokens()
-        enough = samples_in(tokens, self.seq_length) > 0
+    def fills_a_sample(self, part: str, documents: DocumentRange) -> bool:
+        tokens = documents.count_tokens()
+        enough = count_samples(tokens, self.seq_length) > 0
         if not enough:
-            total, kept = piece.corpus.num_documents, len(piece.documents)
-            why = (f"leaves {kept} of the {counted(total, 'document')} of {piece.source}, {counted(tokens, 'token')}, "
-                   f"and a sample needs {self.seq_length + 1}")
+            total, kept = documents.corpus.num_documents, len(documents.documents)
+            why = (
+                f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, {format_count(tokens, 'token')}, "
+                f"and a sample needs {self.seq_length + 1}")
             remedy = "a larger share in --split"
             if total == 1 and not kept:
-                why = f"cuts between documents, and {piece.source} is a single one"
+                why = f"cuts between documents, and {documents.source} is a single one"
                 remedy = "a --document-separator"
             self.notes.append(f"{part}: --split {self.split} {why}: not used; give --{part}-data, or {remedy}")
         return enough

@@ -25,12 +25,12 @@ class TokenizerFacts:
     eod: int
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"{self.name} {self.fingerprint} ({self.vocab_size} ids)"
 
 
 @dataclass(frozen=True)
-class Facts:
+class CorpusFacts:
     """Counts, checksum and origin of the tokens."""
 
     documents: int
@@ -44,15 +44,16 @@ class Facts:
     """Of both files (`identity`). None: written before there was one."""
 
 
-def read_facts(path: str) -> Facts | None:
+def read_corpus_facts(path: str) -> CorpusFacts | None:
     """The facts in a file, or None when there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
         origin = value["tokenizer"]
-        facts = Facts(_typed(value, "documents", int), _typed(value, "tokens", int), _typed(value, "crc32", str),
-                      _typed(value, "max_token", int), origin and _tokenizer_facts(origin),
-                      _typed(value, "identity", str) if value.get("identity") is not None else None)
+        facts = CorpusFacts(_typed_value(value, "documents", int), _typed_value(value, "tokens", int),
+                            _typed_value(value, "crc32", str), _typed_value(value, "max_token", int), origin
+                            and _tokenizer_facts(origin),
+                            _typed_value(value, "identity", str) if value.get("identity") is not None else None)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -62,7 +63,7 @@ def read_facts(path: str) -> Facts | None:
     return facts
 
 
-def tokenizer_facts_in(state: Mapping[str, Any]) -> TokenizerFacts | None:
+def tokenizer_facts_of_state(state: Mapping[str, Any]) -> TokenizerFacts | None:
     """What a saved state says under `tokenizer`; None where that is nothing, or something of another's."""
     try:
         return _tokenizer_facts(state["tokenizer"])
@@ -71,11 +72,11 @@ def tokenizer_facts_in(state: Mapping[str, Any]) -> TokenizerFacts | None:
 
 
 def _tokenizer_facts(value: dict[str, object]) -> TokenizerFacts:
-    return TokenizerFacts(_typed(value, "name", str), _typed(value, "fingerprint", str),
-                          _typed(value, "vocab_size", int), _typed(value, "eod", int))
+    return TokenizerFacts(_typed_value(value, "name", str), _typed_value(value, "fingerprint", str),
+                          _typed_value(value, "vocab_size", int), _typed_value(value, "eod", int))
 
 
-def _typed(value: dict[str, object], key: str, kind: type[T]) -> T:
+def _typed_value(value: dict[str, object], key: str, kind: type[T]) -> T:
     found = value[key]
     if type(found) is not kind:
         raise TypeError(f"{key}: expected {kind.__name__}, found {found!r}")

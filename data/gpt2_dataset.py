@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.indexed import IndexedCorpus
-from data.sample_index import EpochStore, digest, samples_in
+from data.sample_index import EpochCache, content_digest, count_samples
 from data.sampling import Blend, index_dtype
-from data.storage import DataError, read_for
+from data.storage import DataError, prefix_data_errors
 
 Sample = NDArray[np.int64]
 
@@ -54,14 +54,16 @@ class GPT2Dataset(Dataset):
             else np.asarray(documents)
         chosen = chosen.astype(index_dtype(corpus.num_documents))
         tokens = int(corpus.sizes[chosen].sum(dtype=np.int64))
-        self.samples_per_epoch = samples_in(tokens, seq_length)
+        self.samples_per_epoch = count_samples(tokens, seq_length)
         if not self.samples_per_epoch:
             raise DataError(f"{corpus.prefix}: {name}: {len(chosen)} documents with {tokens} tokens, one sample needs "
                             f"{seq_length + 1}; give more text, another --split or a shorter --seq-length")
         if vocab_size is not None:
             corpus.check_vocabulary(vocab_size)
-        self._epochs = EpochStore(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
-        self.fingerprint = digest([corpus.fingerprint.encode(), chosen.tobytes(), repr((seq_length, seed)).encode()])
+        self._epochs = EpochCache(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
+        self.fingerprint = content_digest(
+            [corpus.fingerprint.encode(),
+             chosen.tobytes(), repr((seq_length, seed)).encode()])
 
     @property
     def distinct_samples(self) -> int:
@@ -70,7 +72,7 @@ class GPT2Dataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}: expected 0 or more")
-        with read_for(self._flag):
+        with prefix_data_errors(self._flag):
             return self._sample(index)
 
     def _sample(self, index: int) -> Sample:
@@ -80,13 +82,13 @@ class GPT2Dataset(Dataset):
         sample = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         while filled < len(sample):
-            run = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
-            sample[filled:filled + len(run)] = run
-            filled += len(run)
+            ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+            sample[filled:filled + len(ids)] = ids
+            filled += len(ids)
             position, offset = position + 1, 0
         # As unsigned numbers the negative ids are large too: one comparison finds both.
         if self._vocab_size is not None and sample.view(np.uint64).max() >= self._vocab_size:
-            self._corpus.refuse_token(self._vocab_size)
+            self._corpus.raise_for_invalid_token(self._vocab_size)
         return sample
 
 
@@ -99,7 +101,8 @@ class BlendedDataset(Dataset):
         assert len(datasets) == len(weights) and all(part.seq_length == self.seq_length for part in datasets)
         self._datasets = tuple(datasets)
         self._blend = Blend(weights)
-        self.fingerprint = digest([self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
+        self.fingerprint = content_digest(
+            [self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
 
     @property
     def distinct_samples(self) -> int | None:
@@ -122,7 +125,7 @@ class MockDataset(Dataset):
     def __init__(self, vocab_size: int, seq_length: int, seed: int, name: str = "mock") -> None:
         self.name, self.seq_length = name, seq_length
         self._vocab_size, self._seed = vocab_size, seed
-        self.fingerprint = digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
+        self.fingerprint = content_digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
 
     @property
     def distinct_samples(self) -> None:

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from data.storage import DataError
 
-AT_A_TIME = 1 << 30
+MAX_READ_BYTES = 1 << 30
 """Bytes; the kernel gives no more than two gigabytes."""
 
 
 @final
-class HeldFile:
+class StableFile:
     def __init__(self, path: str, remedy: str | None = None) -> None:
         """OSError where it cannot be opened. `remedy`: what to do about one that has changed, if it is no corpus."""
         self._path, self._remedy = path, remedy
@@ -33,14 +33,14 @@ class HeldFile:
         weakref.finalize(self, os.close, self._file)
         status = os.fstat(self._file)
         self.size = status.st_size
-        self._written, self._changed = status.st_mtime_ns, status.st_ctime_ns
-        self._is_as_it_was: Callable[[], bool] | None = None
+        self._mtime_ns, self._ctime_ns = status.st_mtime_ns, status.st_ctime_ns
+        self._content_is_unchanged: Callable[[], bool] | None = None
 
-    def vouch(self, is_as_it_was: Callable[[], bool]) -> None:
+    def set_content_check(self, content_is_unchanged: Callable[[], bool]) -> None:
         """How to find out whether the content is what it was, which may take a while; it reads with `read`."""
-        self._is_as_it_was = is_as_it_was
+        self._content_is_unchanged = content_is_unchanged
 
-    def is_in_place(self) -> bool:
+    def is_still_at_path(self) -> bool:
         """Whether its name still leads to it."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file))
@@ -53,7 +53,7 @@ class HeldFile:
         left = found.data.cast("B") if count else memoryview(b"")
         try:
             while left:
-                got = os.preadv(self._file, [left[:AT_A_TIME]], offset)
+                got = os.preadv(self._file, [left[:MAX_READ_BYTES]], offset)
                 if not got:
                     break
                 left, offset = left[got:], offset + got
@@ -64,17 +64,17 @@ class HeldFile:
             raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
                             self._remedy or "put the whole file there again, under another name while a program reads "
                             "this one"))
-        if status.st_mtime_ns != self._written or left or not self._holds(status.st_ctime_ns):
+        if status.st_mtime_ns != self._mtime_ns or left or not self._is_unchanged_since(status.st_ctime_ns):
             raise DataError(f"{self._path}: was written to while it was read; "
                             f"{self._remedy or 'give each corpus a name of its own'}")
         return found
 
-    def _holds(self, changed: int) -> bool:
+    def _is_unchanged_since(self, ctime_ns: int) -> bool:
         """Whether the content is what it was, for all that the time of the last change says."""
-        if changed == self._changed or self._is_as_it_was is None:
+        if ctime_ns == self._ctime_ns or self._content_is_unchanged is None:
             return True
-        before, self._changed = self._changed, changed  # for the reads that find out
-        if not self._is_as_it_was():
-            self._changed = before  # another read finds the same
+        before, self._ctime_ns = self._ctime_ns, ctime_ns  # for the reads that find out
+        if not self._content_is_unchanged():
+            self._ctime_ns = before  # another read finds the same
             return False
         return True

@@ -7,25 +7,25 @@ agree in it; one byte that was damaged between the places is for the checksum to
 
 from __future__ import annotations
 
-from data.held import HeldFile
-from data.storage import CHUNK, crc32
+from data.held import StableFile
+from data.storage import READ_BYTES, crc32
 
-PLACES = 32
-PLACE_BYTES = 1 << 12
+SAMPLED_PLACES = 32
+SAMPLED_BYTES = 1 << 12
 
 
-def identity(index: HeldFile, tokens: HeldFile) -> str:
+def corpus_identity(index: StableFile, tokens: StableFile) -> str:
     """Eight hexadecimal digits of the index, and eight of the tokens."""
     crc = 0
-    for at in range(0, index.size, CHUNK):
-        crc = crc32(index.read(at, min(CHUNK, index.size - at), "u1").data, crc)
-    return f"{crc:08x}{of_tokens(tokens):08x}"
+    for at in range(0, index.size, READ_BYTES):
+        crc = crc32(index.read(at, min(READ_BYTES, index.size - at), "u1").data, crc)
+    return f"{crc:08x}{sampled_crc32(tokens):08x}"
 
 
-def of_tokens(file: HeldFile) -> int:
+def sampled_crc32(file: StableFile) -> int:
     """Of pieces at equal distances, the first at the beginning and the last at the end."""
-    length = min(PLACE_BYTES, file.size)
+    length = min(SAMPLED_BYTES, file.size)
     crc = crc32(file.size.to_bytes(8, "little"))
-    for at in sorted({(file.size - length) * place // (PLACES - 1) for place in range(PLACES)}):
+    for at in sorted({(file.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
         crc = crc32(file.read(at, length, "u1").data, crc)
     return crc

@@ -16,32 +16,35 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from data.storage import StorageFault, letting_go, writing
+from data.storage import StorageFault, unlock_on_exit, write_errors_for
 
 
 @contextmanager
-def alone(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
+def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
     """Nobody else is alone with this name meanwhile, nor with the real paths to which its files lead (`targets`).
     False: the file system has no locks, so that is not known."""
     name = os.fspath(path)
     with ExitStack() as stack:  # in one order for all, so that one of two gets everything
-        held = [stack.enter_context(_held(place, name)) for place in sorted({*map(_place, (path, *targets))})]
-        yield all(held)
+        are_locked = [
+            stack.enter_context(_hold_lock_file(place, name))
+            for place in sorted({*map(_canonical_path, (path, *targets))})
+        ]
+        yield all(are_locked)
 
 
-def _place(path: str | os.PathLike[str]) -> str:
+def _canonical_path(path: str | os.PathLike[str]) -> str:
     """One name, whatever links lead to the folder."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
 
 @contextmanager
-def _held(place: str, name: str) -> Iterator[bool]:
-    lock = Path(place).with_name(f".{Path(place).name}.writing")
-    with writing(name):
-        file, is_locked = _take(lock, name)
+def _hold_lock_file(path: str, name: str) -> Iterator[bool]:
+    lock = Path(path).with_name(f".{Path(path).name}.writing")
+    with write_errors_for(name):
+        file, is_locked = _acquire_lock_file(lock, name)
     owner = os.getpid()
-    with file, letting_go(file):
+    with file, unlock_on_exit(file):
         try:
             yield is_locked
         finally:
@@ -50,20 +53,20 @@ def _held(place: str, name: str) -> Iterator[bool]:
                     os.unlink(lock)  # before the lock goes: whoever opened the file meanwhile finds that it is gone
 
 
-def remove_leftovers(name: str, paths: Iterable[Path], why: str = "") -> None:
+def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> None:
     """Files that nobody writes any more, found while alone with this name; says so."""
     found = [(path, path.lstat().st_size) for path in paths]
     for path, _ in found:
         path.unlink()
     if found:
-        print(f"{name}: removed what a process that ended early had left{why} "
+        print(f"{name}: removed what a process that ended early had left{reason} "
               f"({sum(size for _, size in found) / 1e6:.1f} MB)", file=sys.stderr, flush=True)
 
 
-def _take(lock: Path, name: str) -> tuple[IO[str], bool]:
+def _acquire_lock_file(lock: Path, name: str) -> tuple[IO[str], bool]:
     """The lock file, and whether it is locked."""
     while True:
-        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=_no_link)
+        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=_open_without_following)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -76,7 +79,7 @@ def _take(lock: Path, name: str) -> tuple[IO[str], bool]:
             with suppress(OSError):
                 os.unlink(lock)
             return file, False
-        if _is_there(lock, file):
+        if _is_same_file(lock, file):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -84,12 +87,12 @@ def _take(lock: Path, name: str) -> tuple[IO[str], bool]:
         file.close()  # of a holder that has just ended
 
 
-def _no_link(path: str, flags: int) -> int:
+def _open_without_following(path: str, flags: int) -> int:
     """The file is emptied: a symbolic link in its place must not lead to another one."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def _is_there(lock: Path, file: IO[str]) -> bool:
+def _is_same_file(lock: Path, file: IO[str]) -> bool:
     try:
         return os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
     except FileNotFoundError:

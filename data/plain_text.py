@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from stat import S_ISREG
 
-from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, too_long
-from data.compressed import before_damage, is_compressed, opened, reading
+from data.chunks import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
+                         MalformedDocument, too_long_document)
+from data.compressed import is_compressed, open_decompressed, read_errors_for, read_until_damage
 
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
 """White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers treat as white space."""
 
-NEAR = 1 << 12
+TAIL_BYTES = 1 << 12
 """Bytes at the end of a buffer that are searched first for a place to cut."""
 
 
@@ -35,9 +36,9 @@ class Separator:
     """What ends a document inside a file. `parse` reads the word of the command line."""
 
     pattern: re.Pattern[bytes]
-    complete: re.Pattern[bytes]
+    final_pattern: re.Pattern[bytes]
     """The same, but no match that more text could make longer."""
-    longest: int
+    max_match_bytes: int
     """Bytes of a match, where a cut before white space could fall into it."""
 
     @staticmethod
@@ -54,60 +55,63 @@ class Separator:
         return Separator(pattern, pattern, len(text) + text.count(b"\n"))
 
 
-def read_parts(path: str | os.PathLike[str], separator: Separator | None = None, cuts_before: str = "",
-               size: int = CHUNK_BYTES, *, limit: int = LONGEST) -> Iterator[Chunk]:
+def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None = None, safe_split_characters: str = "",
+                     size: int = CHUNK_BYTES, *, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer. A
     file ends, for us, where a part of more than `limit` bytes cannot be cut though the tokenizer could."""
     name = os.fspath(path)
-    offset, held, continues = 0, bytearray(), False
-    with reading(name), opened(name) as file:
+    offset, buffered, continues = 0, bytearray(), False
+    with read_errors_for(name), open_decompressed(name) as file:
         seekable = not is_compressed(name) and S_ISREG(os.stat(name).st_mode)
 
         def chunk(length: int, unfinished: bool) -> Chunk:
-            data = None if seekable else bytes(held[:length])
+            data = None if seekable else bytes(buffered[:length])
             return Chunk(name, offset, length, data, continues, unfinished)
 
         while True:
-            more, damage = before_damage(file, max(size, len(held)))  # what was not cut is looked at half as often
-            held += more
+            more, damage = read_until_damage(file, max(size,
+                                                       len(buffered)))  # what was not cut is looked at half as often
+            buffered += more
             if damage or not more:
                 break
-            end, unfinished = _last_cut(held, separator, cuts_before)
+            end, unfinished = _find_cut(buffered, separator, safe_split_characters)
             if end:
                 yield chunk(end, unfinished)
                 offset, continues = offset + end, unfinished
-                del held[:end]
-            elif cuts_before and len(held) > limit:
-                yield Chunk(name, offset, 0, b"", continues, passed_over=len(held))
+                del buffered[:end]
+            elif safe_split_characters and len(buffered) > limit:
+                yield Chunk(name, offset, 0, b"", continues, skipped_bytes=len(buffered))
                 return
         if damage:  # the document in which it is goes with it
-            found = _last(separator.pattern, held, len(held)) if separator else None
-            at_fault = Damage(name, held.count(b"\n"), offset + len(held), str(damage))
+            found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
+            at_fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
             yield replace(chunk(found.end() if found else 0, False), damage=at_fault)
-        elif held or continues:
-            yield chunk(len(held), False)
+        elif buffered or continues:
+            yield chunk(len(buffered), False)
 
 
-def _last_cut(data: bytearray, separator: Separator | None, cuts_before: str) -> tuple[int, bool]:
+def _find_cut(data: bytearray, separator: Separator | None, safe_split_characters: str) -> tuple[int, bool]:
     """Where to end a chunk, 0 for nowhere yet; and whether that is inside a document."""
-    if separator and (found := _last(separator.complete, data, len(data))):
+    if separator and (found := _last_match(separator.final_pattern, data, len(data))):
         return found.end(), False
-    if not cuts_before:
+    if not safe_split_characters:
         return 0, False
     # Not inside a separator that reaches beyond the data.
-    found = _last(_place(cuts_before), data, len(data) - (separator.longest - 1 if separator else 0))
+    found = _last_match(_cut_pattern(safe_split_characters), data,
+                        len(data) - (separator.max_match_bytes - 1 if separator else 0))
     return (found.end(), True) if found else (0, False)
 
 
 @cache
-def _place(cuts_before: str) -> re.Pattern[bytes]:
+def _cut_pattern(safe_split_characters: str) -> re.Pattern[bytes]:
     """Matches the end of a character that is not white space, where white space to cut before follows."""
-    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(cuts_before.encode()) + b"])")
+    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(safe_split_characters.encode()) +
+                      b"])")
 
 
-def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
+def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
     """The last match in `data[:stop]`: mostly near its end, so that is searched first."""
-    near = NEAR
+    near = TAIL_BYTES
     while True:
         start = max(0, stop - near)
         last = None
@@ -118,26 +122,26 @@ def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[by
         near *= 8
 
 
-def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None,
-             limit: int = LONGEST) -> Iterator[str | Malformed]:
+def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
+                limit: int = MAX_DOCUMENT_BYTES) -> Iterator[str | MalformedDocument]:
     """The documents of a chunk that was read, or its parts of one; what is not UTF-8 is refused."""
-    if chunk.passed_over:
-        yield too_long(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
+    if chunk.skipped_bytes:
+        yield too_long_document(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
         return
-    pieces = list(_pieces(data, separator))
+    bounds = list(_document_bounds(data, separator))
     if chunk.damage and not chunk.size:  # a document that began before is not whole
-        pieces = []
-    for number, (start, stop) in enumerate(pieces):
+        bounds = []
+    for number, (start, stop) in enumerate(bounds):
         first = number == 0
-        begins = not (first and chunk.continues)
-        ends = not (number == len(pieces) - 1 and chunk.unfinished)
+        begins = not (first and chunk.starts_inside_document)
+        ends = not (number == len(bounds) - 1 and chunk.ends_inside_document)
         raw = data[start:stop]
         if first and chunk.offset == 0:
             raw = raw.removeprefix(BOM)
         try:
             text = raw.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            yield _malformed(chunk, data, stop - len(raw) + error.start)
+            yield _not_utf8(chunk, data, stop - len(raw) + error.start)
             continue
         if separator:
             text = text.lstrip("\n") if begins else text
@@ -148,7 +152,7 @@ def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None,
         yield chunk.damage
 
 
-def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
+def _document_bounds(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
     """Start and stop of what is between the separators; never none."""
     start = 0
     for found in separator.pattern.finditer(data) if separator else ():
@@ -158,9 +162,9 @@ def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int
         yield start, len(data)
 
 
-def _malformed(chunk: Chunk, data: bytes, at: int) -> Malformed:
+def _not_utf8(chunk: Chunk, data: bytes, at: int) -> MalformedDocument:
     begin = data.rfind(b"\n", 0, at) + 1
     reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - begin + 1}; convert the file (iconv -t UTF-8)"
-    if chunk.offset == 0 and data.startswith(UTF16):
-        reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
-    return Malformed(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)
+    if chunk.offset == 0 and data.startswith(UTF16_BOMS):
+        reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
+    return MalformedDocument(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)

@@ -18,22 +18,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.pages import REMEDY, PagedRows, write_rows
+from data.pages import REBUILD_HINT, RowFile, write_row_file
 from data.sampling import epoch_permutation, index_dtype
-from data.storage import DataError, exclusive, make_folder, named_by
+from data.storage import DataError, make_folder, prefix_storage_errors, wait_for_lock
 
-BLOCK = 1 << 20
-STORE_FROM = 1 << 16
+BLOCK_DOCUMENTS = 1 << 20
+MIN_STORED_SAMPLES = 1 << 16
 """Smaller epochs are computed faster than their files are opened; they are not stored."""
 
-KEPT_EPOCHS = 2
+MAX_CACHED_EPOCHS = 2
 """An epoch and its neighbour: ranks and prefetching readers cross the border a little apart."""
 
-PATIENCE = 4096
+SAMPLES_BEFORE_EVICTION = 4096
 """Samples of one epoch after which its neighbour has been left behind, and goes."""
 
 
-def samples_in(tokens: int, seq_length: int) -> int:
+def count_samples(tokens: int, seq_length: int) -> int:
     """How many samples of seq_length + 1 tokens a stream holds, neighbours sharing one token."""
     return max(0, tokens - 1) // seq_length
 
@@ -43,12 +43,13 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
 
     Block by block, so the working memory stays small for any corpus.
     """
-    total = int(sum(sizes[order[at:at + BLOCK]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK)))
-    samples = samples_in(total, seq_length)
+    total = int(
+        sum(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK_DOCUMENTS)))
+    samples = count_samples(total, seq_length)
     starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
     before, done = 0, 0  # tokens in the blocks before this one; samples that begin in them
-    for at in range(0, len(order), BLOCK):
-        lengths = sizes[order[at:at + BLOCK]].astype(np.int64)
+    for at in range(0, len(order), BLOCK_DOCUMENTS):
+        lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
         ends = before + np.cumsum(lengths)
         stop = min(samples, -(-int(ends[-1]) // seq_length))
         tokens = np.arange(done, stop) * seq_length
@@ -64,9 +65,9 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
 class EpochIndex:
     """One epoch, ready to be served."""
 
-    documents: NDArray[np.integer] | PagedRows
+    documents: NDArray[np.integer] | RowFile
     """Document numbers in the shuffled order."""
-    starts: NDArray[np.integer] | PagedRows
+    starts: NDArray[np.integer] | RowFile
     """[samples, 2]: position in `documents` and offset of the first token, in the order of serving."""
 
 
@@ -78,7 +79,7 @@ def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_
     return EpochIndex(order, starts[epoch_permutation(len(starts), seed, epoch, stream=1)])
 
 
-class EpochStore:
+class EpochCache:
     """Epochs by number: one in memory, two while the border is crossed, and all of them as files when there is a folder
     for it.
 
@@ -91,51 +92,54 @@ class EpochStore:
                  samples: int, folder: str | None = None) -> None:
         self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
         self._samples = samples
-        self._folder = make_folder(folder) if folder is not None and samples >= STORE_FROM else None
-        self._kept: OrderedDict[int, EpochIndex] = OrderedDict()
-        self._last, self._in_a_row = -1, 0
+        self._folder = make_folder(folder) if folder is not None and samples >= MIN_STORED_SAMPLES else None
+        self._cached: OrderedDict[int, EpochIndex] = OrderedDict()
+        self._last_epoch, self._reads_of_last_epoch = -1, 0
 
     def __getitem__(self, epoch: int) -> EpochIndex:
-        index = self._kept.get(epoch)
+        index = self._cached.get(epoch)
         if index is None:
-            while len(self._kept) >= KEPT_EPOCHS:  # before the new one comes
-                self._kept.popitem(last=False)
-            index = self._build(epoch) if self._folder is None else self._stored(epoch, self._folder)
-            self._kept[epoch] = index
-        self._kept.move_to_end(epoch)
-        self._in_a_row = self._in_a_row + 1 if epoch == self._last else 1
-        self._last = epoch
-        while len(self._kept) > 1 and self._in_a_row >= PATIENCE:
-            self._kept.popitem(last=False)
+            while len(self._cached) >= MAX_CACHED_EPOCHS:  # before the new one comes
+                self._cached.popitem(last=False)
+            index = self._build(epoch) if self._folder is None else self._load_or_build(epoch, self._folder)
+            self._cached[epoch] = index
+        self._cached.move_to_end(epoch)
+        self._reads_of_last_epoch = self._reads_of_last_epoch + 1 if epoch == self._last_epoch else 1
+        self._last_epoch = epoch
+        while len(self._cached) > 1 and self._reads_of_last_epoch >= SAMPLES_BEFORE_EVICTION:
+            self._cached.popitem(last=False)
         return index
 
     @cached_property
-    def _name(self) -> str:
+    def _content_name(self) -> str:
         """Of what all epochs are made from."""
-        return digest([self._sizes.tobytes(), self._documents.tobytes(), repr((self._seq_length, self._seed)).encode()])
+        return content_digest(
+            [self._sizes.tobytes(),
+             self._documents.tobytes(),
+             repr((self._seq_length, self._seed)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
         return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
 
-    def _stored(self, epoch: int, folder: Path) -> EpochIndex:
-        names = [f"{self._name}-{epoch}-{what}" for what in ("documents", "starts")]
+    def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
+        names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
         paths = [folder / f"{name}.rows" for name in names]
         if not all(path.exists() for path in paths):
-            with named_by("--data-cache-path"), exclusive(folder / f".{self._name}.lock"):
+            with prefix_storage_errors("--data-cache-path"), wait_for_lock(folder / f".{self._content_name}.lock"):
                 if not all(path.exists() for path in paths):
                     index = self._build(epoch)
                     for path, name, values in zip(paths, names, (index.documents, index.starts)):
                         assert isinstance(values, np.ndarray), "made just now"
-                        write_rows(path, name, values)
-        found = EpochIndex(*map(PagedRows, paths, names))
+                        write_row_file(path, name, values)
+        found = EpochIndex(*map(RowFile, paths, names))
         shapes = (self._documents.shape, (self._samples, 2))
         for path, rows, shape in zip(paths, (found.documents, found.starts), shapes):
             if rows.shape != shape:
-                raise DataError(f"{path}: expected an order of {shape} numbers, found {rows.shape}; {REMEDY}")
+                raise DataError(f"{path}: expected an order of {shape} numbers, found {rows.shape}; {REBUILD_HINT}")
         return found
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def content_digest(parts: Iterable[bytes]) -> str:
     """16 hexadecimal digits that name a sequence of byte strings."""
     whole = hashlib.sha256()
     for part in parts:

@@ -70,7 +70,7 @@ def index_dtype(n: int) -> type[np.signedinteger[Any]]:
     return np.int32 if n <= np.iinfo(np.int32).max else np.int64
 
 
-PERIOD = 1 << 16
+MAX_BLEND_PERIOD = 1 << 16
 """Weights whose smallest common period is longer are rounded to multiples of 1 / PERIOD."""
 
 
@@ -86,7 +86,7 @@ class Blend:
             raise DataError(f"blend weights: expected numbers greater than 0, found {', '.join(map(str, weights))}")
         self.counts = np.array(integer_weights(weights), np.int64)
         self.period = int(self.counts.sum())
-        self._dataset = fair_order(self.counts.tolist())
+        self._dataset = evenly_spread_order(self.counts.tolist())
         order = np.argsort(self._dataset, kind="stable")
         firsts = np.cumsum(self.counts) - self.counts
         self._within = np.empty(self.period, np.int64)
@@ -107,10 +107,12 @@ def integer_weights(weights: Sequence[Fraction | int]) -> list[int]:
     divisor = gcd(*counts)
     counts = [count // divisor for count in counts]
     total = sum(counts)
-    return counts if total <= PERIOD else [max(1, round(PERIOD * count / total)) for count in counts]
+    return counts if total <= MAX_BLEND_PERIOD else [
+        max(1, round(MAX_BLEND_PERIOD * count / total)) for count in counts
+    ]
 
 
-def fair_order(counts: Sequence[int]) -> IntArray:
+def evenly_spread_order(counts: Sequence[int]) -> IntArray:
     """One period in which dataset k appears counts[k] times, as evenly as possible.
 
     Draw j (from 0) of dataset k with share w must fall into steps floor(j/w) .. ceil((j+1)/w) - 1, or it would be a

@@ -26,7 +26,7 @@ except ImportError:
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE}
 """What a write can meet; any other OSError raised inside a `staged_file` block has nothing to do with the target."""
 
-CHUNK = 1 << 20
+READ_BYTES = 1 << 20
 """Bytes read at a time: they are summed while they are in the cache."""
 
 
@@ -38,17 +38,17 @@ class DataError(Exception):
 _CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def one_line(text: object, keep: str = "") -> str:
+def escape_to_one_line(text: object, allowed: str = "") -> str:
     """Any text as one line for a terminal or a log: control characters but `keep` become escapes (`\\x1b`). A line of
     JSON keeps its values."""
     def escaped(found: re.Match[str]) -> str:
         sign = found[0]
-        return sign if sign in keep else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
+        return sign if sign in allowed else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
 
     return _CONTROL.sub(escaped, str(text))
 
 
-def told(error: Exception) -> str:
+def parse_error_text(error: Exception) -> str:
     """An error of parsing, in words of what is parsed."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
@@ -57,7 +57,7 @@ class UsageError(DataError):
     """A flag whose value cannot be used, whatever the data is. Exit code 2."""
 
 
-class Unfinished(DataError):
+class ResumableError(DataError):
     """Work that ended early through no fault of the data, and may be taken up again as it is."""
 
 
@@ -66,7 +66,7 @@ class StorageFault(OSError):
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def write_errors_for(path: str | os.PathLike[str]) -> Iterator[None]:
     """Any OSError of the block means that `path` cannot be written, but lack of memory."""
     try:
         yield
@@ -79,7 +79,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def named_by(flag: str) -> Iterator[None]:
+def prefix_storage_errors(flag: str) -> Iterator[None]:
     """What cannot be written in the block has its name from this flag, and the error says so."""
     try:
         yield
@@ -88,7 +88,7 @@ def named_by(flag: str) -> Iterator[None]:
 
 
 @contextmanager
-def read_for(flag: str) -> Iterator[None]:
+def prefix_data_errors(flag: str) -> Iterator[None]:
     """What cannot be used in the block was named with this flag, and the error says so."""
     try:
         yield
@@ -100,7 +100,7 @@ def read_for(flag: str) -> Iterator[None]:
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
     """Wait until the content of a file (or the entries of a folder) is on the disk."""
-    with writing(path):
+    with write_errors_for(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -130,17 +130,17 @@ def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file() and not target.is_dir():
-        with writing(target):
+        with write_errors_for(target):
             stream = open(target, mode, encoding=None if "b" in mode else "utf-8")
         with stream:
             yield stream
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    with writing(target):
+    with write_errors_for(target):
         file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
     try:
         yield file
-        with writing(target):
+        with write_errors_for(target):
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -157,7 +157,7 @@ def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
             os.unlink(temporary)
 
 
-def leftovers(path: str | os.PathLike[str]) -> list[Path]:
+def stale_temporary_files(path: str | os.PathLike[str]) -> list[Path]:
     """The temporary files beside `path` that staging it can have left, if no process is about it now."""
     target = Path(os.path.realpath(path))
     temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")
@@ -176,27 +176,27 @@ def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
 
 def crc32_file(path: str | os.PathLike[str]) -> str:
     """CRC-32 of a whole file as 8 hexadecimal digits."""
-    crc, buffer = 0, memoryview(bytearray(CHUNK))
+    crc, buffer = 0, memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = crc32(buffer[:count], crc)
     return f"{crc:08x}"
 
 
-def watched(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:
+def change_detector(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:
     """To be called before files are read; what it returns, afterwards, raises a DataError where one has another size or
     time by then, and was perhaps not whole. (A pipe is read as it comes.)"""
-    before = {os.fspath(path): state_of(path) for path in paths}
+    before = {os.fspath(path): file_stamp(path) for path in paths}
 
     def check() -> None:
         for path, state in before.items():
-            if state_of(path) != state:
+            if file_stamp(path) != state:
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
 
     return check
 
 
-def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+def file_stamp(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     """What changes when a file does. None: no file, which whoever opens it will say, or none that has a size."""
     try:
         status = os.stat(path)
@@ -205,19 +205,19 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
 
-def check_not_over(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[str | os.PathLike[str]],
-                   remedy: str = "choose another name for what is written") -> None:
+def check_outputs_are_not_inputs(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[str | os.PathLike[str]],
+                                 remedy: str = "choose another name for what is written") -> None:
     """Before anything is written: no output is an input, by whatever name, symbolic or hard link."""
-    read = {mark: os.fspath(path) for path in inputs for mark in _marks(path)}
+    read = {mark: os.fspath(path) for path in inputs for mark in _file_identities(path)}
     for output in outputs:
         path = os.fspath(output)
-        for mark in _marks(path):
-            if mark in read:
-                also = "" if path == read[mark] else f", which is {read[mark]}"
+        for identity in _file_identities(path):
+            if identity in read:
+                also = "" if path == read[identity] else f", which is {read[identity]}"
                 raise UsageError(f"{path}{also}: is read by this command, which would write over it; {remedy}")
 
 
-def _marks(path: str | os.PathLike[str]) -> list[str | tuple[int, int]]:
+def _file_identities(path: str | os.PathLike[str]) -> list[str | tuple[int, int]]:
     """What two names of one file have in common. A pipe or a terminal may be read and written."""
     try:
         status = os.stat(path)
@@ -230,10 +230,10 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     """For whoever reads it more than once."""
     if os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: expected a file, found a folder")
-    check_is_kept(path)
+    check_is_rereadable(path)
 
 
-def check_is_kept(path: str | os.PathLike[str]) -> None:
+def check_is_rereadable(path: str | os.PathLike[str]) -> None:
     """The same, of what may be a folder as well. It comes before all questions about names: none helps a pipe."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: is no file but a pipe or a device, which can be read only once; write "
@@ -242,27 +242,27 @@ def check_is_kept(path: str | os.PathLike[str]) -> None:
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
     """The folder, created with its parents where missing."""
-    with writing(path):
+    with write_errors_for(path):
         os.makedirs(path, exist_ok=True)
     return Path(path)
 
 
 @contextmanager
-def exclusive(path: str | os.PathLike[str]) -> Iterator[None]:
+def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
     """Hold an advisory lock: of several processes that would build the same thing one builds, the others wait.
 
     The lock goes with the process, so a killed holder never blocks anyone. The empty lock file stays.
     """
-    with writing(path):
+    with write_errors_for(path):
         file = open(path, "ab")
-    with file, letting_go(file):
-        with writing(path):
+    with file, unlock_on_exit(file):
+        with write_errors_for(path):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def letting_go(file: IO[Any] | int) -> Iterator[None]:
+def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
     """The kernel's lock on the file goes with the block: also where a forked child has a copy of the descriptor, and
     not where such a child ends its copy of the block."""
     owner = os.getpid()

@@ -19,7 +19,7 @@ from data.facts import TokenizerFacts
 from data.storage import DataError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Tokenizer(ABC):
@@ -30,7 +30,7 @@ class Tokenizer(ABC):
     """Ids are 0 to vocab_size - 1, `eod` included; padding for tensor parallelism is the model's business."""
     eod: int
     fingerprint: str
-    cuts_before: str = ""
+    safe_split_characters: str = ""
     """White space before which a text can be cut, after anything but white space, without changing its ids."""
 
     @property
@@ -56,31 +56,31 @@ class Tokenizer(ABC):
         """The text of any sequence of ids."""
 
 
-def fingerprint(name: str, *parts: bytes) -> str:
+def tokenizer_fingerprint(name: str, *parts: bytes) -> str:
     digest = hashlib.sha256(name.encode())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
 
 
-def check_file(path: str | Path, flag: str) -> None:
+def check_flag_file(path: str | Path, flag: str) -> None:
     """Refuse a flag that names no file."""
     if not Path(path).is_file():
         raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
                          "file that exists")
 
 
-def read(path: str | Path, flag: str) -> bytes:
+def read_flag_file(path: str | Path, flag: str) -> bytes:
     """The content of a file that a flag names."""
-    check_file(path, flag)
+    check_flag_file(path, flag)
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{flag} {path}: cannot read: {error.strerror}") from error
 
 
-def read_text(path: str | Path, flag: str) -> str:
+def read_flag_text(path: str | Path, flag: str) -> str:
     try:
-        return read(path, flag).decode("utf-8")
+        return read_flag_file(path, flag).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error

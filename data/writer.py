@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.draft import Draft
-from data.facts import Facts, TokenizerFacts
-from data.format import HEADER, Header, token_dtype
-from data.held import HeldFile
-from data.identity import identity
-from data.indexed import BLOCK
-from data.storage import DataError, writing
+from data.draft import CorpusDraft
+from data.facts import CorpusFacts, TokenizerFacts
+from data.format import INDEX_HEADER, IndexHeader, token_dtype
+from data.held import StableFile
+from data.identity import corpus_identity
+from data.indexed import BLOCK_ENTRIES
+from data.storage import DataError, write_errors_for
 
-MAX_LENGTH = 2**31 - 1
+MAX_DOCUMENT_TOKENS = 2**31 - 1
 """Tokens of one document: its length is an int32 in the index."""
 
 
@@ -40,27 +40,28 @@ class CorpusWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
         self._tokenizer = tokenizer
-        self._limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
+        self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
         self.documents = self.tokens = 0
         self._max_token, self._tokens_of_documents = -1, 0
-        self._draft = Draft(self.prefix, key, _taken_up)
-        self.taken_up: Any = None
+        self._draft = CorpusDraft(self.prefix, key, _parse_resume_state)
+        self.resumed_state: Any = None
         """What the caller had marked, where this goes on from there."""
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack:
             state = stack.enter_context(self._draft).state
             if state is None:
-                self._draft.idx.write(bytes(HEADER.size))  # which needs the number of lengths; they follow as they come
+                self._draft.idx.write(bytes(
+                    INDEX_HEADER.size))  # which needs the number of lengths; they follow as they come
             else:
-                (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.taken_up = state
+                (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.resumed_state = state
             stack.pop_all()  # `__exit__` leaves the draft
         return self
 
-    def mark(self, state: Any) -> None:
+    def save_resume_point(self, state: Any) -> None:
         """Another process may go on from here; `state` is what it has to be told."""
         written = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
-        self._draft.mark({"written": written, "caller": state})
+        self._draft.save_resume_point({"written": written, "caller": state})
 
     def add_document(self, tokens: ArrayLike) -> None:
         ids = np.asarray(tokens)
@@ -76,29 +77,29 @@ class CorpusWriter:
         ids = np.asarray(tokens)
         if len(ids):
             lowest, highest = int(ids.min()), int(ids.max())
-            if lowest < 0 or highest >= self._limit:
+            if lowest < 0 or highest >= self._id_limit:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
-                                f"{self.documents} or after: expected 0 to {self._limit - 1}")
+                                f"{self.documents} or after: expected 0 to {self._id_limit - 1}")
             self._max_token = max(self._max_token, highest)
             raw = np.ascontiguousarray(ids, self.dtype).data
             self._draft.bin.write(raw)
             self.tokens += len(ids)
 
-    def place(self) -> tuple[int, ...]:
+    def savepoint(self) -> tuple[int, ...]:
         """For `back_to`, before tokens of a document are added that may have to be taken back."""
         return (self.tokens, self._max_token, self._draft.bin.crc)
 
-    def back_to(self, place: Sequence[int]) -> None:
+    def rollback_to(self, savepoint: Sequence[int]) -> None:
         """The tokens that were added since are none."""
-        self.tokens, self._max_token, crc = place
-        self._draft.bin.cut(self.tokens * self.dtype.itemsize, crc)
+        self.tokens, self._max_token, crc = savepoint
+        self._draft.bin.truncate(self.tokens * self.dtype.itemsize, crc)
 
     def add_sizes(self, sizes: ArrayLike) -> None:
         """The tokens of each of the next documents."""
         lengths = np.asarray(sizes, np.int64)
-        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
+        if len(lengths) and int(lengths.max()) > MAX_DOCUMENT_TOKENS:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
-                            f"to {MAX_LENGTH}: cut it (a .txt file: --document-separator)")
+                            f"to {MAX_DOCUMENT_TOKENS}: cut it (a .txt file: --document-separator)")
         self._draft.idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
         self._tokens_of_documents += int(lengths.sum())
@@ -110,35 +111,37 @@ class CorpusWriter:
         else:
             with ExitStack() as stack:
                 stack.push(self._draft)
-                self._finish()
+                self._publish()
 
-    def _finish(self) -> None:
+    def _publish(self) -> None:
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
         assert self.tokens == self._tokens_of_documents
-        with writing(self.prefix):
-            self._finish_index(Header(self.dtype, self.documents, self.documents + 1))
-            files = (HeldFile(path) for path in self._draft.paths())
-        self._draft.publish(asdict(Facts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}", self._max_token,
-                                         self._tokenizer, identity(*files))))
+        with write_errors_for(self.prefix):
+            self._finish_index(IndexHeader(self.dtype, self.documents, self.documents + 1))
+            files = (StableFile(path) for path in self._draft.paths())
+        self._draft.publish(
+            asdict(
+                CorpusFacts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}", self._max_token, self._tokenizer,
+                            corpus_identity(*files))))
 
-    def _finish_index(self, header: Header) -> None:
+    def _finish_index(self, header: IndexHeader) -> None:
         """What follows from the lengths, which are read back: pointers and boundaries; then the header."""
         index, first = self._draft.idx.file, 0
         with open(self._draft.paths()[0], "rb") as written:
-            written.seek(header.lengths_at)
-            for at in range(0, header.sequences, BLOCK):
-                lengths = np.fromfile(written, "<i4", min(BLOCK, header.sequences - at))
+            written.seek(header.lengths_offset)
+            for at in range(0, header.sequences, BLOCK_ENTRIES):
+                lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, header.sequences - at))
                 ends = first + np.cumsum(lengths, dtype="<i8")
                 index.write(((ends - lengths) * self.dtype.itemsize).data)
                 first = int(ends[-1])
-        for at in range(0, header.boundaries, BLOCK):
-            index.write(np.arange(at, min(at + BLOCK, header.boundaries), dtype="<i8").data)
+        for at in range(0, header.boundaries, BLOCK_ENTRIES):
+            index.write(np.arange(at, min(at + BLOCK_ENTRIES, header.boundaries), dtype="<i8").data)
         index.seek(0)
         index.write(header.pack())
 
 
-def _taken_up(state: Any) -> tuple[tuple[int, int, int, int], Any]:
+def _parse_resume_state(state: Any) -> tuple[tuple[int, int, int, int], Any]:
     """What `mark` wrote; an error where it did not."""
     documents, tokens, max_token, tokens_of_documents = map(index, state["written"])
     return (documents, tokens, max_token, tokens_of_documents), state["caller"]

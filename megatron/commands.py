@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from megatron.launch.leaving import end_when_asked
 from megatron.launch.exits import prepare_streams, run, write_error
+from megatron.launch.leaving import end_when_asked
 from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import DISTRIBUTION, __version__
 
@@ -99,13 +99,13 @@ def checkpoint() -> int:
 
 @_command
 def preprocess() -> int:
-    from data.cli import run
+    from data.cli import run_command
     from data.preprocess import main
-    run(main)
+    run_command(main)
 
 
 @_command
 def webtext() -> int:
-    from data.cli import run
+    from data.cli import run_command
     from data.webtext.__main__ import main
-    run(main)
+    run_command(main)

@@ -13,49 +13,50 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mpu.groups import Group, Groups, build, neighbours, of_handle
+from mpu.groups import Group, Groups, build, group_from_process_group, subgroup
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from mpu.split import ParallelError, split_range
 
 T = TypeVar("T")
 
 
-class _Current:
+class _GlobalGroups:
     """The holder of the layout in use; None before initialize_model_parallel."""
 
     groups: Groups | None = None
 
 
-def resolve(tp: Group | None) -> Group:
+def tp_group_or_current(tp: Group | None) -> Group:
     """`tp` itself, or the current tensor-parallel group where the caller named none."""
     return current_groups().tp if tp is None else tp
 
 
 def current_groups() -> Groups:
-    if _Current.groups is None:
+    if _GlobalGroups.groups is None:
         raise ParallelError("model parallelism is not initialised: call initialize_model_parallel, or pass tp=Group")
-    if dist.is_initialized() and dist.get_world_size() != _Current.groups.world.size:
+    if dist.is_initialized() and dist.get_world_size() != _GlobalGroups.groups.world.size:
         raise ParallelError(
-            f"model parallelism was initialised for {_Current.groups.world.size} ranks, and torch.distributed has "
+            f"model parallelism was initialised for {_GlobalGroups.groups.world.size} ranks, and torch.distributed has "
             f"{dist.get_world_size()}: call init_process_group before initialize_model_parallel")
-    return _Current.groups
+    return _GlobalGroups.groups
 
 
-def tp_behind(layout: Any) -> Group:
+def tp_group_of(model_parallel_unit: Any) -> Group:
     """The tensor-parallel group of an object with the classic accessors; this package's needs no torch.distributed."""
-    return current_groups().tp if layout is sys.modules["mpu"] else of_handle(layout.get_model_parallel_group())
+    return current_groups().tp if model_parallel_unit is sys.modules["mpu"] else group_from_process_group(
+        model_parallel_unit.get_model_parallel_group())
 
 
 def initialize_model_parallel(model_parallel_size: int = 1) -> Groups:
     """Build the groups of this run (see `mpu.groups` for the grid) and make them current."""
-    if _Current.groups is not None:
+    if _GlobalGroups.groups is not None:
         raise ParallelError("model parallelism is already initialised: call destroy_model_parallel first")
-    _Current.groups = build(model_parallel_size)
-    return _Current.groups
+    _GlobalGroups.groups = build(model_parallel_size)
+    return _GlobalGroups.groups
 
 
 def model_parallel_is_initialized() -> bool:
-    return _Current.groups is not None
+    return _GlobalGroups.groups is not None
 
 
 def is_unitialized() -> bool:
@@ -64,7 +65,7 @@ def is_unitialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    _Current.groups = None
+    _GlobalGroups.groups = None
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
@@ -105,7 +106,7 @@ def get_data_parallel_src_rank() -> int:
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
     """This rank alone: there is one pipeline stage."""
-    return neighbours(current_groups().world, 1).process_group
+    return subgroup(current_groups().world, 1).process_group
 
 
 def _of_one_stage(answer: T) -> Callable[..., T]:
@@ -126,14 +127,14 @@ get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
 
 
-def _over_current(region: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_current_tp(region: Callable[[Tensor, Group], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: region(x, current_groups().tp)
 
 
-copy_to_model_parallel_region = _over_current(copy_to_region)
-reduce_from_model_parallel_region = _over_current(reduce_from_region)
-scatter_to_model_parallel_region = _over_current(scatter_to_region)
-gather_from_model_parallel_region = _over_current(gather_from_region)
+copy_to_model_parallel_region = _with_current_tp(copy_to_region)
+reduce_from_model_parallel_region = _with_current_tp(reduce_from_region)
+scatter_to_model_parallel_region = _with_current_tp(scatter_to_region)
+gather_from_model_parallel_region = _with_current_tp(gather_from_region)
 
 
 class VocabUtility:

@@ -17,33 +17,33 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ALWAYS = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"
+FORCE_ACCELERATOR_PATH = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"
 """Tests only."""
 
 
 def on_accelerator(where: Tensor | torch.device) -> bool:
     """The accelerator's way is the one to take."""
-    return ALWAYS or (where.device if isinstance(where, Tensor) else where).type != "cpu"
+    return FORCE_ACCELERATOR_PATH or (where.device if isinstance(where, Tensor) else where).type != "cpu"
 
 
-def working(load: Callable[[], ModuleType], device: torch.device, without: str) -> ModuleType | None:
+def load_kernels(load: Callable[[], ModuleType], device: torch.device, fallback_cost: str) -> ModuleType | None:
     """The file that `load` imports, if its kernels work on the device. If not, torch's operators do as well; where a
     GPU could have had the kernels, a warning says what it does `without` them."""
     try:
         kernels = load()
     except ImportError as error:
         if device.type not in ("cpu", "meta"):
-            _warn(without, error)
+            _warn(fallback_cost, error)
         return None
     if not kernels.runs_on(device):
         return None
     try:
         kernels.try_out(device)
     except Exception as error:  # whatever it is
-        _warn(without, error)
+        _warn(fallback_cost, error)
         return None
     return kernels
 
 
-def _warn(without: str, error: Exception) -> None:
-    warnings.warn(f"{without}: {error}", stacklevel=2)
+def _warn(fallback_cost: str, error: Exception) -> None:
+    warnings.warn(f"{fallback_cost}: {error}", stacklevel=2)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from mpu.classic import current_groups
 from mpu.collectives import all_reduce
-from mpu.device import on_accelerator, working
+from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Groups
 from mpu.partition import partition_of
 
-_BLOCK = 1 << 20
+_CPU_BLOCK_ELEMENTS = 1 << 20
 """Elements squared at a time on CPU: bounds the memory; small enough for the cache, large enough for two threads."""
 
-_FP64_BLOCK = 1 << 23
+_FP64_BLOCK_ELEMENTS = 1 << 23
 """Elements that an accelerator without the kernel copies into fp64 at a time: 64 MiB."""
 
 
@@ -42,18 +42,18 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
     if not on_accelerator(flat):
-        _by_cpu(rows, out)
+        _row_norms_cpu(rows, out)
     elif (kernel := _kernel_on(flat.device)) is not None and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
-        at_a_time = _FP64_BLOCK // NORM_ROW
+        at_a_time = _FP64_BLOCK_ELEMENTS // NORM_ROW
         for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
             place.copy_(torch.linalg.vector_norm(block, dim=1, dtype=torch.float64))
     return out
 
 
-def _by_cpu(rows: Tensor, out: Tensor) -> None:
-    at_a_time = _BLOCK // NORM_ROW
+def _row_norms_cpu(rows: Tensor, out: Tensor) -> None:
+    at_a_time = _CPU_BLOCK_ELEMENTS // NORM_ROW
     for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
         torch.linalg.vector_norm(block.float(), dim=1, out=place)
         if not math.isfinite(place.sum()):
@@ -67,7 +67,7 @@ def _kernel_on(device: torch.device) -> ModuleType | None:
         from mpu import norm_kernel
         return norm_kernel
 
-    return working(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
+    return load_kernels(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -24,21 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from mpu.classic import resolve
+from mpu.classic import tp_group_or_current
 from mpu.device import on_accelerator
-from mpu.draws import Constant, Draw, Normal, blocks_of, mark_source, unfilled
+from mpu.draws import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
+                       strided_segments_of)
 from mpu.groups import Group
-from mpu.partition import local_slice, mark_partition, partition_of
+from mpu.partition import local_slice, partition_of, set_partition
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from mpu.sinks import GradSink
+from mpu.sinks import MainGrad
 from mpu.split import ParallelError, Partition, divide, split_range
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
 
-InitMethod = Callable[[Tensor], Any] | Draw
+InitMethod = Callable[[Tensor], Any] | CounterRNGInit
 """Fills a tensor in place, e.g. torch.nn.init.xavier_normal_; or says which numbers it consists of."""
 
-WEIGHT_FIRST = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
+WEIGHT_FIRST_ROWS = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
 """Numbers of rows for which W x^T is faster than x W^T."""
 
 
@@ -49,7 +50,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     arithmetic, and torch's ways to it differ by up to two on a CPU: in bf16 the weight comes first, in fp32 from some
     rows on (scripts/bench/few_rows.py). All else, and weights with a product of their own, is F.linear's."""
     rows = x.numel() // x.shape[-1]
-    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST.get(x.dtype, ()) or on_accelerator(x) \
+    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST_ROWS.get(x.dtype, ()) or on_accelerator(x) \
             or has_torch_function((weight,)):
         return F.linear(x, weight, bias)
     if rows == 1:
@@ -72,7 +73,7 @@ class _ParallelModule(nn.Module):
         tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.tp = resolve(tp)
+        self.tp = tp_group_or_current(tp)
         self.logical_shape = logical
         self.padded_shape = padded
         self.init_method = init_method
@@ -80,13 +81,13 @@ class _ParallelModule(nn.Module):
         side = f"{type(self).__name__} {('output', 'input')[partition.dim]}"
         each = divide(divide(padded[partition.dim], partition.stride, side), self.tp.size, side)
         shape[partition.dim] = each * partition.stride
-        deferred = isinstance(init_method, Draw) and init_method.deferred
-        self.weight = nn.Parameter(unfilled(shape, deferred, dtype, device))
-        mark_partition(self.weight, partition)
+        deferred = isinstance(init_method, CounterRNGInit) and init_method.deferred
+        self.weight = nn.Parameter(allocate_weight(shape, deferred, dtype, device))
+        set_partition(self.weight, partition)
 
     def make_bias(self, size: int, partition: Partition | None) -> nn.Parameter:
         bias = nn.Parameter(torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device))
-        mark_partition(bias, partition)
+        set_partition(bias, partition)
         return bias
 
     @torch.no_grad()
@@ -94,8 +95,8 @@ class _ParallelModule(nn.Module):
         """Draw the logical weight and keep this rank's slice; returns the whole, where there is one."""
         partition = partition_of(self.weight)
         assert partition is not None
-        if isinstance(self.init_method, Draw):
-            self._draw(self.init_method, partition)
+        if isinstance(self.init_method, CounterRNGInit):
+            self._initialize_slice(self.init_method, partition)
             return None
         if self.weight.is_meta:
             return None
@@ -108,11 +109,11 @@ class _ParallelModule(nn.Module):
             bias.zero_()
         return full
 
-    def _draw(self, how: Draw, partition: Partition) -> None:
-        blocks = blocks_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
-        mark_source(self.weight, Normal(how.key, how.std, blocks), how.deferred)
+    def _initialize_slice(self, init: CounterRNGInit, partition: Partition) -> None:
+        blocks = strided_segments_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
+        set_initializer(self.weight, NormalInitializer(init.key, init.std, blocks), init.deferred)
         if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
-            mark_source(bias, Constant(0.0), how.deferred)
+            set_initializer(bias, ConstantInitializer(0.0), init.deferred)
 
 
 class ColumnParallelLinear(_ParallelModule):
@@ -214,7 +215,7 @@ class VocabParallelEmbedding(_ParallelModule):
         super().__init__(*shapes, partition, init_method, tp, dtype, device)
         self.num_embeddings = num_embeddings
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
-        self.grad_sink: GradSink | None = None
+        self.weight_main_grad: MainGrad | None = None
         """Where set, the gradient of the table is added there, row by row, and autograd sees none."""
         self.reset_parameters()
 
@@ -231,30 +232,31 @@ class VocabParallelEmbedding(_ParallelModule):
         if self.tp.is_solo:
             return self._look_up(tokens)
         start, stop = self.vocab_range
-        elsewhere = (tokens < start) | (tokens >= stop)
-        rows = self._look_up((tokens - start).masked_fill(elsewhere, 0))
-        return reduce_from_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+        not_local = (tokens < start) | (tokens >= stop)
+        rows = self._look_up((tokens - start).masked_fill(not_local, 0))
+        return reduce_from_region(rows.masked_fill(not_local.unsqueeze(-1), 0), self.tp)
 
     def _look_up(self, rows: Tensor) -> Tensor:
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.
-        if self.grad_sink is None or on_accelerator(rows) or not torch.is_grad_enabled():
+        if self.weight_main_grad is None or on_accelerator(rows) or not torch.is_grad_enabled():
             return F.embedding(rows, self.weight)
-        return cast(Tensor, SinkingLookup.apply(rows, self.weight, self.grad_sink))  # type: ignore[no-untyped-call]
+        return cast(Tensor, EmbeddingIntoMainGrad.apply(rows, self.weight,
+                                                        self.weight_main_grad))  # type: ignore[no-untyped-call]
 
 
-class SinkingLookup(torch.autograd.Function):
+class EmbeddingIntoMainGrad(torch.autograd.Function):
     """F.embedding whose backward adds to a sink the rows that were used; the dense gradient never exists."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sink: GradSink) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, main_grad: MainGrad) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.sink = sink
+        ctx.main_grad_writer = main_grad
         return F.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         (rows,) = ctx.saved_tensors
-        total = ctx.sink.total()
+        total = ctx.main_grad_writer.total()
         total.index_add_(0, rows.flatten(), grads[0].flatten(0, -2).to(total.dtype))  # [..., dim] -> [N, dim]
         return None, None, None
 

@@ -22,7 +22,7 @@ _WARPS = 4
 
 
 @triton.jit
-def norms_of_rows(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def row_norms_kernel(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < count
     x = tl.load(flat + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=here[:, None], other=0.0)
@@ -41,7 +41,7 @@ def norms_of_rows(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 
 def runs_on(device: torch.device) -> bool:
     """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(norms_of_rows, InterpretedFunction)
+    return device.type == "cuda" or isinstance(row_norms_kernel, InterpretedFunction)
 
 
 def try_out(device: torch.device) -> None:
@@ -57,5 +57,5 @@ def serves(rows: Tensor) -> bool:
 def norms_into(out: Tensor, rows: Tensor) -> None:
     """out [n] <- the norm of each row of rows [n x a power of two], which lie one after the other."""
     if len(rows):
-        norms_of_rows[(triton.cdiv(len(rows), _ROWS),)](rows, out, len(rows), WIDTH=rows.shape[1], ROWS=_ROWS,
-                                                        num_warps=_WARPS)
+        row_norms_kernel[(triton.cdiv(len(rows), _ROWS),)](rows, out, len(rows), WIDTH=rows.shape[1], ROWS=_ROWS,
+                                                           num_warps=_WARPS)

@@ -25,241 +25,252 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpu.collectives import Pending, all_gather_into, all_to_all_into
+from mpu.collectives import CollectiveWork, all_gather_into, all_to_all_into
 from mpu.device import on_accelerator
 from mpu.grads import NORM_ROW, row_norms
 from mpu.groups import Group
 
-EIGHT = 8
+SIGNS_PER_BYTE = 8
 """Signs in a byte."""
-IN_CACHE, AT_A_TIME = 1 << 17, 1 << 24
+CPU_TILE, ACCELERATOR_TILE = 1 << 17, 1 << 24
 """Numbers that are worked on at a time: on a CPU their copies stay in its caches; elsewhere they take little memory."""
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, EIGHT).astype(np.float32)
+BIT_TABLE = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, SIGNS_PER_BYTE).astype(np.float32)
 """Byte -> its bits, the highest one first."""
-SIGNS = 1 - 2 * BITS
+SIGN_TABLE = 1 - 2 * BIT_TABLE
 
-Give = Callable[[slice, Tensor], None]
+AddInputs = Callable[[slice, Tensor], None]
 """(place among all chunks, what is owed there): adds what is to be said of it."""
 
 
-def _nothing(place: slice, owed: Tensor) -> None:
+def _add_nothing(place: slice, owed: Tensor) -> None:
     """Everything has been added."""
 
 
-class OneBitMean:
+class CompressedAllReduce:
     def __init__(self, group: Group, segments: Sequence[Sequence[int]], device: torch.device) -> None:
         """`segments`: for each rank's chunk, the rows (of NORM_ROW numbers) of its segments, in order. All chunks have
         the same number of rows."""
         self.group = group
-        self.chunk = NORM_ROW * sum(segments[0])
-        self._segments = max(map(len, segments))
-        self._rows = torch.tensor([[*rows, *[0] * (self._segments - len(rows))] for rows in segments], device=device)
-        self._counts = self._rows * NORM_ROW
+        self.chunk_numel = NORM_ROW * sum(segments[0])
+        self._segments_per_chunk = max(map(len, segments))
+        self._segment_rows = torch.tensor([[*rows, *[0] * (self._segments_per_chunk - len(rows))] for rows in segments],
+                                          device=device)
+        self._included_counts = self._segment_rows * NORM_ROW
         """Numbers of each segment that are spoken of."""
-        self._tile = AT_A_TIME if on_accelerator(device) else IN_CACHE
-        self._spoken: Tensor | None = None
+        self._tile = ACCELERATOR_TILE if on_accelerator(device) else CPU_TILE
+        self._included_bits: Tensor | None = None
         """A bit for each number: 0 where it is silent."""
-        self._has_silence: dict[int, bool] = {}
+        self._tile_has_excluded: dict[int, bool] = {}
         """By where a tile begins."""
-        self.owed = torch.zeros(group.size * self.chunk, device=device)
+        self.worker_error = torch.zeros(group.size * self.chunk_numel, device=device)
         """By this rank, to the servers of all chunks."""
-        self.owed_to_all = torch.zeros(self.chunk, device=device)
+        self.server_error = torch.zeros(self.chunk_numel, device=device)
         """By this rank as the server of its chunk."""
-        self._said = self._message(group.size)
-        self._whole = self.owed.new_empty(0)
+        self._result_message = self._new_message(group.size)
+        self._uncompressed_result = self.worker_error.new_empty(0)
         """What was said, where it is everything."""
-        self._heard: Tensor | None = None
-        self._under_way = Pending()
-        self._room, self._mask = (torch.empty(0 if on_accelerator(device) else IN_CACHE) for _ in range(2))
+        self._received_messages: Tensor | None = None
+        self._work = CollectiveWork()
+        self._value_buffer, self._mask_buffer = (torch.empty(0 if on_accelerator(device) else CPU_TILE)
+                                                 for _ in range(2))
 
-    def _message(self, chunks: int) -> Tensor:
+    def _new_message(self, chunks: int) -> Tensor:
         """Signs and sizes of so many chunks."""
-        return torch.zeros(chunks, self.chunk // EIGHT + 4 * self._segments, dtype=torch.uint8, device=self.owed.device)
+        return torch.zeros(chunks,
+                           self.chunk_numel // SIGNS_PER_BYTE + 4 * self._segments_per_chunk,
+                           dtype=torch.uint8,
+                           device=self.worker_error.device)
 
-    def be_silent(self, silent: Tensor) -> None:
+    def exclude(self, excluded: Tensor) -> None:
         """Where this mask of all chunks is true."""
-        self._spoken = pack(silent.logical_not())
-        rows = silent.logical_not().view(-1, NORM_ROW).sum(1)
-        self._counts = _by_segment(rows.double(), self._rows).long()
-        everything = range(self.group.size)
-        self._has_silence = {place.start: bool(silent[place].any()) for place, _ in self._walk(everything)}
-        self._hush_all(self.owed, everything)
-        self._hush_all(self.owed_to_all, self._own)
+        self._included_bits = pack_bits(excluded.logical_not())
+        rows = excluded.logical_not().view(-1, NORM_ROW).sum(1)
+        self._included_counts = _sum_by_segment(rows.double(), self._segment_rows).long()
+        all_chunks = range(self.group.size)
+        self._tile_has_excluded = {place.start: bool(excluded[place].any()) for place, _ in self._tiles(all_chunks)}
+        self._zero_excluded_in_chunks(self.worker_error, all_chunks)
+        self._zero_excluded_in_chunks(self.server_error, self._own_chunk)
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         """What is owed, for good: other numbers come from now on."""
-        self.owed.zero_()
-        self.owed_to_all.zero_()
+        self.worker_error.zero_()
+        self.server_error.zero_()
 
     @property
-    def _own(self) -> range:
+    def _own_chunk(self) -> range:
         return range(self.group.rank, self.group.rank + 1)
 
-    def _walk(self, chunks: range) -> Iterator[tuple[slice, slice]]:
+    def _tiles(self, chunks: range) -> Iterator[tuple[slice, slice]]:
         """What is worked on at a time in these chunks: where it is among all of them, and in a buffer of these."""
-        first = chunks.start * self.chunk
+        first = chunks.start * self.chunk_numel
         for chunk in chunks:
-            for start in range(chunk * self.chunk, (chunk + 1) * self.chunk, self._tile):
-                stop = min(start + self._tile, (chunk + 1) * self.chunk)
+            for start in range(chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel, self._tile):
+                stop = min(start + self._tile, (chunk + 1) * self.chunk_numel)
                 yield slice(start, stop), slice(start - first, stop - first)
 
     # ---- an exchange ------------------------------------------------------------------------------------------------
 
-    def send(self, give: Give = _nothing) -> None:
+    def send_to_servers(self, add_inputs: AddInputs = _add_nothing) -> None:
         """What this rank says is on its way to the servers."""
         if self.group.is_solo:
-            for place, _ in self._walk(self._own):
-                give(place, self.owed[place])
-            self._whole = self.owed + self.owed_to_all
-            self._hush_all(self._whole, self._own)
-            self.forget()
+            for place, _ in self._tiles(self._own_chunk):
+                add_inputs(place, self.worker_error[place])
+            self._uncompressed_result = self.worker_error + self.server_error
+            self._zero_excluded_in_chunks(self._uncompressed_result, self._own_chunk)
+            self.reset_errors()
             return
-        said, self._heard = self._message(self.group.size), self._message(self.group.size)
-        self._say(self.owed, range(self.group.size), said, give)
-        self._under_way = all_to_all_into(self._heard, said, self.group)
+        messages, self._received_messages = self._new_message(self.group.size), self._new_message(self.group.size)
+        self._compress(self.worker_error, range(self.group.size), messages, add_inputs)
+        self._work = all_to_all_into(self._received_messages, messages, self.group)
 
-    def serve(self) -> None:
+    def reduce_and_send(self) -> None:
         """What all ranks say of this rank's chunk is here, and what it says of that on its way to them."""
         if self.group.is_solo:
             return
-        self._under_way.wait()
-        assert self._heard is not None, "nothing was sent"
-        heard, self._heard = self._heard.split(1), None
-        sizes = [self._sizes(said, self._own).mul_(1 / self.group.size) for said in heard]
-        first = self._own.start * self.chunk
+        self._work.wait()
+        assert self._received_messages is not None, "nothing was sent"
+        received, self._received_messages = self._received_messages.split(1), None
+        scales = [self._row_scales(said, self._own_chunk).mul_(1 / self.group.size) for said in received]
+        first = self._own_chunk.start * self.chunk_numel
 
-        def add_up(place: slice, owed: Tensor) -> None:
+        def add_received(place: slice, owed: Tensor) -> None:
             here = slice(place.start - first, place.stop - first)
-            for said, of_rows in zip(heard, sizes):
-                owed.add_(self._numbers(self._signs(said, here), of_rows[_per(NORM_ROW, here)], place))
+            for said, of_rows in zip(received, scales):
+                owed.add_(
+                    self._decompress(self._signs_of_tile(said, here), of_rows[_divide_slice(NORM_ROW, here)], place))
 
-        mine = self._message(1)
-        self._say(self.owed_to_all, self._own, mine, add_up)
-        self._under_way = all_gather_into(self._said, mine, self.group)
+        mine = self._new_message(1)
+        self._compress(self.server_error, self._own_chunk, mine, add_received)
+        self._work = all_gather_into(self._result_message, mine, self.group)
 
-    def receive(self) -> None:
+    def wait_for_result(self) -> None:
         """What all servers say is here."""
-        self._under_way.wait()
+        self._work.wait()
 
-    def said_into(self, out: Tensor, chunk: int | None = None) -> None:
+    def copy_result_to(self, out: Tensor, chunk: int | None = None) -> None:
         """out <- what was said last, of all chunks or one. Where `out` is shorter the end is left out."""
         if self.group.is_solo:
-            out.copy_(self._whole[: len(out)])
+            out.copy_(self._uncompressed_result[: len(out)])
             return
         chunks = range(self.group.size) if chunk is None else range(chunk, chunk + 1)
-        said = self._said[chunks.start : chunks.stop]
-        sizes = self._sizes(said, chunks)
-        for place, here in self._walk(chunks):
-            there = out[here]
-            there.copy_(self._numbers(self._signs(said, here), sizes[_per(NORM_ROW, here)], place)[: len(there)])
+        message = self._result_message[chunks.start : chunks.stop]
+        scales = self._row_scales(message, chunks)
+        for place, here in self._tiles(chunks):
+            target = out[here]
+            target.copy_(
+                self._decompress(self._signs_of_tile(message, here), scales[_divide_slice(NORM_ROW, here)],
+                                 place)[:len(target)])
 
-    def said_before(self) -> Callable[[slice], Tensor]:
+    def previous_result(self) -> Callable[[slice], Tensor]:
         """What was said last, until something is again: of a place that `send` gives, until the next is asked for."""
-        said = self._said
-        sizes = self._sizes(said, range(self.group.size))
-        return lambda place: self._numbers(self._signs(said, place), sizes[_per(NORM_ROW, place)], place)
+        message = self._result_message
+        scales = self._row_scales(message, range(self.group.size))
+        return lambda place: self._decompress(self._signs_of_tile(message, place), scales[_divide_slice(
+            NORM_ROW, place)], place)
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         """[chunks, segments]: the sum of the squares of what was said last, in fp64."""
         if self.group.is_solo:
-            return _by_segment(row_norms(self._whole).double().square(), self._rows)
-        return self._sizes_of(self._said).double().square() * self._counts
+            return _sum_by_segment(row_norms(self._uncompressed_result).double().square(), self._segment_rows)
+        return self._segment_scales(self._result_message).double().square() * self._included_counts
 
     # ---- what is said -----------------------------------------------------------------------------------------------
 
-    def _say(self, owed: Tensor, chunks: range, message: Tensor, give: Give) -> None:
+    def _compress(self, error: Tensor, chunks: range, message: Tensor, add_inputs: AddInputs) -> None:
         """message <- what these chunks owe, at one bit a number; the rest stays owed."""
-        norms = torch.empty(len(owed) // NORM_ROW, device=owed.device)
-        for place, here in self._walk(chunks):
-            give(place, owed[here])
-            self._hush(owed[here], place)
-            row_norms(owed[here], norms[_per(NORM_ROW, here)])
-        sums = _by_segment(norms.double().square(), self._rows[chunks.start : chunks.stop])
-        counts = self._counts[chunks.start : chunks.stop]
-        self._sizes_of(message).copy_((sums / counts.clamp(min=1)).sqrt())
-        sizes, signs = self._sizes(message, chunks), torch.empty(len(owed) // EIGHT, dtype=torch.uint8,
-                                                                 device=owed.device)
-        for place, here in self._walk(chunks):
-            packed = signs[_per(EIGHT, here)]
-            packed.copy_(signs_of(owed[here]))
-            owed[here].sub_(self._numbers(packed, sizes[_per(NORM_ROW, here)], place))
-        self._signs_of(message).copy_(signs.view(len(message), -1))
+        norms = torch.empty(len(error) // NORM_ROW, device=error.device)
+        for place, here in self._tiles(chunks):
+            add_inputs(place, error[here])
+            self._zero_excluded(error[here], place)
+            row_norms(error[here], norms[_divide_slice(NORM_ROW, here)])
+        sums = _sum_by_segment(norms.double().square(), self._segment_rows[chunks.start : chunks.stop])
+        counts = self._included_counts[chunks.start : chunks.stop]
+        self._segment_scales(message).copy_((sums / counts.clamp(min=1)).sqrt())
+        scales, signs = self._row_scales(message, chunks), torch.empty(len(error) // SIGNS_PER_BYTE, dtype=torch.uint8,
+                                                                       device=error.device)
+        for place, here in self._tiles(chunks):
+            packed = signs[_divide_slice(SIGNS_PER_BYTE, here)]
+            packed.copy_(pack_signs(error[here]))
+            error[here].sub_(self._decompress(packed, scales[_divide_slice(NORM_ROW, here)], place))
+        self._sign_bytes(message).copy_(signs.view(len(message), -1))
 
-    def _numbers(self, signs: Tensor, of_rows: Tensor, place: slice) -> Tensor:
+    def _decompress(self, signs: Tensor, row_scales: Tensor, tile: slice) -> Tensor:
         """The size of its row for each number, with its sign; 0 where it is silent. On a CPU until the next call."""
-        numbers = _look_up(SIGNS, signs, self._room[: len(signs) * EIGHT])
-        numbers.view(-1, NORM_ROW).mul_(of_rows[:, None])
-        self._hush(numbers, place)
-        return numbers
+        values = _expand_bits(SIGN_TABLE, signs, self._value_buffer[: len(signs) * SIGNS_PER_BYTE])
+        values.view(-1, NORM_ROW).mul_(row_scales[:, None])
+        self._zero_excluded(values, tile)
+        return values
 
-    def _sizes(self, message: Tensor, chunks: range) -> Tensor:
+    def _row_scales(self, message: Tensor, chunks: range) -> Tensor:
         """Of each row."""
-        rows = self._rows[chunks.start : chunks.stop].flatten()
-        count = len(message) * self.chunk // NORM_ROW
-        return self._sizes_of(message).flatten().repeat_interleave(rows, output_size=count)
+        rows = self._segment_rows[chunks.start : chunks.stop].flatten()
+        count = len(message) * self.chunk_numel // NORM_ROW
+        return self._segment_scales(message).flatten().repeat_interleave(rows, output_size=count)
 
-    def _hush_all(self, numbers: Tensor, chunks: range) -> None:
-        for place, here in self._walk(chunks):
-            self._hush(numbers[here], place)
+    def _zero_excluded_in_chunks(self, values: Tensor, chunks: range) -> None:
+        for place, here in self._tiles(chunks):
+            self._zero_excluded(values[here], place)
 
-    def _hush(self, numbers: Tensor, place: slice) -> None:
-        if self._spoken is not None and self._has_silence.get(place.start, True):
-            spoken = self._spoken[_per(EIGHT, place)]
-            numbers.mul_(_look_up(BITS, spoken, self._mask[: len(numbers)]))
+    def _zero_excluded(self, values: Tensor, tile: slice) -> None:
+        if self._included_bits is not None and self._tile_has_excluded.get(tile.start, True):
+            included = self._included_bits[_divide_slice(SIGNS_PER_BYTE, tile)]
+            values.mul_(_expand_bits(BIT_TABLE, included, self._mask_buffer[: len(values)]))
 
-    def _signs(self, message: Tensor, here: slice) -> Tensor:
+    def _signs_of_tile(self, message: Tensor, here: slice) -> Tensor:
         """Of a part of one chunk of a message."""
-        chunk = here.start // self.chunk
-        return self._signs_of(message)[chunk, _per(EIGHT, slice(here.start - chunk * self.chunk,
-                                                                here.stop - chunk * self.chunk))]
+        chunk = here.start // self.chunk_numel
+        return self._sign_bytes(message)[
+            chunk,
+            _divide_slice(SIGNS_PER_BYTE,
+                          slice(here.start - chunk * self.chunk_numel, here.stop - chunk * self.chunk_numel))]
 
-    def _signs_of(self, message: Tensor) -> Tensor:
-        return message[:, : self.chunk // EIGHT]
+    def _sign_bytes(self, message: Tensor) -> Tensor:
+        return message[:, : self.chunk_numel // SIGNS_PER_BYTE]
 
-    def _sizes_of(self, message: Tensor) -> Tensor:
-        return message[:, self.chunk // EIGHT :].view(torch.float32)
+    def _segment_scales(self, message: Tensor) -> Tensor:
+        return message[:, self.chunk_numel // SIGNS_PER_BYTE :].view(torch.float32)
 
 
-def _per(many: int, place: slice) -> slice:
+def _divide_slice(divisor: int, elements: slice) -> slice:
     """The same place where there is one of so many."""
-    return slice(place.start // many, place.stop // many)
+    return slice(elements.start // divisor, elements.stop // divisor)
 
 
-def _by_segment(of_rows: Tensor, rows: Tensor) -> Tensor:
+def _sum_by_segment(row_values: Tensor, rows: Tensor) -> Tensor:
     """[chunks, segments]: sums of `of_rows`, always added up in the same order."""
     lengths = rows.flatten()
-    sums: Tensor = torch.segment_reduce(of_rows, "sum", lengths=lengths, unsafe=True)
+    sums: Tensor = torch.segment_reduce(row_values, "sum", lengths=lengths, unsafe=True)
     return sums.view(rows.shape)
 
 
-def signs_of(numbers: Tensor) -> Tensor:
+def pack_signs(values: Tensor) -> Tensor:
     """A bit for each, set below zero."""
-    if not on_accelerator(numbers):
-        return torch.from_numpy(np.packbits(np.signbit(numbers.numpy())))
-    return pack(numbers.signbit())
+    if not on_accelerator(values):
+        return torch.from_numpy(np.packbits(np.signbit(values.numpy())))
+    return pack_bits(values.signbit())
 
 
-def pack(bits: Tensor) -> Tensor:
+def pack_bits(bits: Tensor) -> Tensor:
     """Eight to a byte, the first one highest."""
     if not on_accelerator(bits):
         return torch.from_numpy(np.packbits(bits.numpy()))
-    return (bits.view(-1, EIGHT).to(torch.uint8) << _places(bits.device)).sum(1, dtype=torch.uint8)
+    return (bits.view(-1, SIGNS_PER_BYTE).to(torch.uint8) << _bit_shifts(bits.device)).sum(1, dtype=torch.uint8)
 
 
-def _look_up(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Tensor:
+def _expand_bits(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Tensor:
     """What a table has for each bit, as fp32; on a CPU in `out`. (To unpack, convert and multiply is 3 times as slow
     there.)"""
     if not on_accelerator(packed):
-        np.take(table, packed.numpy(), axis=0, out=out.numpy().reshape(-1, EIGHT), mode="clip")
+        np.take(table, packed.numpy(), axis=0, out=out.numpy().reshape(-1, SIGNS_PER_BYTE), mode="clip")
         return out
     zero, one = table[0, 0], table[-1, 0]
-    return unpack(packed).float().mul_(float(one - zero)).add_(float(zero))
+    return unpack_bits(packed).float().mul_(float(one - zero)).add_(float(zero))
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack_bits(packed: Tensor) -> Tensor:
     """The bits again, one-dimensional."""
-    return (packed.reshape(-1, 1) >> _places(packed.device)).bitwise_and_(1).to(torch.bool).view(-1)
+    return (packed.reshape(-1, 1) >> _bit_shifts(packed.device)).bitwise_and_(1).to(torch.bool).view(-1)
 
 
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(EIGHT - 1, -1, -1, dtype=torch.uint8, device=device)
+def _bit_shifts(device: torch.device) -> Tensor:
+    return torch.arange(SIGNS_PER_BYTE - 1, -1, -1, dtype=torch.uint8, device=device)

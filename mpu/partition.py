@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from mpu.split import Partition, divide
 
-_ATTRIBUTE = "mpu_partition"
+_PARTITION_ATTRIBUTE = "mpu_partition"
 
 
-def mark_partition(parameter: nn.Parameter, partition: Partition | None) -> None:
+def set_partition(parameter: nn.Parameter, partition: Partition | None) -> None:
     """Record how `parameter` is split (None: replicated on every tp rank)."""
     record = cast(Any, parameter)
-    setattr(record, _ATTRIBUTE, partition)
+    setattr(record, _PARTITION_ATTRIBUTE, partition)
     record.model_parallel = record.tensor_model_parallel = partition is not None
     record.partition_dim = partition.dim if partition else -1
     record.partition_stride = partition.stride if partition else 1
@@ -28,7 +28,7 @@ def mark_partition(parameter: nn.Parameter, partition: Partition | None) -> None
 
 def partition_of(parameter: Tensor) -> Partition | None:
     """How the parameter is split over tensor parallel, or None where every rank holds all of it."""
-    return cast("Partition | None", getattr(parameter, _ATTRIBUTE, None))
+    return cast("Partition | None", getattr(parameter, _PARTITION_ATTRIBUTE, None))
 
 
 def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Tensor:
@@ -42,8 +42,8 @@ def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Ten
     return mine.flatten(dim, dim + 1)
 
 
-def join_slices(pieces: list[Tensor], partition: Partition) -> Tensor:
+def join_local_slices(slices: list[Tensor], partition: Partition) -> Tensor:
     """The inverse of `local_slice`: the whole tensor of the pieces of all ranks."""
     dim, stride = partition.dim, partition.stride
-    parts = [piece.unflatten(dim, (stride, -1)) for piece in pieces]
+    parts = [piece.unflatten(dim, (stride, -1)) for piece in slices]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 2)  # [..., stride, size, each, ...] -> [..., n, ...]

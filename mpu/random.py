@@ -95,14 +95,14 @@ class RngTracker:
             _set_device_state(before)
 
 
-class _Process:
+class _ProcessTracker:
     """The tracker of this process: the device generator it steers is one per process too."""
 
     tracker = RngTracker()
 
 
 def get_rng_tracker() -> RngTracker:
-    return _Process.tracker
+    return _ProcessTracker.tracker
 
 
 get_cuda_rng_tracker = get_rng_tracker
@@ -116,14 +116,14 @@ def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, 
     replica the same dropout masks; `vary_over_dp` gives each its own."""
     layout = current_groups() if groups is None else groups
     base = seed + (_DP_SEED_STEP * layout.dp.rank if vary_over_dp else 0)
-    _Process.tracker.reset()
+    _ProcessTracker.tracker.reset()
     _seed_device(base)
-    _Process.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
+    _ProcessTracker.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
 
 
 def reseed_model_parallel_stream(seed: int, tp: Group) -> None:
     """Begin the tracked stream anew, at seed + tp rank; the default one stays where it is."""
-    with _Process.tracker.fork():
+    with _ProcessTracker.tracker.fork():
         _seed_device(seed + tp.rank)
 
 
@@ -138,7 +138,7 @@ def capture_rng() -> dict[str, object]:
         "python": [version, list(words), gauss],
         "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "tracker": _Process.tracker.get_states(),
+        "tracker": _ProcessTracker.tracker.get_states(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -153,7 +153,7 @@ def restore_rng(state: Mapping[str, object]) -> None:
     name, keys, position, has_gauss, cached = fields["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(fields["torch"])
-    _Process.tracker.set_states(fields["tracker"])
+    _ProcessTracker.tracker.set_states(fields["tracker"])
     if "cuda" in fields:
         if not torch.cuda.is_available():
             raise ParallelError("the state holds a CUDA stream and there is no CUDA device: resume on a GPU")

@@ -13,22 +13,22 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Claim(Protocol):
+class MainGradReservation(Protocol):
     """A gradient that a forward prepares in its place before it is known to count."""
 
     @property
-    def place(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """Where to write it; for the forward that made the claim only, as the owner may move it away afterwards."""
 
-    def keep(self, factor: Tensor | None = None) -> None:
+    def commit(self, scale: Tensor | None = None) -> None:
         """It counts, times `factor`: the backward of that forward has come. Once."""
 
 
-class GradSink(Protocol):
+class MainGrad(Protocol):
     """The place of one parameter's gradient."""
 
-    def claim(self) -> Claim | None:
+    def reserve(self) -> MainGradReservation | None:
         """The place itself; None where there is a gradient already."""
 
-    def total(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         """The gradient so far, zeros if there is none, to add to."""

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import pytest
 
 from data import cli
-from data.inputs import Found
+from data.inputs import FoundFiles
 from data.storage import DataError
 from data.webtext import report
-from data.webtext.counts import Counts
-from data.webtext.record import Record
+from data.webtext.counts import DocumentCounts
+from data.webtext.record import StageRecord
 from megatron.checkpoint import command as checkpoint
 from megatron.checkpoint.tags import say_stderr
 from megatron.config.tree import LogConfig
@@ -65,14 +65,14 @@ def of_data_errors(text: str, capfd: Any) -> str:
         raise DataError(f"{text}: cannot read")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(cli, "_interrupt_when_asked", lambda: None)
-        cli.run(fail)
+        patch.setattr(cli, "_interrupt_on_stop_signals", lambda: None)
+        cli.run_command(fail)
     return str(capfd.readouterr().err)
 
 
 def of_usage_errors(text: str, capfd: Any) -> str:
     with pytest.raises(SystemExit):
-        cli.Parser("data.verify", "").parse_args([text])
+        cli.StrictArgumentParser("data.verify", "").parse_args([text])
     return str(capfd.readouterr().err)
 
 
@@ -102,15 +102,15 @@ def of_checkpoint_warnings(text: str, capfd: Any) -> str:
 
 
 def of_files_left_out(text: str, capfd: Any) -> str:
-    return f"{Found(unknown=[text]).left_out}\n"
+    return f"{FoundFiles(unknown=[text]).left_out}\n"
 
 
 def of_a_webtext_stage(text: str, capfd: Any) -> str:
-    return f"{report.line(Record({'stage': 'read'}, Counts(), (), (f'{text}: left out',)))}\n"
+    return f"{report.summary_line(StageRecord({'stage': 'read'}, DocumentCounts(), (), (f'{text}: left out',)))}\n"
 
 
 def of_the_webtext_table(text: str, capfd: Any) -> str:
-    return report.table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
+    return report.text_table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
 
 
 def of_the_server(text: str, capfd: Any) -> str:
@@ -204,10 +204,10 @@ def of_the_report(text: str) -> str:
 
 
 def of_the_webtext_report(text: str) -> str:
-    counts = Counts(2, 10, 1, 5)
+    counts = DocumentCounts(2, 10, 1, 5)
     counts.dropped[text], counts.dropped_bytes[text] = 1, 5
-    return report.page([Record({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
-                                                               "tokenizer": text}])
+    return report.html_page([StageRecord({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
+                                                                         "tokenizer": text}])
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpu.collectives
 from megatron.zero.homes.ferry import AtOnce, Ferry, Mark, ferry_for
 from mpu.device import on_accelerator
-from mpu.wire.interface import Wire
+from mpu.wire.interface import CollectiveBackend
 
 Side = Literal["device", "host"]
 
@@ -111,7 +111,7 @@ def two_sides() -> Iterator[Sides]:
         for name, method in _methods(sides).items():
             stack.enter_context(patch.object(Tensor, name, method))
         stack.enter_context(patch.object(torch, "tensor", _tensor(sides)))
-        stack.enter_context(patch.object(mpu.collectives, "wire_for", _wire_for(sides)))
+        stack.enter_context(patch.object(mpu.collectives, "backend_for", _wire_for(sides)))
         instead = {"on_accelerator": (on_accelerator, _on_device(sides)),
                    "ferry_for": (ferry_for, lambda device: ferry)}
         for module, (name, (known, other)) in product([*sys.modules.values()], instead.items()):
@@ -253,10 +253,10 @@ def _tensor(sides: Sides) -> Callable[..., Tensor]:
     return tensor
 
 
-def _wire_for(sides: Sides) -> Callable[[Tensor], Wire]:
-    chosen = mpu.collectives.wire_for
+def _wire_for(sides: Sides) -> Callable[[Tensor], CollectiveBackend]:
+    chosen = mpu.collectives.backend_for
 
-    def wire_for(x: Tensor) -> Wire:
+    def wire_for(x: Tensor) -> CollectiveBackend:
         if sides.of(x) == "host":
             raise MixedSides(f"{_place()}: a tensor on the host is given to the wire of the device")
         return chosen(x)

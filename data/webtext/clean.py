@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
-from data.webtext.document import Document, Drop, Function
+from data.webtext.document import Document, DocumentFunction, DroppedDocument
 
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 _BLANK_LINES = re.compile("\n{3,}")
@@ -30,7 +30,7 @@ _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
 """ftfy's signs of mojibake are at most five characters, at least one of them neither ASCII nor typography."""
 
-LONG_TOKENS = 8
+CHARACTERS_PER_TOKEN = 8
 """Characters; English has about 4.5 a token. A text of `min_tokens` times as many is long enough without counting."""
 
 
@@ -42,22 +42,22 @@ class CleanOptions:
     """GPT-2 tokens."""
 
 
-def make(options: CleanOptions) -> Function:
-    mend = mender()
+def make_clean(options: CleanOptions) -> DocumentFunction:
+    fix_text = make_text_fixer()
     tokenizer = GPT2BPETokenizer()
 
-    def clean(document: Document) -> Document | Drop:
-        text = tidy(mend(document.text))
+    def clean(document: Document) -> Document | DroppedDocument:
+        text = normalize_white_space(fix_text(document.text))
         if not text:
-            return Drop("empty")
-        if len(text) < LONG_TOKENS * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
-            return Drop("too short")
+            return DroppedDocument("empty")
+        if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+            return DroppedDocument("too short")
         return replace(document, text=text)
 
     return clean
 
 
-def mender() -> Callable[[str], str]:
+def make_text_fixer() -> Callable[[str], str]:
     """ftfy, asked only about lines that it could want to change: most have none, and asking costs milliseconds."""
     if importlib.util.find_spec("ftfy") is None:
         raise DataError("clean needs a package: pip install ftfy")
@@ -67,7 +67,7 @@ def mender() -> Callable[[str], str]:
     config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
                                   normalization=None, explain=False)
 
-    def suspect(text: str) -> bool:
+    def may_need_fixing(text: str) -> bool:
         if _CONTROL.search(text) or "&" in text and _ENTITY.search(text):
             return True
         if text.isascii():
@@ -80,20 +80,20 @@ def mender() -> Callable[[str], str]:
         return not others.isascii() and any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW])
                                             for run in _NOT_ASCII.finditer(others))
 
-    def mend(text: str) -> str:
+    def fix_text(text: str) -> str:
         if any(character in text for character in "\r\u2028\u2029"):
             text = _LINE_ENDS.sub("\n", text)
-        if not suspect(text):
+        if not may_need_fixing(text):
             return text
         # In a text about markup, an entity is probably meant literally.
         choice = config._replace(unescape_html="<" not in text)
-        return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(line) else line
+        return "\n".join(str(ftfy.fix_text(line, choice)) if may_need_fixing(line) else line
                          for line in text.split("\n"))
 
-    return mend
+    return fix_text
 
 
-def tidy(text: str) -> str:
+def normalize_white_space(text: str) -> str:
     """White space as the module says. Linear in the text, whatever it holds."""
     if " \n" in text or "\t\n" in text:
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))

@@ -10,9 +10,9 @@ import locale
 import re
 from collections.abc import Collection
 
-PATTERN = "[a-z]{2,3}"
+LANGUAGE_CODE = "[a-z]{2,3}"
 
-OF_THREE_LETTERS = dict(pair.split(":") for pair in """
+ISO_639_3_TO_1 = dict(pair.split(":") for pair in """
     afr:af alb:sq amh:am ara:ar arg:an arm:hy asm:as aze:az bak:ba baq:eu bel:be ben:bn bod:bo bos:bs bre:br bul:bg
     bur:my cat:ca ces:cs chi:zh cmn:zh cos:co cym:cy cze:cs dan:da deu:de dut:nl ell:el eng:en epo:eo est:et eus:eu
     fao:fo fas:fa fin:fi fra:fr fre:fr fry:fy geo:ka ger:de gla:gd gle:ga glg:gl gre:el guj:gu hat:ht hau:ha heb:he
@@ -23,25 +23,25 @@ OF_THREE_LETTERS = dict(pair.split(":") for pair in """
     tgl:tl tha:th tib:bo tuk:tk tur:tr uig:ug ukr:uk urd:ur uzb:uz vie:vi wel:cy wln:wa xho:xh yid:yi yor:yo zho:zh
     zul:zu""".split())
 
-NEIGHBOURS = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz": "cs", "gr": "el", "dk": "da",
-              "chinese": "zh", "hindi": "hi", "ukrainian": "uk", "persian": "fa", "farsi": "fa", "vietnamese": "vi",
-              "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
+CODE_ALIASES = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz": "cs", "gr": "el", "dk": "da",
+                "chinese": "zh", "hindi": "hi", "ukrainian": "uk", "persian": "fa", "farsi": "fa", "vietnamese": "vi",
+                "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
 """Older codes, and what is often taken for one; names that Python's table of locales has not."""
 
 
-def meant(word: str, known: Collection[str] = ()) -> str | None:
+def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
     """The code that is probably meant; None where nothing is near. Without `known` codes, any."""
     lower = word.lower()
     first = re.split("[-_]", lower)[0]
     named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
-    for code in (lower if known else None, OF_THREE_LETTERS.get(first), NEIGHBOURS.get(first), named,
-                 NEIGHBOURS.get(named), first):
-        if code and re.fullmatch(PATTERN, code) and (code in known or not known):
+    for code in (lower if known else None, ISO_639_3_TO_1.get(first), CODE_ALIASES.get(first), named,
+                 CODE_ALIASES.get(named), first):
+        if code and re.fullmatch(LANGUAGE_CODE, code) and (code in known or not known):
             return code
     return None if len(first) < 3 else next(iter(difflib.get_close_matches(first, sorted(known), 1)), None)
 
 
-def did_you_mean(word: str, known: Collection[str] = ()) -> str:
+def language_code_hint(word: str, known: Collection[str] = ()) -> str:
     """The end of an error line."""
-    code = meant(word, known)
+    code = closest_language_code(word, known)
     return f"; did you mean {code!r}?" if code else f"; it knows {' '.join(sorted(known))}" if known else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass
-class Counts:
+class DocumentCounts:
     """Adds up over documents, shards and nodes."""
 
     documents_in: int = 0
@@ -28,30 +28,30 @@ class Counts:
     sizes: Counter[int] = field(default_factory=Counter)
     """Documents kept by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes."""
 
-    def keep(self, size_in: int, size_out: int) -> None:
+    def add_kept(self, size_in: int, size_out: int) -> None:
         self.documents_in += 1
         self.bytes_in += size_in
         self.documents_kept += 1
         self.bytes_kept += size_out
         self.sizes[size_out.bit_length()] += 1
 
-    def drop(self, reason: str, size_in: int) -> None:
+    def add_dropped(self, reason: str, size_in: int) -> None:
         self.documents_in += 1
         self.bytes_in += size_in
         self.dropped[reason] += 1
         self.dropped_bytes[reason] += size_in
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.documents_in + other.documents_in, self.bytes_in + other.bytes_in,
-                      self.documents_kept + other.documents_kept, self.bytes_kept + other.bytes_kept,
-                      self.dropped + other.dropped, self.dropped_bytes + other.dropped_bytes,
-                      self.repaired + other.repaired, self.sizes + other.sizes)
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
+        return DocumentCounts(self.documents_in + other.documents_in, self.bytes_in + other.bytes_in,
+                              self.documents_kept + other.documents_kept, self.bytes_kept + other.bytes_kept,
+                              self.dropped + other.dropped, self.dropped_bytes + other.dropped_bytes,
+                              self.repaired + other.repaired, self.sizes + other.sizes)
 
-    def then(self, later: Counts) -> Counts:
+    def followed_by(self, later: DocumentCounts) -> DocumentCounts:
         """These counts, where `later` says what became of the documents kept."""
-        return Counts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
-                      self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
-                      later.sizes)
+        return DocumentCounts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
+                              self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
+                              later.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Equal counts give equal JSON, whatever came first."""
@@ -65,7 +65,7 @@ class Counts:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Counts:
+    def from_json(cls, value: Mapping[str, Any]) -> DocumentCounts:
         """KeyError or TypeError where `value` is not what `to_json` gives."""
         dropped = value["dropped"]
         return cls(value["in"]["documents"], value["in"]["bytes"], value["kept"]["documents"], value["kept"]["bytes"],

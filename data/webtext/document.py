@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.storage import DataError, told
+from data.storage import DataError, parse_error_text
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -29,7 +29,7 @@ class Document:
     url: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    def line(self) -> bytes:
+    def to_line(self) -> bytes:
         """The document as a line of a shard."""
         value: dict[str, Any] = {"text": self.text}
         if self.url is not None:
@@ -40,17 +40,17 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Drop:
+class DroppedDocument:
     """A stage does not keep the document. Reasons are few and fixed: they are counted."""
 
     reason: str
 
 
-Function = Callable[[Document], "Document | Drop"]
+DocumentFunction = Callable[[Document], "Document | DroppedDocument"]
 """What a map stage does to one document."""
 
 
-class Fault(Exception):
+class DocumentError(Exception):
     """A line that holds no document: `reason` is a word or two to count by, the message says more."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -59,47 +59,47 @@ class Fault(Exception):
 
 
 @dataclass(frozen=True)
-class Keys:
+class JsonKeys:
     """The keys of text and URL in the objects of a source."""
 
     text: str = "text"
     url: str = "url"
 
 
-OURS = Keys()
-DEEPEST = 100
+SHARD_KEYS = JsonKeys()
+MAX_JSON_DEPTH = 100
 """What is nested deeper than this no stage passes on: each goes down it by calls."""
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse(line: bytes, where: str) -> Document:
+def parse_shard_line(line: bytes, location: str) -> Document:
     """A line of a shard. `where` (file and line) begins the error."""
     try:
-        return read_line(line)[0]
-    except Fault as fault:
-        raise DataError(f"{where}: {fault}") from fault
+        return parse_json_line(line)[0]
+    except DocumentError as fault:
+        raise DataError(f"{location}: {fault}") from fault
 
 
-def read_line(line: bytes, keys: Keys = OURS, mend: bool = False) -> tuple[Document, tuple[str, ...]]:
+def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = False) -> tuple[Document, tuple[str, ...]]:
     """The document in a line, and the names of the repairs made."""
     repairs: list[str] = []
-    value = _load(decode(line, repairs if mend else None), repairs if mend else None)
+    value = _load_json(decode_utf8(line, repairs if repair else None), repairs if repair else None)
     if not isinstance(value, dict):
-        raise Fault("not an object", f"expected a JSON object, found {_kind(value)}")
-    if line.count(b"[") + line.count(b"{") > DEEPEST and _depth(value) > DEEPEST:
-        raise Fault("not JSON", f"not JSON we can read: nested more than {DEEPEST} deep")
+        raise DocumentError("not an object", f"expected a JSON object, found {_json_type_name(value)}")
+    if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
+        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(line):  # nothing else can put one into a string
-        value = _mend_surrogates(value, repairs if mend else None)
+        value = _repair_surrogates(value, repairs if repair else None)
     if keys.text not in value:
         found = ", ".join(map(repr, value)) or "no keys"
-        raise Fault("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
+        raise DocumentError("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
     text, url = value.pop(keys.text), value.pop(keys.url, None)
     if not isinstance(text, str):
-        raise Fault("wrong type", f"key {keys.text!r}: expected text, found {_kind(text)}")
+        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {_json_type_name(text)}")
     if not isinstance(url, str | None):
-        if not mend:
-            raise Fault("wrong type", f"key {keys.url!r}: expected text, found {_kind(url)}")
+        if not repair:
+            raise DocumentError("wrong type", f"key {keys.url!r}: expected text, found {_json_type_name(url)}")
         repairs.append("wrong type")
         url = None
     inner = value.get("meta")
@@ -107,41 +107,46 @@ def read_line(line: bytes, keys: Keys = OURS, mend: bool = False) -> tuple[Docum
     return Document(text, url, meta), tuple(dict.fromkeys(repairs))
 
 
-def decode(raw: bytes, repairs: list[str] | None) -> str:
+def decode_utf8(raw: bytes, repairs: list[str] | None) -> str:
     """UTF-8; what is none becomes U+FFFD where repairs are allowed."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         if repairs is None:
-            raise Fault("not UTF-8", f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
+            raise DocumentError("not UTF-8",
+                                f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
         repairs.append("not UTF-8")
         return raw.decode("utf-8", "replace")
 
 
-def _load(text: str, repairs: list[str] | None) -> Any:
+def _load_json(text: str, repairs: list[str] | None) -> Any:
     """JSON, and only JSON: no key twice, no NaN, no number beyond a double."""
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            note("duplicate key", f"key {twice!r} appears twice")
+            repair_or_raise("duplicate key", f"key {twice!r} appears twice")
         return value
 
-    def number(spelling: str) -> float | None:
+    def parse_number(spelling: str) -> float | None:
         value = float(spelling)
         if not math.isfinite(value):
-            note("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
+            repair_or_raise("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
             return None
         return value
 
-    def note(reason: str, message: str) -> None:
+    def repair_or_raise(reason: str, message: str) -> None:
         if repairs is None:
-            raise Fault(reason, message)
+            raise DocumentError(reason, message)
         repairs.append(reason)
 
     def load(strict: bool) -> Any:
-        return json.loads(text, object_pairs_hook=distinct, parse_float=number, parse_constant=number, strict=strict)
+        return json.loads(text,
+                          object_pairs_hook=check_keys,
+                          parse_float=parse_number,
+                          parse_constant=parse_number,
+                          strict=strict)
 
     try:
         try:
@@ -152,15 +157,15 @@ def _load(text: str, repairs: list[str] | None) -> Any:
             repairs.append("control character")
             return load(strict=False)
     except json.JSONDecodeError as error:
-        raise Fault("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
+        raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nested too deeply
-        raise Fault("not JSON", f"not JSON we can read: {told(error)}") from error
+        raise DocumentError("not JSON", f"not JSON we can read: {parse_error_text(error)}") from error
 
 
-def _depth(value: Any) -> int:
+def _json_depth(value: Any) -> int:
     """Of lists and objects in each other, one more than that at most."""
     level, depth = [value], 0
-    while level and depth <= DEEPEST:
+    while level and depth <= MAX_JSON_DEPTH:
         inner: list[Any] = []
         for item in level:
             inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
@@ -168,24 +173,25 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _mend_surrogates(value: Any, repairs: list[str] | None) -> Any:
+def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
     """Every string in `value` without lone surrogates."""
     if isinstance(value, str):
         lone = _SURROGATE.search(value)
         if lone is None:
             return value
         if repairs is None:
-            raise Fault("lone surrogate", f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a "
-                        "string")
+            raise DocumentError("lone surrogate",
+                                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a "
+                                "string")
         repairs.append("lone surrogate")
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
-        return [_mend_surrogates(item, repairs) for item in value]
+        return [_repair_surrogates(item, repairs) for item in value]
     if isinstance(value, dict):
-        return {_mend_surrogates(key, repairs): _mend_surrogates(item, repairs) for key, item in value.items()}
+        return {_repair_surrogates(key, repairs): _repair_surrogates(item, repairs) for key, item in value.items()}
     return value
 
 
-def _kind(value: object) -> str:
+def _json_type_name(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

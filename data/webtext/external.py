@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import writing
+from data.storage import write_errors_for
 
 Rows = NDArray[np.uint64]
 """(rows, numbers)"""
@@ -32,18 +32,18 @@ class RowSorter:
     def __init__(self, folder: Path, width: int, memory: int) -> None:
         self._folder, self._width = folder, width
         self._capacity = max(1, memory // (32 * width))  # rows; sorting needs as much again, twice
-        self._held: list[Rows] = []
-        self._held_rows = 0
+        self._buffered: list[Rows] = []
+        self._buffered_rows = 0
         self._runs: list[tuple[int, int]] = []  # first row in the file, and one after the last
-        self._file = _nameless(folder, self)
+        self._file = _unnamed_file(folder, self)
 
     def add(self, rows: Rows) -> None:
         for start in range(0, len(rows), self._capacity):
             part = rows[start:start + self._capacity]
-            if self._held_rows + len(part) > self._capacity:
+            if self._buffered_rows + len(part) > self._capacity:
                 self._spill()
-            self._held.append(part)
-            self._held_rows += len(part)
+            self._buffered.append(part)
+            self._buffered_rows += len(part)
 
     def add_each(self, rows: Iterable[Sequence[int]]) -> None:
         """Rows one by one."""
@@ -56,37 +56,37 @@ class RowSorter:
         if self._runs:
             self._spill()
             yield from self._merged()
-        elif self._held:
-            yield _sort(np.concatenate(self._held))
+        elif self._buffered:
+            yield _sort(np.concatenate(self._buffered))
 
     def _spill(self) -> None:
         first = self._runs[-1][1] if self._runs else 0
-        self._runs.append((first, first + self._held_rows))
-        with writing(self._folder):
+        self._runs.append((first, first + self._buffered_rows))
+        with write_errors_for(self._folder):
             self._file.seek(first * self._width * 8)
-            self._file.write(_sort(np.concatenate(self._held)).data)
-        self._held, self._held_rows = [], 0
+            self._file.write(_sort(np.concatenate(self._buffered)).data)
+        self._buffered, self._buffered_rows = [], 0
 
     def _merged(self) -> Iterator[Rows]:
-        piece = max(1, self._capacity // len(self._runs))
+        rows_per_run = max(1, self._capacity // len(self._runs))
         cursors = [first for first, _ in self._runs]
-        pieces = [np.empty((0, self._width), np.uint64) for _ in self._runs]
+        buffered = [np.empty((0, self._width), np.uint64) for _ in self._runs]
         while True:
             # Every piece is filled up each time, else the emptiest would set a slow pace for all.
             for number, (_, stop) in enumerate(self._runs):
-                count = min(piece - len(pieces[number]), stop - cursors[number])
+                count = min(rows_per_run - len(buffered[number]), stop - cursors[number])
                 if count > 0:
-                    pieces[number] = np.concatenate([pieces[number], self._read(cursors[number], count)])
+                    buffered[number] = np.concatenate([buffered[number], self._read(cursors[number], count)])
                     cursors[number] += count
             # Rows that are still in the file come after the last one that is held of their run.
-            lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(pieces, cursors, self._runs) if cursor < stop]
+            lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(buffered, cursors, self._runs) if cursor < stop]
             if not lasts:
                 break
             bound = min(lasts)
-            cuts = [_rows_up_to(held, bound) for held in pieces]
-            yield _sort(np.concatenate([held[:cut] for held, cut in zip(pieces, cuts)]))
-            pieces = [held[cut:] for held, cut in zip(pieces, cuts)]
-        yield _sort(np.concatenate(pieces))
+            cuts = [_rows_up_to(held, bound) for held in buffered]
+            yield _sort(np.concatenate([held[:cut] for held, cut in zip(buffered, cuts)]))
+            buffered = [held[cut:] for held, cut in zip(buffered, cuts)]
+        yield _sort(np.concatenate(buffered))
 
     def _read(self, first: int, count: int) -> Rows:
         self._file.seek(first * self._width * 8)
@@ -94,22 +94,22 @@ class RowSorter:
         return np.frombuffer(raw, np.uint64).reshape(count, self._width)
 
 
-def _nameless(folder: Path, owner: object) -> IO[bytes]:
+def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
     """A file that is closed, and so gone, with its owner."""
-    with writing(folder):
+    with write_errors_for(folder):
         file = tempfile.TemporaryFile(dir=folder)
     weakref.finalize(owner, file.close)
     return file
 
 
-def each(blocks: Iterable[Rows]) -> Iterator[list[int]]:
+def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
     """The rows of some blocks one by one, as numbers of Python (which take ten times the room, so not all at once)."""
     for block in blocks:
         for start in range(0, len(block), 1024):
             yield from block[start:start + 1024].tolist()
 
 
-def pairs_of_equals(blocks: Iterable[Rows], crowd: int) -> Iterator[Rows]:
+def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
     """Sorted rows (key ..., document) -> pairs (document, earlier one with its key): with the first `crowd` only."""
     head: Rows | None = None  # the first rows of the last key so far
     for block in blocks:
@@ -118,12 +118,12 @@ def pairs_of_equals(blocks: Iterable[Rows], crowd: int) -> Iterator[Rows]:
         starts = np.flatnonzero(np.append(True, (rows[1:, :-1] != rows[:-1, :-1]).any(axis=1)))
         start = np.repeat(starts, np.diff(starts, append=len(rows)))
         later = np.arange(old, len(rows))
-        for place in range(crowd):
+        for place in range(max_earlier):
             later = later[later - start[later] > place]
             if not len(later):
                 break
             yield np.stack([rows[later, -1], rows[start[later] + place, -1]], axis=1)
-        head = rows[starts[-1]:starts[-1] + crowd]
+        head = rows[starts[-1]:starts[-1] + max_earlier]
 
 
 def _sort(rows: Rows) -> Rows:
@@ -146,18 +146,18 @@ class LineBuckets:
     """
 
     def __init__(self, folder: Path, buckets: int, memory: int) -> None:
-        self._folder, self._piece = folder, max(1, memory // buckets)
-        self._held = [bytearray() for _ in range(buckets)]
+        self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
+        self._buffered = [bytearray() for _ in range(buckets)]
         self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
         self._end = 0
-        self._file = _nameless(folder, self)
+        self._file = _unnamed_file(folder, self)
 
     def add(self, bucket: int, key: int, line: bytes) -> None:
-        held = self._held[bucket]
+        held = self._buffered[bucket]
         held += key.to_bytes(8, "little")
         held += len(line).to_bytes(8, "little")
         held += line
-        if len(held) >= self._piece:
+        if len(held) >= self._bucket_bytes:
             self._spill(bucket)
 
     def lines(self, bucket: int) -> Iterator[bytes]:
@@ -176,12 +176,12 @@ class LineBuckets:
             yield bytes(raw[start:start + size])
 
     def _spill(self, bucket: int) -> None:
-        held = self._held[bucket]
+        held = self._buffered[bucket]
         if not held:
             return
-        with writing(self._folder):
+        with write_errors_for(self._folder):
             self._file.seek(self._end)
             self._file.write(held)
         self._chains[bucket].append((self._end, len(held)))
         self._end += len(held)
-        self._held[bucket] = bytearray()
+        self._buffered[bucket] = bytearray()

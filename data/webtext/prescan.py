@@ -13,12 +13,12 @@ import re
 
 from webencodings import Encoding, lookup
 
-PRESCAN = 1024
+PRESCAN_BYTES = 1024
 """Bytes at the start of a page."""
-MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
+BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
 UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
 """Of pages in UTF-16 that have no mark: nothing else begins like this."""
-MICROSOFTS = {"cp932": "shift_jis", "cp949": "euc-kr", "cp950": "big5"}
+MICROSOFT_CODE_PAGES = {"cp932": "shift_jis", "cp949": "euc-kr", "cp950": "big5"}
 
 _PLAIN = re.compile(r"[A-Za-z0-9]{1,20}(?:[_-][A-Za-z0-9]{1,20}){0,3}")
 _XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*(?:\"([^\"\0-\x20>]*)\"|'([^'\0-\x20>]*)')")
@@ -36,20 +36,21 @@ _RAW_END = {name: re.compile(rb"</" + name + rb"[\t\n\f\r />]", re.IGNORECASE)
 """Elements of a head inside which a tag is none."""
 
 
-def marked(page: bytes) -> tuple[Encoding, int] | None:
+def encoding_of_bom(page: bytes) -> tuple[Encoding, int] | None:
     """The encoding that a byte order mark names, and the bytes of the mark."""
-    return next(((known(name), len(mark)) for mark, name in MARKS if page.startswith(mark)), None)
+    return next(((known_encoding(name), len(mark)) for mark, name in BYTE_ORDER_MARKS if page.startswith(mark)), None)
 
 
-def declared(page: bytes) -> Encoding | None:
+def declared_encoding(page: bytes) -> Encoding | None:
     """What a page without a mark says in its first bytes, or else in its head; None where that is nothing we know."""
     for start, name in UTF16_STARTS:
         if page.startswith(start):
-            return known(name)
-    return _meta(page[:PRESCAN], in_head=False) or _xml(page[:PRESCAN]) or _meta(page, in_head=True)
+            return known_encoding(name)
+    return _meta_encoding(page[:PRESCAN_BYTES], in_head=False) or _xml_encoding(page[:PRESCAN_BYTES]) or _meta_encoding(
+        page, in_head=True)
 
 
-def named(label: str) -> Encoding | None:
+def encoding_of_label(label: str) -> Encoding | None:
     """The encoding of a label of the web; or of one that Python knows as another name of such a one (`latin-1`)."""
     encoding = lookup(label)
     if encoding is None and _PLAIN.fullmatch(label):
@@ -57,23 +58,23 @@ def named(label: str) -> Encoding | None:
             codec = codecs.lookup(label).name
         except LookupError:
             return None
-        encoding = lookup(MICROSOFTS.get(codec, codec.replace("_", "-")))
+        encoding = lookup(MICROSOFT_CODE_PAGES.get(codec, codec.replace("_", "-")))
     return encoding
 
 
-def known(name: str) -> Encoding:
+def known_encoding(name: str) -> Encoding:
     """The encoding of a label that is one."""
     encoding = lookup(name)
     assert encoding is not None, name
     return encoding
 
 
-def _xml(page: bytes) -> Encoding | None:
+def _xml_encoding(page: bytes) -> Encoding | None:
     found = _XML.match(page)
-    return _from_ascii(found[1] or found[2] or b"") if found else None
+    return _encoding_of_ascii_label(found[1] or found[2] or b"") if found else None
 
 
-def _meta(page: bytes, in_head: bool) -> Encoding | None:
+def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
     """The first `<meta>` that names an encoding. `in_head`: as a parser finds it, not beyond the head."""
     at = 0
     while tag := _TAG.search(page, at):
@@ -86,10 +87,10 @@ def _meta(page: bytes, in_head: bool) -> Encoding | None:
             if at < len(end):
                 break
             continue
-        attributes, at = _attributes(page, tag.end())
+        attributes, at = _parse_attributes(page, tag.end())
         if not at:
             break
-        if name == b"meta" and (encoding := _said(attributes)):
+        if name == b"meta" and (encoding := _encoding_of_meta(attributes)):
             return encoding
         if in_head and name in _RAW_END:
             closed = _RAW_END[name].search(page, at)
@@ -99,7 +100,7 @@ def _meta(page: bytes, in_head: bool) -> Encoding | None:
     return None
 
 
-def _attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
+def _parse_attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
     """Those of a tag, and where it ends; 0: the page ends first."""
     found: dict[bytes, bytes] = {}
     while not (end := _TAG_END.match(page, at)):
@@ -111,20 +112,20 @@ def _attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
     return found, end.end()
 
 
-def _said(attributes: dict[bytes, bytes]) -> Encoding | None:
+def _encoding_of_meta(attributes: dict[bytes, bytes]) -> Encoding | None:
     """The encoding that the attributes of a `<meta>` name."""
     if b"charset" in attributes:
-        return _from_ascii(attributes[b"charset"])
+        return _encoding_of_ascii_label(attributes[b"charset"])
     if attributes.get(b"http-equiv", b"").lower() != b"content-type":
         return None
     content = _IN_CONTENT.search(attributes.get(b"content", b""))
-    return _from_ascii(content[1] or content[2] or content[3] or b"") if content else None
+    return _encoding_of_ascii_label(content[1] or content[2] or content[3] or b"") if content else None
 
 
-def _from_ascii(label: bytes) -> Encoding | None:
+def _encoding_of_ascii_label(label: bytes) -> Encoding | None:
     """The encoding of a label that was read as ASCII, where the bytes are as it says."""
-    encoding = named(label.decode("latin-1"))
+    encoding = encoding_of_label(label.decode("latin-1"))
     if encoding is None:
         return None
-    return known({"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}.get(
+    return known_encoding({"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}.get(
         encoding.name, encoding.name))

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 
-from data.chunks import FROM_UTF16, UTF16
-from data.compressed import Damaged, before_damage, opened
+from data.chunks import CONVERT_UTF16_HINT, UTF16_BOMS
+from data.compressed import CorruptStreamError, open_decompressed, read_until_damage
 from data.storage import DataError
 from data.webtext.charset import NOT_TEXT, decode_page
-from data.webtext.document import Document, Fault, Keys, decode, read_line
-from data.webtext.inputs import CHOICES, UNPACK, Piece, Unit, archive_kind
-from data.webtext.jsonarray import elements
+from data.webtext.document import Document, DocumentError, JsonKeys, decode_utf8, parse_json_line
+from data.webtext.inputs import FORMAT_CHOICES, UNPACK_HINT, FileRange, WorkUnit, archive_kind
+from data.webtext.jsonarray import array_elements
 
 BOM = b"\xef\xbb\xbf"
 ON_ERROR = ("strict", "skip", "replace")
@@ -27,52 +27,52 @@ UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)
-class Reading:
+class WebReadOptions:
     """How to read: flags of the command line."""
 
     text_key: str = "text"
     url_key: str = "url"
-    format: str = CHOICES[0]
+    format: str = FORMAT_CHOICES[0]
     on_error: str = "strict"
     max_bytes: int = 1 << 26
     charset: str | None = None
     """Of HTML files, as their server said; before what they say themselves."""
 
     @property
-    def mend(self) -> bool:
+    def repairs(self) -> bool:
         return self.on_error == "replace"
 
     @property
-    def keys(self) -> Keys:
-        return Keys(self.text_key, self.url_key)
+    def keys(self) -> JsonKeys:
+        return JsonKeys(self.text_key, self.url_key)
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadResult:
     """What one line, element or file holds."""
 
-    piece: Piece
+    file_range: FileRange
     offset: int
     """Of its first byte in the (decompressed) file."""
     size: int
     """Bytes read, the line end included."""
-    value: Document | Fault
+    value: Document | DocumentError
     repairs: tuple[str, ...] = ()
 
-    def where(self) -> str:
+    def location(self) -> str:
         """`file:line (byte offset)`. Counts the lines before it: for errors only."""
-        path = self.piece.source.path
-        if self.piece.source.format in ("text", "html", "object"):
+        path = self.file_range.source.path
+        if self.file_range.source.format in ("text", "html", "object"):
             return path
         line = 1
-        with suppress(OSError), opened(path) as file:
-            for part in _before(file, self.offset):
+        with suppress(OSError), open_decompressed(path) as file:
+            for part in _read_before(file, self.offset):
                 line += part.count(b"\n")
         return f"{path}:{line} (byte {self.offset})"
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawDocument:
     """Bytes of one document; None: there were too many."""
 
     offset: int
@@ -80,61 +80,61 @@ class Raw:
     content: bytes | None
 
 
-def read_unit(unit: Unit, reading: Reading) -> Iterator[Read]:
+def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
     """All of a unit, in order."""
     for piece in unit:
-        yield from read_piece(piece, reading)
+        yield from read_file_range(piece, options)
 
 
-def read_piece(piece: Piece, reading: Reading) -> Iterator[Read]:
-    end = piece.start
+def read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[ReadResult]:
+    end = file_range.start
     try:
-        with opened(piece.source.path) as file:
-            for raw in _raws(file, piece, reading.max_bytes):
-                yield _record(piece, raw, reading)
+        with open_decompressed(file_range.source.path) as file:
+            for raw in _raw_documents(file, file_range, options.max_bytes):
+                yield _parse_raw(file_range, raw, options)
                 end = raw.offset + raw.size
-    except Fault as fault:  # of the array around the documents: what follows cannot be told apart
-        yield Read(piece, end, 0, fault)
+    except DocumentError as fault:  # of the array around the documents: what follows cannot be told apart
+        yield ReadResult(file_range, end, 0, fault)
     except FileNotFoundError as error:
-        raise DataError(f"{piece.source.path}: cannot read: {error.strerror}") from error
+        raise DataError(f"{file_range.source.path}: cannot read: {error.strerror}") from error
     except OSError as error:
-        if isinstance(error, Damaged):
-            yield from _line_without_end(piece, end, reading)
-        yield Read(piece, end, 0, Fault(UNREADABLE, f"cannot read on: {error.strerror or error}"))
+        if isinstance(error, CorruptStreamError):
+            yield from _last_line_before_damage(file_range, end, options)
+        yield ReadResult(file_range, end, 0, DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}"))
 
 
-def _line_without_end(piece: Piece, start: int, reading: Reading) -> Iterator[Read]:
+def _last_line_before_damage(file_range: FileRange, start: int, options: WebReadOptions) -> Iterator[ReadResult]:
     """The last line before damage, if it is a whole object as it is; otherwise it is a part of the damage."""
-    if piece.source.format == "jsonl":
-        with opened(piece.source.path) as file:
-            for _ in _before(file, start):
+    if file_range.source.format == "jsonl":
+        with open_decompressed(file_range.source.path) as file:
+            for _ in _read_before(file, start):
                 pass
-            rest, _ = before_damage(file, reading.max_bytes + 1)
+            rest, _ = read_until_damage(file, options.max_bytes + 1)
         line = (rest if start else rest.removeprefix(BOM)).strip(b" \t\r\n")
-        record = _record(piece, Raw(start, len(rest), line), reading)
-        if isinstance(record.value, Document) and not record.repairs and len(rest) <= reading.max_bytes:
+        record = _parse_raw(file_range, RawDocument(start, len(rest), line), options)
+        if isinstance(record.value, Document) and not record.repairs and len(rest) <= options.max_bytes:
             yield record
 
 
-def _before(file: BufferedReader, offset: int) -> Iterator[bytes]:
+def _read_before(file: BufferedReader, offset: int) -> Iterator[bytes]:
     """What is before a place that was read already."""
-    while offset > 0 and (part := before_damage(file, min(offset, 1 << 20))[0]):
+    while offset > 0 and (part := read_until_damage(file, min(offset, 1 << 20))[0]):
         yield part
         offset -= len(part)
 
 
-def _raws(file: BufferedReader, piece: Piece, limit: int) -> Iterator[Raw]:
-    kind = piece.source.format
+def _raw_documents(file: BufferedReader, file_range: FileRange, limit: int) -> Iterator[RawDocument]:
+    kind = file_range.source.format
     if kind in ("jsonl", "urls"):
-        yield from _lines(file, piece.start, piece.stop, limit)
+        yield from _raw_lines(file, file_range.start, file_range.stop, limit)
     elif kind == "array":
-        yield from (Raw(offset, size, content) for offset, size, content in elements(file, limit))
+        yield from (RawDocument(offset, size, content) for offset, size, content in array_elements(file, limit))
     else:
         content = file.read(limit + 1)
-        yield Raw(0, min(len(content), limit), content if len(content) <= limit else None)
+        yield RawDocument(0, min(len(content), limit), content if len(content) <= limit else None)
 
 
-def _lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> Iterator[Raw]:
+def _raw_lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> Iterator[RawDocument]:
     """The lines that begin in [start, stop), blank ones left out."""
     offset = start
     if start:  # the line that reaches over `start` belongs to the piece before
@@ -147,9 +147,9 @@ def _lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> It
         size = len(line)
         if size > limit and not line.endswith(b"\n"):
             size += _skip_line(file)
-            yield Raw(offset, size, None)
+            yield RawDocument(offset, size, None)
         elif line := (line if offset else line.removeprefix(BOM)).strip(b" \t\r\n"):
-            yield Raw(offset, size, line)
+            yield RawDocument(offset, size, line)
         offset += size
 
 
@@ -163,36 +163,37 @@ def _skip_line(file: BufferedReader) -> int:
     return skipped
 
 
-def _record(piece: Piece, raw: Raw, reading: Reading) -> Read:
+def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions) -> ReadResult:
     try:
         if raw.content is None:
-            raise Fault("too long", f"more than {reading.max_bytes} bytes (--max-document-bytes)")
-        document, repairs = _document(piece, raw.content, reading)
-    except Fault as fault:
-        return Read(piece, raw.offset, raw.size, _with_advice(fault, piece, raw))
-    return Read(piece, raw.offset, raw.size, document, repairs)
+            raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
+        document, repairs = _parse_document(file_range, raw.content, options)
+    except DocumentError as fault:
+        return ReadResult(file_range, raw.offset, raw.size, _with_hint(fault, file_range, raw))
+    return ReadResult(file_range, raw.offset, raw.size, document, repairs)
 
 
-def _with_advice(fault: Fault, piece: Piece, raw: Raw) -> Fault:
+def _with_hint(fault: DocumentError, file_range: FileRange, raw: RawDocument) -> DocumentError:
     """What to do, where the file as a whole is of another kind than it was taken for."""
-    if piece.source.format != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16):
-        return Fault(fault.reason, f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}")
-    if piece.source.format == "object" and "Extra data" in str(fault):
-        return Fault(fault.reason, f"{fault} (are these several objects? `jq -c .` makes a line of each)")
+    if file_range.source.format != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16_BOMS):
+        return DocumentError(fault.reason, f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}")
+    if file_range.source.format == "object" and "Extra data" in str(fault):
+        return DocumentError(fault.reason, f"{fault} (are these several objects? `jq -c .` makes a line of each)")
     return fault
 
 
-def _document(piece: Piece, content: bytes, reading: Reading) -> tuple[Document, tuple[str, ...]]:
-    kind = piece.source.format
+def _parse_document(file_range: FileRange, content: bytes, options: WebReadOptions) -> tuple[Document, tuple[str, ...]]:
+    kind = file_range.source.format
     if kind in ("jsonl", "array", "object"):
-        return read_line(content.removeprefix(BOM) if kind == "object" else content, reading.keys, reading.mend)
+        return parse_json_line(
+            content.removeprefix(BOM) if kind == "object" else content, options.keys, options.repairs)
     if kind != "urls" and (archive := archive_kind(content)):
-        raise Fault(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK}")
-    said = {"file": piece.source.name}
+        raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
+    meta = {"file": file_range.source.name}
     if kind == "html":
-        text, repaired = decode_page(content, reading.charset, reading.mend)
-        return Document(text, None, {**said, "format": "html"}), repaired
-    repairs: list[str] | None = [] if reading.mend else None
-    text = decode(content, repairs)
-    document = Document("", text) if kind == "urls" else Document(text.removeprefix("\ufeff"), None, said)
+        text, repaired = decode_page(content, options.charset, options.repairs)
+        return Document(text, None, {**meta, "format": "html"}), repaired
+    repairs: list[str] | None = [] if options.repairs else None
+    text = decode_utf8(content, repairs)
+    document = Document("", text) if kind == "urls" else Document(text.removeprefix("\ufeff"), None, meta)
     return document, tuple(repairs or ())

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from data.recorded import STAGE_FILE
-from data.storage import CHUNK, DataError, write_json_atomic
-from data.webtext.counts import Counts
+from data.storage import READ_BYTES, DataError, write_json_atomic
+from data.webtext.counts import DocumentCounts
 
-WHOLE = (0, 1)
+SINGLE_MACHINE = (0, 1)
 REVISION = 3
 """Raised whenever the same inputs and parameters would give another output."""
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputShard:
     """One shard."""
 
     name: str
@@ -33,12 +33,12 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Record:
+class StageRecord:
     """A finished stage."""
 
     key: Mapping[str, Any]
-    counts: Counts
-    outputs: tuple[Output, ...]
+    counts: DocumentCounts
+    outputs: tuple[OutputShard, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -51,14 +51,14 @@ class Record:
             "outputs": [asdict(output) for output in self.outputs]})
 
 
-def make_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]],
-             shard: tuple[int, int] = WHOLE) -> dict[str, Any]:
+def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]],
+              shard: tuple[int, int] = SINGLE_MACHINE) -> dict[str, Any]:
     """As it comes back from JSON, so that equal keys compare equal."""
     key = {"stage": stage, "revision": REVISION, "parameters": parameters, "shard": list(shard), "inputs": inputs}
     return dict(json.loads(json.dumps(key)))
 
 
-def read_json(path: Path) -> Any:
+def read_json_or_none(path: Path) -> Any:
     """The value in a file; None where there is none that can be read."""
     try:
         return json.loads(path.read_bytes())
@@ -66,32 +66,32 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def digest(key: Mapping[str, Any]) -> str:
+def key_digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_record(folder: Path) -> Record | None:
+def read_stage_record(folder: Path) -> StageRecord | None:
     """The record of a folder; None where there is none, or none that can be read."""
-    value = read_json(folder / STAGE_FILE)
+    value = read_json_or_none(folder / STAGE_FILE)
     try:
-        return Record(value["key"], Counts.from_json(value["counts"]),
-                      tuple(Output(**output) for output in value["outputs"]), tuple(value["notes"]))
+        return StageRecord(value["key"], DocumentCounts.from_json(value["counts"]),
+                           tuple(OutputShard(**output) for output in value["outputs"]), tuple(value["notes"]))
     except (KeyError, TypeError):
         return None
 
 
-def is_whole(folder: Path, record: Record) -> bool:
+def shards_are_complete(folder: Path, record: StageRecord) -> bool:
     """Whether every shard is there in its size."""
     return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
                for output in record.outputs)
 
 
-def merge(folders: Sequence[Path]) -> Record:
+def merge_records(folders: Sequence[Path]) -> StageRecord:
     """The record of the whole from those of its shares: the one that a run on a single machine would have left."""
     records = []
     for folder in folders:
-        record = read_record(folder)
-        if record is None or not is_whole(folder, record):
+        record = read_stage_record(folder)
+        if record is None or not shards_are_complete(folder, record):
             raise DataError(f"{folder}: expected the folder of a stage that is complete; run its command again first")
         records.append(record)
     records.sort(key=lambda record: list(record.key["shard"]))
@@ -108,18 +108,18 @@ def merge(folders: Sequence[Path]) -> Record:
             if record.key[name] != first[name]:
                 raise DataError(f"merge: the shares differ in {name}: {first[name]} and {record.key[name]}")
     inputs = {json.dumps(source): source for record in records for source in record.key["inputs"]}
-    key = make_key(str(first["stage"]), first["parameters"], list(inputs.values()))
-    return Record(key, sum((record.counts for record in records), Counts()),
-                  tuple(output for record in records for output in record.outputs),
-                  tuple(dict.fromkeys(note for record in records for note in record.notes)))
+    key = stage_key(str(first["stage"]), first["parameters"], list(inputs.values()))
+    return StageRecord(key, sum((record.counts for record in records), DocumentCounts()),
+                       tuple(output for record in records for output in record.outputs),
+                       tuple(dict.fromkeys(note for record in records for note in record.notes)))
 
 
-def describe(folder: Path, name: str) -> Output:
+def describe_shard(folder: Path, name: str) -> OutputShard:
     """A shard that someone else wrote."""
     sha256, size, documents = hashlib.sha256(), 0, 0
     with open(folder / name, "rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_BYTES):
             sha256.update(chunk)
             size += len(chunk)
             documents += chunk.count(b"\n")
-    return Output(name, documents, size, sha256.hexdigest())
+    return OutputShard(name, documents, size, sha256.hexdigest())

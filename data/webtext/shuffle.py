@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from data.storage import make_folder, staged_file
-from data.webtext.counts import Counts
+from data.webtext.counts import DocumentCounts
 from data.webtext.external import LineBuckets
-from data.webtext.shards import shard_lines, shard_name, share, whole
-from data.webtext.words import mix
+from data.webtext.shards import machine_share, read_shard_lines, shard_name, whole_file
+from data.webtext.words import splitmix64
 
-Report = Callable[[Counts], None]
+ReportShuffled = Callable[[DocumentCounts], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class ShuffleOptions:
     seed: int = 0
     shards: int | None = None
     """How many to write; default: as many as there are."""
@@ -34,31 +34,33 @@ class Options:
     """(i, n): write the i-th n-th of the shards."""
 
 
-def run(inputs: Sequence[Path], output: Path, options: Options, workers: int, report: Report) -> None:
+def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
+                report: ReportShuffled) -> None:
     """Write the shards. Moving bytes is all the work, so one process does it, whatever `workers` says."""
     work = make_folder(output / ".work")
     total = options.shards or max(1, len(inputs))
-    wanted = share(total, *options.part)
-    size = sum(whole(path).stop for path in inputs)
-    finer = max(1, -(-4 * size // (options.memory * total)))  # buckets of a shard; a bucket takes a quarter of memory
-    buckets = LineBuckets(work, max(1, len(wanted) * finer), options.memory // 2)
-    for key, line in zip(keys(options.seed), chain.from_iterable(map(shard_lines, inputs))):
-        bucket = (key * total * finer >> 64) - wanted.start * finer
-        if 0 <= bucket < len(wanted) * finer:
+    own_shards = machine_share(total, *options.part)
+    size = sum(whole_file(path).stop for path in inputs)
+    buckets_per_shard = max(1, -(-4 * size //
+                                 (options.memory * total)))  # buckets of a shard; a bucket takes a quarter of memory
+    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
+    for key, line in zip(shuffle_keys(options.seed), chain.from_iterable(map(read_shard_lines, inputs))):
+        bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
+        if 0 <= bucket < len(own_shards) * buckets_per_shard:
             buckets.add(bucket, key, line)
-    for number, shard in enumerate(wanted):
-        counts = Counts()
+    for number, shard in enumerate(own_shards):
+        counts = DocumentCounts()
         with staged_file(output / shard_name(shard)) as file:
-            for bucket in range(number * finer, (number + 1) * finer):
+            for bucket in range(number * buckets_per_shard, (number + 1) * buckets_per_shard):
                 for line in buckets.lines(bucket):
                     file.write(line)
-                    counts.keep(len(line), len(line))
+                    counts.add_kept(len(line), len(line))
         report(counts)
     shutil.rmtree(work)
 
 
-def keys(seed: int) -> Iterator[int]:
+def shuffle_keys(seed: int) -> Iterator[int]:
     """The keys of documents 0, 1, 2, ...; all are distinct."""
-    start = mix(np.array([seed % (1 << 64)], np.uint64))
+    start = splitmix64(np.array([seed % (1 << 64)], np.uint64))
     for first in count(0, 4096):
-        yield from mix(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
+        yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()

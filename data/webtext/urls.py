@@ -22,14 +22,14 @@ import numpy as np
 
 from data.parallel import ordered_map
 from data.storage import DataError, staged_file
-from data.webtext.counts import Counts
-from data.webtext.document import Document, Drop, Function, parse
+from data.webtext.counts import DocumentCounts
+from data.webtext.document import Document, DocumentFunction, DroppedDocument, parse_shard_line
 from data.webtext.external import Rows, RowSorter
-from data.webtext.shards import shard_lines, shard_name, share
+from data.webtext.shards import machine_share, read_shard_lines, shard_name
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
-DUPLICATE = "duplicate URL"
+DUPLICATE_URL = "duplicate URL"
 
 # Places with little running text (a domain stands for its subdomains), and files that are not pages.
 DOMAINS = frozenset("""
@@ -70,7 +70,7 @@ class UniqueOptions:
     """(i, n): write the i-th n-th of the shards."""
 
 
-def read_list(path: str) -> tuple[str, ...]:
+def read_blacklist(path: str) -> tuple[str, ...]:
     """A black list: one entry a line, `#` begins a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -79,30 +79,30 @@ def read_list(path: str) -> tuple[str, ...]:
     return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
 
 
-def make(options: UrlOptions) -> Function:
+def make_url_filter(options: UrlOptions) -> DocumentFunction:
     domains, extensions = frozenset(options.domains), frozenset(options.extensions)
 
-    def check(document: Document) -> Document | Drop:
+    def check(document: Document) -> Document | DroppedDocument:
         url = document.url
         if url is None:
             return document
         if len(url) < options.shortest:
-            return Drop("short URL")
-        parts = split(url)
+            return DroppedDocument("short URL")
+        parts = split_url(url)
         if parts is None:
-            return Drop("malformed URL")
+            return DroppedDocument("malformed URL")
         labels = str(parts.hostname).removesuffix(".").split(".")
         if any(".".join(labels[k:]) in domains for k in range(len(labels))):
-            return Drop("blacklisted domain")
+            return DroppedDocument("blacklisted domain")
         name = parts.path.rpartition("/")[2].lower()
         if "." in name and name[name.rindex("."):] in extensions:
-            return Drop("blacklisted extension")
+            return DroppedDocument("blacklisted extension")
         return document
 
     return check
 
 
-def split(url: str) -> SplitResult | None:
+def split_url(url: str) -> SplitResult | None:
     """The parts of a web address, or None if it is none."""
     if _FORBIDDEN.search(url):
         return None
@@ -117,9 +117,9 @@ def split(url: str) -> SplitResult | None:
     return parts
 
 
-def same_address(url: str) -> str:
+def normalized_url(url: str) -> str:
     """Equal for two spellings of one address."""
-    parts = split(url)
+    parts = split_url(url)
     if parts is None:
         return url
     host = str(parts.hostname).removesuffix(".").removeprefix("www.")
@@ -127,10 +127,10 @@ def same_address(url: str) -> str:
 
 
 def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               report: Callable[[Counts], None]) -> None:
+               report: Callable[[DocumentCounts], None]) -> None:
     """Of the documents with one address, keep the first."""
     seen = RowSorter(output, 4, options.memory // 2)
-    for rows in ordered_map(addresses, enumerate(inputs), workers):
+    for rows in ordered_map(url_hash_rows, enumerate(inputs), workers):
         seen.add(rows)
     repeated = RowSorter(output, 2, options.memory // 2)
     last = np.empty((0, 4), np.uint64)
@@ -139,25 +139,25 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
         equal = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
         repeated.add(rows[1:][equal][:, 2:])
         last = block[-1:]
-    mine = share(len(inputs), *options.part)
-    tasks = islice(_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
-    for counts in ordered_map(_copy, tasks, workers):
+    mine = machine_share(len(inputs), *options.part)
+    tasks = islice(_copy_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
+    for counts in ordered_map(_copy_unique_lines, tasks, workers):
         report(counts)
 
 
-def addresses(shard: tuple[int, Path]) -> Rows:
+def url_hash_rows(shard: tuple[int, Path]) -> Rows:
     """Rows (hash of the address in two numbers, shard, line) of the documents of a shard that have an address."""
     number, path = shard
     rows = []
-    for place, line in enumerate(shard_lines(path)):
-        url = parse(line, f"{path}:{place + 1}").url
+    for place, line in enumerate(read_shard_lines(path)):
+        url = parse_shard_line(line, f"{path}:{place + 1}").url
         if url is not None:
-            key = hashlib.blake2b(same_address(url).encode(), digest_size=16).digest()
+            key = hashlib.blake2b(normalized_url(url).encode(), digest_size=16).digest()
             rows.append([int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"), number, place])
     return np.array(rows, np.uint64).reshape(-1, 4)
 
 
-def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
+def _copy_tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
     """(shard, its new place, lines to leave out) of each shard, from sorted rows (shard, line)."""
     held = np.empty((0, 2), np.uint64)
     for number, path in enumerate(inputs):
@@ -173,14 +173,14 @@ def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> It
         held = rows[cut:]
 
 
-def _copy(task: tuple[Path, Path, Rows]) -> Counts:
+def _copy_unique_lines(task: tuple[Path, Path, Rows]) -> DocumentCounts:
     path, target, left_out = task
-    places, counts = set(left_out.tolist()), Counts()
+    places, counts = set(left_out.tolist()), DocumentCounts()
     with staged_file(target) as file:
-        for place, line in enumerate(shard_lines(path)):
+        for place, line in enumerate(read_shard_lines(path)):
             if place in places:
-                counts.drop(DUPLICATE, len(line))
+                counts.add_dropped(DUPLICATE_URL, len(line))
             else:
-                counts.keep(len(line), len(line))
+                counts.add_kept(len(line), len(line))
                 file.write(line)
     return counts

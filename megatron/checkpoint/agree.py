@@ -16,8 +16,7 @@ from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsE
 from megatron.launch.alike import difference
 from megatron.launch.exits import is_lack_of_memory
 from megatron.ranges import differences
-from mpu.collectives import agree as reduce_number
-from mpu.collectives import all_gather_json, broadcast_json, least
+from mpu.collectives import all_gather_json, all_reduce_min, all_reduce_scalar as reduce_number, broadcast_json
 from mpu.groups import Group
 from mpu.split import ParallelError
 
@@ -100,8 +99,8 @@ def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable
     _, failure = _attempt(check)
     texts = [json.dumps(facts, sort_keys=True, default=str) for facts in told]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
-    first, *found = least([world.size if failure is None else world.rank,
-                           *digests, *(-digest for digest in digests)], world)
+    first, *found = all_reduce_min([world.size if failure is None else world.rank,
+                                    *digests, *(-digest for digest in digests)], world)
     _raise_first(int(first), failure, world)
     return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
             for text, smallest, negated in zip(texts, found[:len(told)], found[len(told):], strict=True)]

@@ -85,8 +85,8 @@ class Background:
 
     def is_of(self, world: Group) -> bool:
         """These ranks can complete what it has under way."""
-        names = (self.world.name, self.world.control)  # of another process group with the same ranks they differ
-        return (self.world, names) == (world, (world.name, world.control)) and not world.is_left and \
+        names = (self.world.name, self.world.control_name)  # of another process group with the same ranks they differ
+        return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
             self._process == os.getpid()
 
     def start(self, steps: Saving, then: Callable[[SaveReport], None], root: Path = Path(),
@@ -177,7 +177,7 @@ class Background:
                   "before; a load takes the one before it", file=sys.stderr)
             return
         try:
-            if self.world.is_left:
+            if self.world.is_destroyed:
                 raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
             self._meet("the end of its program, with a save to complete")
             self.wait()

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.checkpoint.choice import all_tags, candidates, dangling, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, Manifest
@@ -50,7 +50,8 @@ def list_tags(root: Path, tag: str | None) -> None:
     sys.stdout.flush()
     listed = [manifest.tag for manifest in manifests]
     for name, error in damaged.items():
-        print(f"warning: {one_line(error)}" + "  latest" * (name == latest and name not in listed), file=sys.stderr)
+        print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in listed),
+              file=sys.stderr)
     if tag is not None:
         return
     if not chosen:
@@ -63,12 +64,12 @@ def list_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
                               f"which cannot be read: a load of {root} ends with this error too; {advice}")
     if latest is None and (warning := explain_choice(root, chosen)):
-        print(one_line(warning), file=sys.stderr)
+        print(escape_to_one_line(warning), file=sys.stderr)
 
 
 def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes")
+    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes")
 
 
 def _descent(record: SaveRecord, records: Mapping[str, SaveRecord], used: SaveRecord | None) -> str:

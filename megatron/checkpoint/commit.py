@@ -29,9 +29,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.storage import StorageFault, fsync_directory, letting_go, staged_file, write_json_atomic
-from megatron.checkpoint.choice import (
-    PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
+from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
+from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first
 from megatron.checkpoint.flock import abandoned, alone, held
 from megatron.checkpoint.lineage import SaveRecord
 from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name, seal_of
@@ -126,7 +125,7 @@ def locked(root: str | Path) -> Iterator[None]:
     with storing(path, 0):  # the file is emptied below: a symbolic link in its place must not lead to another one
         file = open(path, "a+", encoding="utf-8", errors="replace",
                     opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    with file, letting_go(file):
+    with file, unlock_on_exit(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

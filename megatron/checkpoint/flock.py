@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.storage import letting_go
+from data.storage import unlock_on_exit
 from megatron.errors import StorageError
 
 PATIENCE = 300.0
@@ -76,7 +76,7 @@ def _descriptor(folder: Path) -> Iterator[int | None]:
         yield None
         return
     try:
-        with letting_go(descriptor):
+        with unlock_on_exit(descriptor):
             yield descriptor
     finally:
         with suppress(OSError):  # nothing was written through it

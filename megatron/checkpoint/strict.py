@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.storage import crc32, told
+from data.storage import crc32, parse_error_text
 from megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def parse_json(data: bytes | str, where: str) -> object:
     try:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not JSON ({told(error)})") from error
+        raise CheckpointError(f"{where}: not JSON ({parse_error_text(error)})") from error
     return value
 
 

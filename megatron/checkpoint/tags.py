@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from data.storage import crc32_file, one_line
+from data.storage import crc32_file, escape_to_one_line
 from megatron.checkpoint.header import Header, Place, read_header
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, key_of, read_manifest, safe_name, step_of
 from megatron.checkpoint.part import CONFIG, Origin, check_origin, origin_of, part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.checkpoint.strangers import check_tag_inside, unread
+from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.errors import CheckpointError
 
 Say = Callable[[str], None]
@@ -29,7 +29,7 @@ ASIDE = ".aside-"
 
 
 def say_stderr(line: str) -> None:
-    print(one_line(line), file=sys.stderr, flush=True)
+    print(escape_to_one_line(line), file=sys.stderr, flush=True)
 
 
 def folder_of(root: Path, tag: str) -> Path:

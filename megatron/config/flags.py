@@ -16,7 +16,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from data.cli import dashed, misspelt
+from data.cli import normalize_flag_names, suggest_spelling
 from megatron.config import ds_file, foreign, help
 from megatron.config.ds_file import in_words
 from megatron.config.hf_shape import shape_in, tokenizer_in
@@ -27,7 +27,6 @@ from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.config.words import Words
 from megatron.errors import ConfigError
 from megatron.version import DISTRIBUTION, __version__
-
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 """What other programs write after a switch."""
@@ -59,7 +58,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, beside: Collection[s
     command (the planner, the tuner) that these flags were given to.
     """
     parser = build_parser()
-    words, problems = switches(parser, dashed(argv))
+    words, problems = switches(parser, normalize_flag_names(argv))
     ours, foreigners, notes = foreign.answers(words, starts_ranks=not beside)
     problems += foreigners
     given = argparse.Namespace()
@@ -99,7 +98,7 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draf
 
 def asks_for_plan(argv: Sequence[str]) -> bool:
     """The run is not to be started, but planned: --dry-run."""
-    return "--dry-run" in switches(build_parser(), dashed(argv))[0]
+    return "--dry-run" in switches(build_parser(), normalize_flag_names(argv))[0]
 
 
 def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +170,7 @@ def _one_of(flag: str, words: tuple[str, ...], refused: Mapping[str, str] = {}) 
 
     def convert(text: str) -> str:
         if text not in words:
-            why = refused.get(text.lower().replace("_", "")) or misspelt(text, words)
+            why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, words)
             raise ConfigError(f"{flag} is {text}: expected {', '.join(words[:-1])} or {words[-1]}"
                               + (f"; {why}" if why else ""))
         return text
@@ -218,7 +217,7 @@ def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Seq
                     f"give {opposite}" if (opposite := _opposite(before, known[before])) else f"leave {before} out")
                  for before, word in valued]
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        hint = misspelt(flag, {*known, *beside}) or "`--help-all` lists every flag"
+        hint = suggest_spelling(flag, {*known, *beside}) or "`--help-all` lists every flag"
         sentences.append(f"unknown flag {flag}: {hint}")
     return sentences or [_stray(word, words) for word in unknown[:1]]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import Field, fields
 from typing import Any, Literal, NoReturn
 
-from data.cli import Parser, typed
+from data.cli import StrictArgumentParser, command_name
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
@@ -37,12 +37,12 @@ RARER = {
 }
 
 
-class CommandParser(Parser):
+class CommandParser(StrictArgumentParser):
     """The command line of `python -m megatron.NAME`; what is wrong with it is a ConfigError, and so one line."""
 
     def __init__(self, module: str, description: str, examples: str = "", **more: Any) -> None:
         """`module` as it is run; help and examples have what was typed in its place."""
-        program = typed(module)
+        program = command_name(module)
         super().__init__(program, description.replace(module, program), epilog=examples.replace(module, program),
                          formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
@@ -52,7 +52,7 @@ class CommandParser(Parser):
 
 def _beginning() -> list[str]:
     """How to call it, in the words of a clone or of an installation."""
-    program = typed("python pretrain_gpt2.py")
+    program = command_name("python pretrain_gpt2.py")
     launch = ("gpt2-launch --nproc-per-node 2 -m pretrain_gpt2" if program == "gpt2-train" else
               "python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py")
     return [f"usage: {program} [FLAGS]", "", EXAMPLES.format(program=program, launch=launch)]

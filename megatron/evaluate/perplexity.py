@@ -25,7 +25,6 @@ from megatron.evaluate.request import PARTS, Asked, is_corpus
 from megatron.evaluate.stream import Stream, Text, ending, in_a_row, one_by_one
 from megatron.evaluate.task import Subject
 
-
 WORD = re.compile(r"\S+")
 
 
@@ -63,7 +62,7 @@ def _documents(path: str, subject: Subject) -> Iterator[str]:
         yield reading.whole_text(path)
         return
     for line in reading.lines(path):
-        yield line.text(*dict.fromkeys((subject.reading.key, "text")))
+        yield line.text(*dict.fromkeys((subject.reading.json_key, "text")))
 
 
 def _of_corpus(prefix: str, asked: Asked, subject: Subject) -> Iterator[Text]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data.compressed import opened, reading
+from data.compressed import open_decompressed, read_errors_for
 from data.inputs import JSON_LINES, kind_of
-from data.storage import DataError, told
+from data.storage import DataError, parse_error_text
 
 BOM = "\ufeff"
 
@@ -59,7 +59,7 @@ def is_lines(path: str) -> bool:
 
 def whole_text(path: str) -> str:
     """Of a text file, line ends as they are."""
-    with reading(path), opened(path) as file:
+    with read_errors_for(path), open_decompressed(path) as file:
         raw = file.read()
     text = _decoded(raw, path).removeprefix(BOM)
     if not text.strip():
@@ -70,7 +70,7 @@ def whole_text(path: str) -> str:
 def lines(path: str) -> Iterator[Line]:
     """The objects of a file of JSON lines, read one by one; blank lines are none."""
     is_empty = True
-    with reading(path), opened(path) as file:
+    with read_errors_for(path), open_decompressed(path) as file:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             line = _decoded(raw, where).removeprefix(BOM if number == 1 else "")
@@ -85,7 +85,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({told(error)}); expected an object") from error
+        raise DataError(f"{where}: not JSON ({parse_error_text(error)}); expected an object") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

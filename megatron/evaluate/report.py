@@ -93,7 +93,7 @@ class Report:
     def as_text(self) -> str:
         found = self.values()
         found["published"] = ", ".join(f"{_words(name)} {value:g}" for name, value in self.published.items())
-        found["tokenizer"] = self.tokenizer.described
+        found["tokenizer"] = self.tokenizer.description
         found["seconds"] = f"{self.seconds:.1f}"
         return "\n".join(f"{_words(name):20} {_shown(value)}".rstrip() for name, value in found.items())
 

@@ -28,15 +28,15 @@ from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-from mpu.vocab_share import Share
+from mpu.vocab_share import VocabShard
 
 
 def found_here(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
     """[n, V / tp], ids [n] -> [n, 4] of this rank's columns; `tokens` of all are real."""
-    share = Share.of(logits.shape[1], tp, tokens)
-    if not share.columns:
+    share = VocabShard.of(logits.shape[1], tp, tokens)
+    if not share.num_columns:
         return torch.tensor([-torch.inf, -torch.inf, 0, -torch.inf], device=logits.device).expand(len(logits), 4)
-    real = logits[:, : share.columns].float()
+    real = logits[:, : share.num_columns].float()
     mine, column = share.locate(targets)
     likeliest = real.argmax(1, keepdim=True)
     return torch.stack([real.logsumexp(1), real.gather(1, likeliest)[:, 0],

@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from data.plain_text import Separator
-from data.preprocess import Reading
+from data.preprocess import TextReadOptions
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
 from megatron.config.model import ModelConfig
@@ -122,7 +122,8 @@ def _check_shape(found: loading.Found, said: Mapping[str, float]) -> None:
 def _subject(tokenizer: Tokenizer, found: loading.Found) -> Subject:
     """With what its run says of the data that it was trained with; a Hugging Face folder says nothing."""
     said = found.data
-    reading = Reading(said.get("text_key", Reading.key), Separator.parse(said.get("document_separator")))
+    reading = TextReadOptions(said.get("text_key", TextReadOptions.json_key),
+                              Separator.parse(said.get("document_separator")))
     apart = {part: said[f"{part}_data"] for part in ("valid", "test") if said.get(f"{part}_data")}
     return Subject(tokenizer, found.shape.max_position_embeddings, said.get("split"), apart, reading,
                    said.get("data_cache_path"))

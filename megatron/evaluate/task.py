@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.preprocess import Reading
+from data.preprocess import TextReadOptions
 from data.tokenizer_base import Tokenizer
 from megatron.evaluate.pieces import Ids, Piece, Score
 
@@ -99,7 +99,7 @@ class Subject:
     """Of the documents it was trained with."""
     apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parts that had data of their own."""
-    reading: Reading = Reading()
+    reading: TextReadOptions = TextReadOptions()
     """How files became documents there."""
     cache_path: str | None = None
     """The folder of the corpora that were made of them; None: beside them."""

@@ -77,7 +77,7 @@ def _device(sharded: Sequence[Tensor], others: Sequence[Tensor], buckets: Iterab
     """Where the norm is: all ranks must say the same, and one may have no gradient."""
     first = next(iter(buckets), None)
     if first is not None:
-        return first.updates_on if first.dp.sends_from_host else first.device
+        return first.updates_on if first.dp.own_backend_serves_cpu else first.device
     return next((one.device for one in (*sharded, *others)), torch.device("cpu"))
 
 

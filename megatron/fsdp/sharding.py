@@ -44,7 +44,7 @@ from megatron.zero.turns import Turns
 from megatron.zero.units import ROOT, Cut
 from mpu import groups
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Group, Groups, neighbours
+from mpu.groups import SOLO, Group, Groups, subgroup
 
 STAGE = 3
 _MEMBER = "_fsdp_member"
@@ -292,7 +292,7 @@ def _neighbours(reshards: bool | int, group: Group) -> Group:
     _check_neighbours(reshards, group)  # of a module inside, set_reshard_after_forward may have set another number
     if isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo:
         return SOLO
-    return neighbours(group, reshards)
+    return subgroup(group, reshards)
 
 
 def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]:
@@ -341,7 +341,7 @@ def group_of(process_group: ProcessGroup | None) -> Group:
     """None: all ranks, which meet here where a launcher started them and the script has not met; without one, this
     process alone."""
     if process_group is not None:
-        return groups.of_handle(process_group)
+        return groups.group_from_process_group(process_group)
     if groups.build(1).world.is_solo and distributed.read_environment().world_size > 1:
         init_distributed()
     return groups.build(1).world
@@ -351,7 +351,7 @@ def device_of(module: nn.Module, group: Group) -> torch.device:
     """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
     device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
     if device is None:
-        if group.is_solo or group.sends_from_host:
+        if group.is_solo or group.own_backend_serves_cpu:
             return torch.device("cpu")
         device = distributed.device_for(distributed.read_environment())
     if device.type == "cuda":

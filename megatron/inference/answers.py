@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import starmap
 from typing import IO, final
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import on_rank_0
 from megatron.config.tree import require
@@ -22,7 +22,7 @@ from megatron.inference.prompts import Prompt, Prompts
 from megatron.inference.request import Request, Wish
 from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
-from mpu.groups import Groups, limit_waits
+from mpu.groups import Groups, set_timeout
 
 BETWEEN = "-" * 15 + "\n"
 """Answers, each of any number of lines."""
@@ -64,7 +64,7 @@ class Answers:
         generator, world = self._generator, self._groups.world
         waiting, more, number = deque[Request](), True, 0
         if broadcast_json(prompts.lasts if world.rank == 0 else None, world, 0):
-            limit_waits(self._groups, PATIENCE)
+            set_timeout(self._groups, PATIENCE)
         while more or waiting or generator.runs:
             if more and len(waiting) < generator.room:
                 most, wait = generator.room - len(waiting), not (waiting or generator.runs)
@@ -134,14 +134,14 @@ class _Page:
         if self._jsonl:
             if text.ended is not None:
                 line = self._line(prompt, text)
-                out.write((one_line(line) if out.isatty() else line) + "\n")
+                out.write((escape_to_one_line(line) if out.isatty() else line) + "\n")
             return
         if self._begun < self._turn:
             out.write(BETWEEN)
             self._begun = self._turn
         found = prompt + self._wording.settled(text)
         new = found[len(self._printed):]
-        out.write(one_line(new, keep="\n") if out.isatty() else new)
+        out.write(escape_to_one_line(new, allowed="\n") if out.isatty() else new)
         self._printed = found
         if text.ended is not None:
             out.write("\n")

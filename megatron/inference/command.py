@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TextIO
 
-from data.storage import check_not_over, named_by, read_for, staged_file
+from data.storage import check_outputs_are_not_inputs, prefix_data_errors, prefix_storage_errors, staged_file
 from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import former
@@ -86,8 +86,8 @@ def check(asked: argparse.Namespace) -> None:
     folder = Path(asked.output or "x").absolute().parent
     require(folder.is_dir(), f"--output {asked.output}: {folder} is no folder")
     if asked.output:
-        with read_for("--output"):
-            check_not_over(files_read(asked), [asked.output], "choose another --output")
+        with prefix_data_errors("--output"):
+            check_outputs_are_not_inputs(files_read(asked), [asked.output], "choose another --output")
 
 
 def files_read(asked: argparse.Namespace) -> list[str]:
@@ -132,7 +132,7 @@ def _mode(stream: TextIO) -> int:
 @contextmanager
 def output_of(asked: argparse.Namespace) -> Iterator[IO[str]]:
     if asked.output:
-        with named_by("--output"), staged_file(asked.output, "w") as file:
+        with prefix_storage_errors("--output"), staged_file(asked.output, "w") as file:
             yield file
     else:
         yield sys.stdout

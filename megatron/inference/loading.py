@@ -130,7 +130,7 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
 def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
     """In a line."""
     doubt = " (assumed: nothing beside the weights says which it is)" if found.assumes_tokenizer else ""
-    return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.described}{doubt}"
+    return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
 
 
 def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
@@ -178,8 +178,8 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
             f"{found.name} has {found.shape.tokens} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
             "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
     if (known := found.trained_with) is not None:
-        require(known == made.facts, f"{found.name} was trained with {known.described}, and this is "
-                f"{made.facts.described}: give its own, --tokenizer-type with its files (--tokenizer-path or "
+        require(known == made.facts, f"{found.name} was trained with {known.description}, and this is "
+                f"{made.facts.description}: give its own, --tokenizer-type with its files (--tokenizer-path or "
                 "--vocab-file)")
     return made
 

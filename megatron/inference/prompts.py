@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TextIO, final
 
-from data.compressed import opened, reading, without_compression
+from data.compressed import open_decompressed, read_errors_for, strip_compression_suffix
 from data.storage import DataError
 from megatron.config.tree import require
 
@@ -102,9 +102,9 @@ def of_arguments(texts: Iterable[str], what: str = "prompt") -> list[Prompt]:
 
 def of_file(path: str, say: Callable[[str], None]) -> Iterator[Prompt]:
     """Compressed or not, as its name says; of a .jsonl file the texts of its objects."""
-    is_json = without_compression(path).endswith(".jsonl")
+    is_json = strip_compression_suffix(path).endswith(".jsonl")
     is_empty = True
-    with reading(path), opened(path) as file:
+    with read_errors_for(path), open_decompressed(path) as file:
         for text, where in _without_blanks(_decoded(file, path), path, say):
             is_empty = False
             yield Prompt(_text_in(text, where) if is_json else text, where)

@@ -19,7 +19,7 @@ from megatron.inference.request import Request, Wish
 from megatron.inference.terminal import HOW_TO_LEAVE, Terminal
 from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
-from mpu.groups import Groups, limit_waits
+from mpu.groups import Groups, set_timeout
 
 
 @final
@@ -29,7 +29,7 @@ class Session:
         self._tokenizer, self._world, self._wish, self._terminal = loaded.tokenizer, groups.world, wish, terminal
         self._decoder, self._wording = Decoder(loaded.model, rows=1), Wording(loaded.tokenizer)
         self._generator = generator_of(loaded, self._decoder, self._wording, wish.slides)
-        limit_waits(groups, PATIENCE)
+        set_timeout(groups, PATIENCE)
 
     def run(self) -> None:
         """Until the person leaves. Collective."""

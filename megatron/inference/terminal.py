@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.launch.signals import take_interrupts
 
 PROMPT = "> "
@@ -68,7 +68,7 @@ class Terminal:
 
     def show(self, text: str) -> None:
         """A part of an answer."""
-        sys.stdout.write(one_line(text, keep="\n") if self._edits else text)
+        sys.stdout.write(escape_to_one_line(text, allowed="\n") if self._edits else text)
         sys.stdout.flush()
 
     def say(self, line: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 from weakref import WeakKeyDictionary
 
-from data.tokenizer_base import REPLACEMENT, Tokenizer
+from data.tokenizer_base import REPLACEMENT_CHARACTER, Tokenizer
 from megatron.inference.generation import Text
 
 Decode = Callable[[Iterable[int]], str]
@@ -79,4 +79,4 @@ class Wording:
         if text.ended is not None:
             return found
         held = max(map(len, text.request.stops), default=1) - 1
-        return found[: max(0, len(found) - held)].rstrip(REPLACEMENT)
+        return found[: max(0, len(found) - held)].rstrip(REPLACEMENT_CHARACTER)

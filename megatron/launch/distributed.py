@@ -117,11 +117,11 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     if count == 0:
         return torch.device("cpu")
     if backend is None and torch.distributed.is_initialized():
-        from mpu.groups import backends_of
+        from mpu.groups import backend_by_device
 
         world = torch.distributed.group.WORLD
         assert world is not None, "it is initialized"
-        backend = backends_of(world).get("cuda")
+        backend = backend_by_device(world).get("cuda")
     if env.local_rank >= count and backend != "gloo" and not (count == 1 and _is_shown_its_own_gpu()):
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
@@ -226,7 +226,7 @@ def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.devi
 
     from mpu.wire import waits
 
-    waits.begin()
+    waits.mark_waiting()
     try:
         store = _store(env, timeout)
         facts = {**(told or {}), **facts_of_code(torch.__version__), "backend": backend}
@@ -236,7 +236,7 @@ def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.devi
             # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
             device_id=device if backend == "nccl" else None)
     finally:
-        waits.end()
+        waits.mark_idle()
 
 
 def came_out_of_a_meeting(error: BaseException) -> bool:

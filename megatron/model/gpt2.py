@@ -73,7 +73,7 @@ class GPT2(nn.Module):
             vocab_size=self.config.tokens,
             loss_weight=weight.flatten(),
             grad_scale=grad_scale,
-            weight_sink=self.wte.grad_sink,
+            weight_main_grad=self.wte.weight_main_grad,
         )
 
     def _kept_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:

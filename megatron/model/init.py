@@ -10,7 +10,8 @@ import math
 
 from torch import nn
 
-from mpu.draws import Constant, Draw, Normal, blocks_of, key_of, mark_source, unfilled
+from mpu.draws import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
+                       set_initializer, strided_segments_of)
 
 
 class GPT2Init:
@@ -23,24 +24,27 @@ class GPT2Init:
     def at(self, module: str) -> GPT2Init:
         return GPT2Init(self._std, self._layers, self._seed, self._deferred, f"{self._prefix}{module}.")
 
-    def weight(self, name: str) -> Draw:
-        return Draw(key_of(self._seed, self._prefix + name), self._std, self._deferred)
+    def weight(self, name: str) -> CounterRNGInit:
+        return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std, self._deferred)
 
-    def residual(self, name: str) -> Draw:
-        return Draw(key_of(self._seed, self._prefix + name), self._std / math.sqrt(2.0 * self._layers), self._deferred)
+    def residual(self, name: str) -> CounterRNGInit:
+        return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std / math.sqrt(2.0 * self._layers),
+                              self._deferred)
 
     def norm(self, size: int, eps: float) -> nn.LayerNorm:
         """One that changes no scale and adds nothing."""
         made = nn.LayerNorm(size, eps=eps)
-        mark_source(made.weight, Constant(1.0), deferred=True)  # torch has filled them with these numbers
-        mark_source(made.bias, Constant(0.0), deferred=True)
+        set_initializer(made.weight, ConstantInitializer(1.0),
+                        deferred=True)  # torch has filled them with these numbers
+        set_initializer(made.bias, ConstantInitializer(0.0), deferred=True)
         return made
 
     def table(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is whole on every rank."""
-        how, values = self.weight(name), unfilled((rows, width), self._deferred)
-        source = Normal(how.key, how.std, blocks_of((rows, width), None, 0, 1))
-        mark_source(values, source, how.deferred)  # before there is a module: zero.Init splits its parameters at once
+        how, values = self.weight(name), allocate_weight((rows, width), self._deferred)
+        source = NormalInitializer(how.key, how.std, strided_segments_of((rows, width), None, 0, 1))
+        set_initializer(values, source,
+                        how.deferred)  # before there is a module: zero.Init splits its parameters at once
         made = nn.Embedding(rows, width, _weight=values)
-        mark_source(made.weight, source, deferred=True)
+        set_initializer(made.weight, source, deferred=True)
         return made

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.optim.rule import Span, StepScalars, Summed
-from mpu.collectives import agree
-from mpu.device import on_accelerator, working
+from mpu.collectives import all_reduce_scalar
+from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
 
 LARGEST_TILE = 2**24
@@ -58,7 +58,7 @@ class AdamW(Summed):
     def settle_on(self, device: torch.device, world: Group) -> None:
         """The two kernels round differently."""
         kernel = _kernel_on(device) if on_accelerator(device) else None
-        everywhere = agree(kernel is not None, world, "min")
+        everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
 
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
@@ -144,4 +144,4 @@ def _kernel_on(device: torch.device) -> ModuleType | None:
         from megatron.optim import adam_kernel
         return adam_kernel
 
-    return working(load, device, "no fused kernel for the update, which moves half as many bytes again without it")
+    return load_kernels(load, device, "no fused kernel for the update, which moves half as many bytes again without it")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.rule import OneByOne, Span
-from mpu.collectives import agree
+from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -54,7 +54,8 @@ class Muon(OneByOne):
         self._adam.settle_on(device, world)
         # Matrices are brought together on a GPU where there is one, also where spans are on the host.
         self._on = "cuda" if torch.cuda.is_available() else device.type
-        self._chosen = self._precision = "bfloat16" if agree(multiplies_bf16(self._on), world, "min") else "float32"
+        self._chosen = self._precision = "bfloat16" if all_reduce_scalar(multiplies_bf16(self._on), world,
+                                                                         "min") else "float32"
 
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         lr = float(hyper["lr"]) * hyper["lr_scale"]

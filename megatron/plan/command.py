@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from data.cli import dashed
+from data.cli import normalize_flag_names
 from megatron.config.flags import parse_args
 from megatron.config.help import CommandParser
 from megatron.config.tree import Config, require
@@ -51,13 +51,13 @@ MODULE = "python -m megatron.plan"
 
 def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, Run]:
     parser = _parser(ranks)
-    options, flags = parser.parse_known_args(dashed(argv))
+    options, flags = parser.parse_known_args(normalize_flag_names(argv))
     for name in ("ranks", "ranks_per_node"):
         count = getattr(options, name)
         require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
     require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
-    config = parse_args(flags, options.ranks, beside=parser.flags())
+    config = parse_args(flags, options.ranks, beside=parser.flag_names())
     config.check_world(options.ranks)
     is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
     options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from data.storage import exclusive, named_by, staged_file
+from data.storage import prefix_storage_errors, staged_file, wait_for_lock
 from megatron.config.setting import require
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.supervise import end_with_parent
@@ -67,10 +67,10 @@ def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
     file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if not again and (kept := _kept(file, found)):
         return kept
-    with named_by("the folder of measured rates"):
+    with prefix_storage_errors("the folder of measured rates"):
         file.parent.mkdir(parents=True, exist_ok=True)
         before = _changed(file)
-        with exclusive(LOCK):  # two at once would measure each other
+        with wait_for_lock(LOCK):  # two at once would measure each other
             if (not again or _changed(file) != before) and (kept := _kept(file, found)):
                 return kept  # which another has measured meanwhile
             text = _measured(run, ranks, found["machine"])

@@ -29,7 +29,7 @@ from megatron.errors import ConfigError
 from megatron.model.gpt2 import run_in_order
 from megatron.recompute.replay import Recomputation
 from mpu import random
-from mpu.classic import tp_behind
+from mpu.classic import tp_group_of
 from mpu.groups import SOLO, Groups
 
 SECTION = "activation_checkpointing."
@@ -74,7 +74,7 @@ def configure(
     values = {} if deepspeed_config is None else _section(deepspeed_config)
     values |= {name: value for name, value in given.items() if value is not None}
     layout = mpu_ or mpu
-    _Current.tp = SOLO if layout is None else tp_behind(layout)
+    _Current.tp = SOLO if layout is None else tp_group_of(layout)
     _use(RecomputeConfig(**values))
     _Current.configured = True
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.cli import counted
-from data.storage import check_not_over, named_by, one_line, staged_file
+from data.cli import format_count
+from data.storage import check_outputs_are_not_inputs, escape_to_one_line, prefix_storage_errors, staged_file
 from megatron.config.help import CommandParser
 from megatron.errors import ConfigError
 from megatron.report.history import History
@@ -47,20 +47,20 @@ def _check_replaces_a_page(output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(argv)
     found = sources(asked.runs)
-    with named_by("--output"):
-        check_not_over((source.path for source in found), (asked.output,), "give --output another name")
+    with prefix_storage_errors("--output"):
+        check_outputs_are_not_inputs((source.path for source in found), (asked.output,), "give --output another name")
     _check_replaces_a_page(Path(asked.output))
     histories, told = list[History](), list[str]()
     for source in found:
         lines = MetricsLines(source.path)
-        history = History(one_line(source.name)).read(lines)
+        history = History(escape_to_one_line(source.name)).read(lines)
         histories.append(history)
         told += notes(history, lines)
     text = page(histories, told).encode(errors="backslashreplace")  # a setting need not be text
-    with named_by("--output"), staged_file(asked.output) as file:
+    with prefix_storage_errors("--output"), staged_file(asked.output) as file:
         file.write(text)
     for note in told:
         print(f"note: {note}", file=sys.stderr)
-    steps = counted(sum(len(history.steps) for history in histories), "step")
-    print(f"{one_line(asked.output)}: {counted(len(histories), 'run')}, {steps}, {len(text):,} bytes")
+    steps = format_count(sum(len(history.steps) for history in histories), "step")
+    print(f"{escape_to_one_line(asked.output)}: {format_count(len(histories), 'run')}, {steps}, {len(text):,} bytes")
     return 0

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.report import tables
 from megatron.report.charts import drawing
 from megatron.report.history import History
@@ -100,7 +100,7 @@ def html_notes(notes: Iterable[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(one_line(text))
+    return escape(escape_to_one_line(text))
 
 
 def _data(value: dict[str, Any]) -> str:

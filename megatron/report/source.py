@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.storage import DataError, check_is_kept
+from data.storage import DataError, check_is_rereadable
 from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.tags import manifest_of
 from megatron.config.tree import require
@@ -38,7 +38,7 @@ def sources(words: Sequence[str]) -> list[Source]:
 
 
 def metrics_file(path: Path) -> Path:
-    check_is_kept(path)
+    check_is_rereadable(path)
     if path.is_file():
         return path
     if not path.is_dir():

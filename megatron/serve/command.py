@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference.source import ModelParser, source_of, told
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(line: str) -> None:
     """Whether or not somebody reads it."""
-    write_stderr(f"{one_line(line)}\n".encode())
+    write_stderr(f"{escape_to_one_line(line)}\n".encode())
 
 
 def _hush(line: str) -> None:

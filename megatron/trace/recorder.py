@@ -62,9 +62,9 @@ class Recorder:
     def listening(self, log: ExchangeLog) -> Iterator[None]:
         with ExitStack() as after:
             after.enter_context(HERE.followed(self._heard))
-            numbers = waits.shown()
-            waits.show_in(Told(numbers, self._exchanges))
-            after.callback(waits.show_in, numbers)
+            numbers = waits.current_counters()
+            waits.write_counters_to(Told(numbers, self._exchanges))
+            after.callback(waits.write_counters_to, numbers)
             log.follower = self
             after.callback(partial(setattr, log, "follower", None))
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.train.metrics import StepMetrics
 from megatron.zero.api.curves import Curves
 
@@ -39,7 +39,8 @@ class Board:
         from torch.utils.tensorboard.summary import hparams
 
         values = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
-        rows = "\n".join(f"| {name} | {one_line(value).replace('|', '&#124;')} |" for name, value in values.items())
+        rows = "\n".join(f"| {name} | {escape_to_one_line(value).replace('|', '&#124;')} |"
+                         for name, value in values.items())
         text = f"{facts}\n\n| | |\n|---|---|\n{rows}"
         given = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
                  for name, value in values.items() if value is not None}

@@ -15,8 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.cli import counted
-from data.storage import one_line
+from data.cli import format_count
+from data.storage import escape_to_one_line
 from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
 from megatron.zero.homes.used import DriveUse
@@ -39,7 +39,7 @@ def no_line(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
     """A note, where an interval that was asked for leaves a run of such steps without a line."""
     if not interval or start >= train_iters or train_iters // interval > start // interval:
         return ()
-    usual = counted(default_interval(train_iters - start), "step")
+    usual = format_count(default_interval(train_iters - start), "step")
     return (f" note: no losses are printed: --log-interval is {interval}, and this run ends with step {train_iters}; "
             f"make it smaller, or leave it out for a line every {usual}",)
 
@@ -93,7 +93,7 @@ class Console:
         """One line, above the progress bar."""
         if self._writes:
             with self._reader():
-                _Bar.write(one_line(line), file=sys.stdout)
+                _Bar.write(escape_to_one_line(line), file=sys.stdout)
                 sys.stdout.flush()
 
     def close(self) -> None:

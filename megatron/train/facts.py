@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from data.cli import counted
+from data.cli import format_count
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
 from megatron.train.compiling import line
@@ -60,7 +60,7 @@ def _data(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
     source = "random tokens" if config.data.mock_data else " ".join(config.data.train_data)
     batch = config.global_batch_size(groups.dp.size)
     return (f" data: {source}, with the {tokenizer.vocab_size:,} tokens of {tokenizer.name}; "
-            f"{counted(config.train.train_iters, 'iteration')} of {batch} x {config.seq_length} tokens")
+            f"{format_count(config.train.train_iters, 'iteration')} of {batch} x {config.seq_length} tokens")
 
 
 def _saving(config: Config) -> str:

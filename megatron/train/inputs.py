@@ -26,7 +26,7 @@ def check_inputs(section: DataConfig) -> None:
 
 def check_tokenizer(section: DataConfig) -> None:
     kind = data.tokenizer.canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
-    data.tokenizer.check_files(kind, section.vocab_file, section.merge_file, tokenizer_path(section))
+    data.tokenizer.check_tokenizer_files(kind, section.vocab_file, section.merge_file, tokenizer_path(section))
 
 
 def tokenizer_path(section: DataConfig) -> str | None:

@@ -22,8 +22,8 @@ from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.launch.signals import StopRequest
 from megatron.layer_drop import kept
 from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
-from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.compiling import arithmetic
+from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.garbage import collecting_every
 from megatron.train.log import RunLog
@@ -33,8 +33,8 @@ from megatron.whereabouts import EVALUATION, HERE, TRAINING
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.step import StepReport
-from mpu.collectives import agree
-from mpu.groups import limit_waits
+from mpu.collectives import all_reduce_scalar
+from mpu.groups import set_timeout
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Trainer:
                 untold.append(self._step(state, batches, watch))
                 asked = self._tell(untold, rates, rate, all_of_them=self._must_know(state.iteration))
                 if state.iteration - len(untold) == began + 1:  # a step is known, so all ranks have taken it
-                    limit_waits(self.engine.groups, timedelta(seconds=limit))
+                    set_timeout(self.engine.groups, timedelta(seconds=limit))
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if due(state.iteration, self.config.train.evaluates_every):
                         if not self._evaluates("validation", state, valid):
@@ -209,11 +209,11 @@ class Trainer:
 
     def _goes_on(self, seconds: float) -> float:
         """The most that any rank says; infinitely many where one was asked to stop. Collective."""
-        return agree(inf if self._asked().stop else seconds, self.engine.groups.world)
+        return all_reduce_scalar(inf if self._asked().stop else seconds, self.engine.groups.world)
 
     def _to_stop(self) -> Asked:
         """One rank was asked to; by what is known of all. Collective."""
-        return Asked(stop=True, by_keyboard=agree(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
+        return Asked(stop=True, by_keyboard=all_reduce_scalar(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
 
     def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
         """One optimizer step: all its micro-batches."""

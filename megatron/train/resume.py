@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.facts import TokenizerFacts, tokenizer_facts_in
+from data.facts import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.choice import candidates, dangling, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, locked, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, step_tag
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.strict import Record, sense_of
 from megatron.checkpoint.tags import held, steps_of, tag_names
 from megatron.checkpoint.trash import BehindTheRun
@@ -145,10 +145,10 @@ class Checkpoints:
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
         """Ids mean something else under another tokenizer, even one of as many."""
-        known = tokenizer_facts_in(saved)
+        known = tokenizer_facts_of_state(saved)
         if known is None or known == self.tokenizer:
             return
-        words = f"trained with {known.described}, and the tokenizer here is {self.tokenizer.described}"
+        words = f"trained with {known.description}, and the tokenizer here is {self.tokenizer.description}"
         if not self.config.save.finetune:
             raise CheckpointError(f"{tag} of {self.config.save.load} was {words}; give its own, --tokenizer-type and "
                                   "its files, or --finetune")

@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from data.cli import dashed
-from data.storage import make_folder, named_by, staged_file
+from data.cli import normalize_flag_names
+from data.storage import make_folder, prefix_storage_errors, staged_file
 from megatron.config.flags import asks_for_plan, parse_args
 from megatron.config.help import CommandParser
 from megatron.config.tree import require
@@ -31,8 +31,7 @@ from megatron.tune.results import Results, results_of
 from megatron.tune.search import Option, best
 from megatron.tune.space import Choice
 from megatron.tune.subject import subject_of
-from megatron.tune.trial import FLAG as EXPS_FLAG
-from megatron.tune.trial import Trials
+from megatron.tune.trial import FLAG as EXPS_FLAG, Trials
 
 MODULE = "python -m megatron.tune"
 PAGE = "tuning.html"
@@ -63,13 +62,14 @@ def _parser() -> CommandParser:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
     parser = _parser()
-    options, flags = parser.parse_known_args(dashed(argv))
+    options, flags = parser.parse_known_args(normalize_flag_names(argv))
     require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
     for name in ("card_gb", "trial_seconds"):
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
     options.device = options.device or ("cuda" if visible_gpus() else "cpu")
-    config = parse_args(flags, options.ranks, beside=parser.flags())  # its micro-batch need not fit: others are tried
+    config = parse_args(flags, options.ranks,
+                        beside=parser.flag_names())  # its micro-batch need not fit: others are tried
     with config.words.speaking():
         check_inputs(config.data)  # what no trial could run without, as training checks it
         config = with_vocabulary(config)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         foretell(asked, planned(asked, _told_rates(asked, asked_for.rates)), capacity_of(asked, asked_for.card_gb))
         return 0
     with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:
-        with named_by(EXPS_FLAG):
+        with prefix_storage_errors(EXPS_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = Trials(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                         asked_for.trial_seconds)
@@ -124,7 +124,7 @@ def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capaci
                         f"what they wrote is in {asked.config.autotuning.autotuning_exps_dir}")
     words = verdict(asked, trials, options, names[fastest])
     print(*words, sep="\n", flush=True)
-    with named_by("--autotuning-results-dir"):
+    with prefix_storage_errors("--autotuning-results-dir"):
         for name, text in ((PAGE, page(asked, trials, options, words)),
                            (FLAGS_FILE, words[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:

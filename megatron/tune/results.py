@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from data.lock import alone
-from data.storage import make_folder, named_by, writing
+from data.lock import hold_writer_lock
+from data.storage import make_folder, prefix_storage_errors, write_errors_for
 from megatron.errors import ConfigError
 from megatron.tune.search import Outcome
 from megatron.tune.space import Choice
@@ -30,11 +30,11 @@ MOST_TOLD = 8
 @contextmanager
 def results_of(folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> Iterator[Results]:
     """For one search at a time: a second one is refused."""
-    with named_by(FLAG):
+    with prefix_storage_errors(FLAG):
         make_folder(folder)
     with ExitStack() as stack:
-        with named_by(FLAG):
-            stack.enter_context(alone(Path(folder) / FILE))
+        with prefix_storage_errors(FLAG):
+            stack.enter_context(hold_writer_lock(Path(folder) / FILE))
         yield Results(folder, subject, overwrite=overwrite)
 
 
@@ -95,13 +95,14 @@ class Results:
                            "--autotuning-overwrite")
 
     def _replace(self, lines: Sequence[str]) -> None:
-        with named_by(FLAG), writing(self._path):
+        with prefix_storage_errors(FLAG), write_errors_for(self._path):
             fresh = self._path.with_suffix(".new")
             fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(fresh, self._path)
 
     def _write(self, *lines: str, mode: str) -> None:
-        with named_by(FLAG), writing(self._path), open(self._path, mode, encoding="utf-8") as file:
+        with prefix_storage_errors(FLAG), write_errors_for(self._path), open(self._path, mode,
+                                                                             encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
 

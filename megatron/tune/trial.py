@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from data.storage import named_by, writing
+from data.storage import prefix_storage_errors, write_errors_for
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.launch.supervise import end_with_parent
@@ -69,7 +69,7 @@ class Trials:
         return outcome if outcome.state != "unclear" else self._attempt(number, run, predicted)
 
     def _attempt(self, number: int, run: Run, predicted: float) -> Outcome:
-        with named_by(FLAG), writing(self.folder):
+        with prefix_storage_errors(FLAG), write_errors_for(self.folder):
             place = _fresh_folder(self.folder, f"{number:03}")
         metrics = place / "metrics.jsonl"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",

@@ -43,8 +43,8 @@ from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
-from mpu.collectives import Pending, all_gather_into, broadcast_into
-from mpu.draws import Source
+from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
+from mpu.draws import Initializer
 from mpu.groups import SOLO, Group
 
 
@@ -110,7 +110,7 @@ class FlatBucket:
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.place = Place.WHOLE
         self._ferry = homes.ferry
-        self._arrival: Pending | None = None
+        self._arrival: CollectiveWork | None = None
         self._ascent: Mark | None = None  # this rank's part, from the host
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns,
@@ -203,7 +203,7 @@ class FlatBucket:
         else:
             self.show_absent()
 
-    def _draw(self, sources: Sequence[Source]) -> None:
+    def _draw(self, sources: Sequence[Initializer]) -> None:
         """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
         for part in self.kept.parts:
             with self.kept.open(part, [WEIGHT], writes=True) as kept:

@@ -30,7 +30,7 @@ from megatron.zero.bucket import FlatBucket, Rounds, publish
 from megatron.zero.homes.shelf import WEIGHT, Shelf
 from megatron.zero.layout import Segment
 from mpu.collectives import all_reduce, broadcast_into
-from mpu.draws import Normal, blocks_of, key_of
+from mpu.draws import NormalInitializer, rng_key, strided_segments_of
 from mpu.groups import Groups
 
 CHANGE = {torch.float32: 1e-3, torch.float16: 1.5e-2, torch.bfloat16: 4e-2}
@@ -161,8 +161,8 @@ class Curvature:
         out = torch.zeros(bucket.layout.shard_numel, device=bucket.device)
         for one in segments:
             place = out[one.shard_offset : one.shard_offset + one.count]
-            blocks = blocks_of(one.slot.shape, one.slot.partition, self._tp.rank, self._tp.size)
-            Normal(key_of(0, f"{key} {one.slot.name}"), 1.0, blocks)(place, one.slot_offset)
+            blocks = strided_segments_of(one.slot.shape, one.slot.partition, self._tp.rank, self._tp.size)
+            NormalInitializer(rng_key(0, f"{key} {one.slot.name}"), 1.0, blocks)(place, one.slot_offset)
         return out
 
     def _unit(self, parts: Parts, v: Vector) -> Vector:

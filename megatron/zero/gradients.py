@@ -30,12 +30,11 @@ from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Buffer, Turns
-from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
+from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
 from mpu.grads import row_norms
 from mpu.groups import Group
-from mpu.sinks import Claim, GradSink
-
+from mpu.sinks import MainGrad, MainGradReservation
 
 UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
           "dataclasses of them), not as an attribute that is read later or inside another object, and its parameters "
@@ -66,7 +65,7 @@ class FlatGradients:
         self.predivide, self.per_sum = wire.predivide, 1.0
         """What a sum over data parallel is multiplied by before it counts."""
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
-        self._departure: Pending | None = None  # the reduction under way
+        self._departure: CollectiveWork | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
         self.hooks: list[RemovableHandle] = []
         """By which gradients are reported to `accept`, which takes them away."""
@@ -178,7 +177,7 @@ class FlatGradients:
                 parameter.grad = None
         self._lent.clear()
 
-    def sink(self, index: int) -> GradSink:
+    def sink(self, index: int) -> MainGrad:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
         return SlotSink(self, index)
 
@@ -283,12 +282,12 @@ class FlatGradients:
         if not self._wire.overlap:
             self._await(self._departure)
 
-    def _await(self, departure: Pending) -> None:
+    def _await(self, departure: CollectiveWork) -> None:
         self._log.sum_awaited = self._number, self.name
         departure.wait()
         self._log.sum_awaited = NO_SUM
 
-    def _send(self, grads: Tensor, mine: Tensor) -> Pending:
+    def _send(self, grads: Tensor, mine: Tensor) -> CollectiveWork:
         """mine <- this rank's part of the sum of every rank's `grads`."""
         at_a_time = self._wire.gradients_at_a_time
         if self._owners.size > 1 and self._wire.scatter:
@@ -297,7 +296,7 @@ class FlatGradients:
         own, everything = self._own(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.summed)
         if own.data_ptr() == mine.data_ptr():
             return everything
-        return Pending([everything], partial(mine.copy_, own))
+        return CollectiveWork([everything], partial(mine.copy_, own))
 
     def finish_reduce(self) -> None:
         """The sum over data parallel is in `shard` when this returns."""
@@ -450,10 +449,10 @@ class SlotSink:
     def __init__(self, grads: FlatGradients, index: int) -> None:
         self._grads, self._index = grads, index
 
-    def claim(self) -> Claim | None:
+    def reserve(self) -> MainGradReservation | None:
         return self._grads.claim(self._index)
 
-    def total(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         return self._grads.total(self._index)
 
 
@@ -462,16 +461,16 @@ class SlotClaim:
     was written moves to a tensor of its own."""
 
     def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
-        self._grads, self._index, self.place = grads, index, place
+        self._grads, self._index, self.buffer = grads, index, place
         self._has_moved = False
 
     def move_away(self) -> None:
-        self.place, self._has_moved = self.place.clone(), True
+        self.buffer, self._has_moved = self.buffer.clone(), True
 
-    def keep(self, factor: Tensor | None = None) -> None:
-        if factor is not None:
-            self.place.mul_(factor)
+    def commit(self, scale: Tensor | None = None) -> None:
+        if scale is not None:
+            self.buffer.mul_(scale)
         if self._has_moved:
-            self._grads.total(self._index).add_(self.place)
+            self._grads.total(self._index).add_(self.buffer)
         else:
             self._grads.keep_claim(self._index)

@@ -26,7 +26,7 @@ from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.layout import FlatLayout
 from megatron.zero.placeholder import Placeholder, fill, vacate
 from mpu.collectives import all_gather_into, broadcast_into
-from mpu.draws import Source, source_of
+from mpu.draws import Initializer, initializer_of
 from mpu.groups import Group
 
 
@@ -139,7 +139,8 @@ def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Ten
 
 @final
 class Drawn(Waiting):
-    def __init__(self, parameter: nn.Parameter, source: Source, dp: Group, building: Building = Building()) -> None:
+    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
+                 building: Building = Building()) -> None:
         super().__init__(parameter, parameter.dtype, dp, building)
         self.source = source
         self._edited: Tensor | None = None
@@ -180,18 +181,18 @@ def is_unfilled(parameter: nn.Parameter) -> bool:
 def draw_later(parameters: Iterable[nn.Parameter], dp: Group) -> None:
     """Leave placeholders where there is a source."""
     for parameter in parameters:
-        if (source := source_of(parameter)) is not None and holder_of(parameter) is None:
+        if (source := initializer_of(parameter)) is not None and holder_of(parameter) is None:
             Drawn(parameter, source, dp)
 
 
-def sources_of(parameters: Sequence[nn.Parameter]) -> list[Source] | None:
+def sources_of(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
     """Where all these parameters are still to be drawn: from what."""
     holders = [holder_of(parameter) for parameter in parameters]
     found = [holder.source for holder in holders if isinstance(holder, Drawn) and not holder.is_edited]
     return found if len(found) == len(holders) else None
 
 
-def draw_run(out: Tensor, layout: FlatLayout, rank: int, part: slice, sources: Sequence[Source]) -> None:
+def draw_run(out: Tensor, layout: FlatLayout, rank: int, part: slice, sources: Sequence[Initializer]) -> None:
     """Fill a part of a shard of a flat buffer, in fp32; padding is left alone."""
     of = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
     for segment in layout.segments(rank, part):

@@ -27,7 +27,7 @@ from megatron.zero.verdict import clip_factor
 from mpu.collectives import all_gather_into, all_reduce
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
-from mpu.one_bit import EIGHT, Give, OneBitMean, pack, unpack
+from mpu.one_bit import SIGNS_PER_BYTE, AddInputs, CompressedAllReduce, pack_bits, unpack_bits
 
 OWED, OWED_TO_ALL = "worker_error", "server_error"
 """Kinds of state in a checkpoint, by their published names."""
@@ -111,13 +111,13 @@ class OwnExchange:
     def _exchange(self, factor: float) -> Tensor:
         """The square of the norm of what came, as far as this tensor parallel rank counts it."""
         for line in self.lines:
-            line.mean.send(line.sayings(self._rule, self._param_groups, factor))
+            line.mean.send_to_servers(line.sayings(self._rule, self._param_groups, factor))
         for line in self.lines:
-            line.mean.serve()
+            line.mean.reduce_and_send()
         square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
         for line in self.lines:
-            line.mean.receive()
-            square += (line.mean.squares() * line.counted).sum()
+            line.mean.wait_for_result()
+            square += (line.mean.squared_norms() * line.counted).sum()
         return square
 
 
@@ -130,7 +130,7 @@ class Line:
         """A shard is a server's chunk, at stage 0 as well."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
         rows = [_rows([segment.shard_offset for segment in each], self.layout.shard_numel) for each in segments]
-        self.mean = OneBitMean(groups.dp, rows, bucket.device)
+        self.mean = CompressedAllReduce(groups.dp, rows, bucket.device)
         numbers = max(map(len, rows))
         self.counted = torch.tensor(
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
@@ -149,12 +149,13 @@ class Line:
         """Be silent of what never had a gradient worth speaking of, which that state is 0 for from now on."""
         own = _at_hand(self.bucket, rule.speaks_where)
         self._forget_negligible(own)
-        spoken = pack(own != 0)
+        spoken = pack_bits(own != 0)
         if not self.bucket.shard_group.is_solo:
-            mine, spoken = spoken, spoken.new_empty(self.layout.numel // EIGHT)
+            mine, spoken = spoken, spoken.new_empty(self.layout.numel // SIGNS_PER_BYTE)
             all_gather_into(spoken, mine, self._dp).wait()
-        silent = pad(unpack(spoken).logical_not(), (0, self.layout.numel - EIGHT * len(spoken)), value=True)
-        self.mean.be_silent(silent)
+        silent = pad(unpack_bits(spoken).logical_not(), (0, self.layout.numel - SIGNS_PER_BYTE * len(spoken)),
+                     value=True)
+        self.mean.exclude(silent)
         self.silent = int(silent.sum()) - (len(silent) - sum(slot.numel for slot in self.layout.slots))
         """Numbers of parameters that are not spoken of."""
 
@@ -178,7 +179,7 @@ class Line:
         all_gather_into(whole, own, self._dp).wait()
         return whole
 
-    def sayings(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> Give:
+    def sayings(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> AddInputs:
         """Has the rule say what this rank's gradients are, a place at a time."""
         before, everything = self._before(), FlatLayout(self.layout.slots)
         spans = [slice(*everything.group_span(0, number)) for number in range(len(param_groups))]
@@ -201,7 +202,7 @@ class Line:
         if self._clipped is None:
             whole = self._whole(self._first)
             return lambda place, within: whole[place][within]
-        said, clipped = self.mean.said_before(), self._clipped
+        said, clipped = self.mean.previous_result(), self._clipped
         return lambda place, within: said(place)[within].mul_(clipped)
 
     def put(self, clipped: float) -> None:
@@ -209,7 +210,7 @@ class Line:
         self._clipped = clipped
         own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # spent
         said = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
-        self.mean.said_into(said, None if self.bucket.shard_group.is_solo else self._dp.rank)
+        self.mean.copy_result_to(said, None if self.bucket.shard_group.is_solo else self._dp.rank)
         self.bucket.grads.put(said)
 
 

@@ -22,7 +22,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import HOST, WEIGHT
 from megatron.zero.rows import Matrix, Rounded, Strip, Survey, strips_of
 from mpu.collectives import Op, all_reduce
-from mpu.draws import key_of
+from mpu.draws import rng_key
 from mpu.groups import Group, Groups
 from mpu.layers import VocabParallelEmbedding
 
@@ -140,7 +140,7 @@ def block_of(name: str, blocks: Sequence[str]) -> int:
 
 def noise_key(seed: int, counter: int, name: str) -> int:
     """Of the noise that a matrix is rounded with at this counter."""
-    return key_of(seed, f"rounding {counter} {name}")
+    return rng_key(seed, f"rounding {counter} {name}")
 
 
 class Rounding:

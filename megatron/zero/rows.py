@@ -25,7 +25,7 @@ from megatron.optim.grid import Grid, Unit, binary_grid, even_grid, nearest, ter
 from megatron.quantize import EVEN_BITS
 from megatron.zero.layout import Segment, Slot
 from mpu.collectives import Op
-from mpu.draws import Blocks, Uniform, blocks_of
+from mpu.draws import StridedSegments, UniformInitializer, strided_segments_of
 from mpu.groups import Group
 
 AT_A_TIME = 1 << 22
@@ -47,25 +47,25 @@ class Matrix:
     """Numbers of each, in the logical tensor."""
     group_of_row: Tensor
     """Counted from 0; one more than there are for padding."""
-    blocks: Blocks
+    blocks: StridedSegments
     is_cut: bool
     """Over tensor parallel ranks."""
 
     @staticmethod
     def of(slot: Slot, wanted: int, first: int, tp: Group, device: torch.device, is_table: bool) -> Matrix:
-        blocks = blocks_of(slot.shape, slot.partition, tp.rank, tp.size)
+        blocks = strided_segments_of(slot.shape, slot.partition, tp.rank, tp.size)
         rows, columns = slot.shape[0], prod(slot.shape[1:])
         cut_rows = slot.partition is not None and slot.partition.dim % len(slot.shape) == 0
         stride = 1 if slot.partition is None else slot.partition.stride
         if cut_rows:
-            block, place = np.divmod(np.arange(rows), blocks.local // columns)
-            size = blocks.size // columns
-            there = block * size + blocks.first // columns + place
-            is_padding = blocks.first // columns + place >= size
+            block, place = np.divmod(np.arange(rows), blocks.segment_length // columns)
+            size = blocks.full_length // columns
+            there = block * size + blocks.offset // columns + place
+            is_padding = blocks.offset // columns + place >= size
             logical, width = stride * size, columns
         else:
             there, is_padding = np.arange(rows), np.zeros(rows, bool)
-            logical, width = rows, columns * blocks.size // blocks.local
+            logical, width = rows, columns * blocks.full_length // blocks.segment_length
         if logical % wanted and not (is_table and wanted <= logical):
             raise ConfigError(f"--quantize-groups {wanted} does not divide the {logical} rows of {slot.name}: give a "
                               "divisor of the rows of every matrix")
@@ -99,7 +99,7 @@ class Strip:
 
     def noise(self, key: int, device: torch.device) -> Tensor:
         out = torch.empty(self.rows * self.width, device=device)
-        Uniform(key, self.matrix.blocks)(out, self.row * self.matrix.columns + self.column)
+        UniformInitializer(key, self.matrix.blocks)(out, self.row * self.matrix.columns + self.column)
         return out.view(self.rows, self.width)
 
 

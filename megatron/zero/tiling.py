@@ -25,7 +25,7 @@ from megatron.errors import ConfigError
 from mpu.collectives import all_gather
 from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
-from mpu.partition import join_slices, local_slice, partition_of
+from mpu.partition import join_local_slices, local_slice, partition_of
 
 LinearClass = Callable[..., nn.Module]
 """(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
@@ -161,7 +161,7 @@ def _whole(layer: nn.Module, name: str) -> Tensor | None:
     partition, tp = None if parameter is None else partition_of(parameter), _group(layer)
     if parameter is None or partition is None or tp.is_solo:
         return parameter
-    return join_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
+    return join_local_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
 
 
 def _set(layer: nn.Module, name: str, values: Tensor) -> None:

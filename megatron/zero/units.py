@@ -107,13 +107,13 @@ def connect_sinks(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
-            module.grad_sink = bucket.grads.sink(index)
+            module.weight_main_grad = bucket.grads.sink(index)
 
 
 def disconnect_sinks(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding):
-            module.grad_sink = None
+            module.weight_main_grad = None
 
 
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:

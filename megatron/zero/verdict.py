@@ -113,8 +113,8 @@ class HostCopy:
 
     def values(self) -> list[float]:
         if self._arrived is not None:
-            waits.begin()  # behind the device, which may wait for other ranks
+            waits.mark_waiting()  # behind the device, which may wait for other ranks
             self._arrived.synchronize()
-            waits.end()
+            waits.mark_idle()
         values: list[float] = self._host.tolist()
         return values

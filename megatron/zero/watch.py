@@ -48,9 +48,9 @@ from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Re
                                      different_remarks, places_of)
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups
-from mpu.wire.abort import hold_off_abort
 from mpu.wire import waits
-from mpu.wire.board import Board
+from mpu.wire.abort import delay_gloo_terminate
+from mpu.wire.board import StoreKV
 
 LOOK_SECONDS = 1.0
 PATIENCE = 3
@@ -92,12 +92,12 @@ def watch_over(engine: Watched) -> None:
         return
     name = broadcast_json(secrets.token_hex(8), groups.world)
     try:
-        board = Board(f"watch/{name}")
+        board = StoreKV(f"watch/{name}")
     except RuntimeError as error:
         tell_unwatched(groups.world.rank, error)
         return
-    if groups.dp.sends_from_host:
-        hold_off_abort()
+    if groups.dp.own_backend_serves_cpu:
+        delay_gloo_terminate()
     watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
     weakref.finalize(engine, watch.end)
@@ -113,7 +113,7 @@ def tell_unwatched(rank: int, error: RuntimeError) -> None:
 
 
 class Watch:
-    def __init__(self, log: ExchangeLog, groups: Groups, board: Board) -> None:
+    def __init__(self, log: ExchangeLog, groups: Groups, board: StoreKV) -> None:
         self._log, self._board = log, board
         self._rank, self._ranks = groups.world.rank, groups.dp.ranks
         self._group = self._ranks[0]  # names it
@@ -176,7 +176,7 @@ class Watch:
                     self._leave_with(self.look())
                     failures = 0
                 except RuntimeError as error:  # the store is gone, or only the connection
-                    if self._board.is_cut_off and not self._log.is_over:
+                    if self._board.is_unusable and not self._log.is_over:
                         exits.write_error(exits.explain(error).text)
                         exits.leave_now(exits.explain(error).code)
                     failures += 1
@@ -188,11 +188,11 @@ class Watch:
                         self._board.reconnect()
         with suppress(RuntimeError):
             self.look()  # tells the others that nothing follows
-            self._keep_store(self._board.count("heard"), END_SECONDS)
+            self._keep_store(self._board.add("heard"), END_SECONDS)
 
     def _tell_of_wait(self, looks: int) -> None:
         """It may be in vain: a rank that is in an exchange of the script's own, a barrier say, may never come."""
-        if self._board.count(f"told/{self._log.count}", 1) == 1:
+        if self._board.add(f"told/{self._log.count}", 1) == 1:
             what, purpose = self._log.record(self._rank).place
             where = f"{what} ({purpose})" if purpose else what
             seconds = looks * LOOK_SECONDS
@@ -209,14 +209,14 @@ class Watch:
         """This rank knows the error (0: it has said before that it ends). Where it keeps the store, it waits until
         every rank that stands still has looked."""
         with suppress(RuntimeError):
-            self._keep_store(self._board.count("heard", more), (RAREST + 2) * LOOK_SECONDS)
+            self._keep_store(self._board.add("heard", more), (RAREST + 2) * LOOK_SECONDS)
 
     def _keep_store(self, heard: int, seconds: float) -> None:
         """Where it ends with this rank, the others may look first."""
         waited = 0.0
         while distributed.keeps_store() and heard < self._ranks_in_all and waited < seconds:
             time.sleep(POLL_SECONDS)
-            heard, waited = self._board.count("heard", 0), waited + POLL_SECONDS
+            heard, waited = self._board.add("heard", 0), waited + POLL_SECONDS
 
     # ---- what the board says ------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Watch:
             asked = self._fault(mine)
             if asked is None:
                 return None
-            if not self._board.replace("asked", None, asked):
+            if not self._board.compare_and_set("asked", None, asked):
                 asked = self._board.read("asked")
         if self._log.is_over:
             return None
@@ -253,7 +253,7 @@ class Watch:
                     return [self._group, [mine.pack(), packed]]
                 if furthest.count > mine.count or furthest.count == mine.count and furthest.rank != mine.rank:
                     return None
-            if self._board.replace(key, packed, mine.pack()):
+            if self._board.compare_and_set(key, packed, mine.pack()):
                 return None
 
     def _hear_or_speak(self, fault: list[Record]) -> TrainerError | None:
@@ -267,7 +267,7 @@ class Watch:
             polls = polls + 1 if speaker == seen else 0
             seen = speaker
             is_free = speaker is None or polls == LISTENER_POLLS
-            if is_free and self._board.replace("speaker", speaker, [self._rank, 0]):
+            if is_free and self._board.compare_and_set("speaker", speaker, [self._rank, 0]):
                 self._speak(fault)
             elif self._closed.wait(POLL_SECONDS):
                 return None
@@ -277,7 +277,7 @@ class Watch:
         logs: dict[int, Record] = {}
         missing = list(self._ranks)
         for rank in missing:
-            self._board.replace(f"rank/{rank}", None, None)  # so that all can be read at once
+            self._board.compare_and_set(f"rank/{rank}", None, None)  # so that all can be read at once
         for poll in range(SPEAKER_POLLS):
             self._board.write("speaker", [self._rank, poll])
             notes = zip(missing, self._board.read_all([f"rank/{rank}" for rank in missing]), strict=True)

@@ -20,7 +20,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout, Segment, Slot, align
 from mpu.collectives import all_gather_into
 from mpu.groups import Group
-from mpu.partition import join_slices, local_slice
+from mpu.partition import join_local_slices, local_slice
 
 
 def wholes(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[Whole]:
@@ -68,7 +68,7 @@ def _whole(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group,
     partition = slot.partition
     if partition is None:
         return Whole(slot.name, part, slices[0], 1, 0, partial(_run, slices[0], segment, device))
-    joined = join_slices(list(slices.unbind()), partition)
+    joined = join_local_slices(list(slices.unbind()), partition)
     values = joined if partition.size is None else joined.narrow(partition.dim, 0, partition.size)
 
     def own() -> Tensor:

@@ -12,11 +12,11 @@ import ctypes
 from functools import cache
 from threading import Event
 
-SECONDS = 15.0
+TERMINATE_DELAY_SECONDS = 15.0
 
 
 @cache
-def hold_off_abort() -> None:
+def delay_gloo_terminate() -> None:
     """From now on, and once a process. Where the C++ library is another one, everything stays as it is."""
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
@@ -25,11 +25,11 @@ def hold_off_abort() -> None:
     handler_type = ctypes.CFUNCTYPE(None)
     set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
-    def wait_first() -> None:
-        Event().wait(SECONDS)
-        handler_type(before)()
+    def delayed_terminate() -> None:
+        Event().wait(TERMINATE_DELAY_SECONDS)
+        handler_type(previous_handler)()
 
-    handler = handler_type(wait_first)
-    before = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
+    handler = handler_type(delayed_terminate)
+    previous_handler = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
     # An interpreter that winds down runs no Python in other threads. This also keeps `handler` alive.
-    atexit.register(lambda: handler and set_terminate(before))
+    atexit.register(lambda: handler and set_terminate(previous_handler))

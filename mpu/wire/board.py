@@ -18,52 +18,52 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-TIMEOUT = timedelta(seconds=10)
+STORE_TIMEOUT = timedelta(seconds=10)
 
 
-class _Connection:
+class _StoreConnection:
     """One for all boards of a process: who keeps the store has a descriptor open for each."""
 
     def __init__(self, known: dist.Store) -> None:
-        self.is_cut_off = False
-        self._take(known)
+        self.is_unusable = False
+        self._clone(known)
 
-    def _take(self, known: dist.Store) -> None:
+    def _clone(self, known: dist.Store) -> None:
         self.store = known.clone()  # type: ignore[attr-defined]
-        self.store.set_timeout(TIMEOUT)
+        self.store.set_timeout(STORE_TIMEOUT)
 
-    def renew(self, failed: dist.Store) -> None:
+    def reconnect(self, failed: dist.Store) -> None:
         """Unless another board has done so meanwhile."""
         if self.store is failed:
-            self._take(failed)
+            self._clone(failed)
 
 
-_CONNECTIONS: WeakKeyDictionary[dist.Store, _Connection] = WeakKeyDictionary()
+_CONNECTION_OF_STORE: WeakKeyDictionary[dist.Store, _StoreConnection] = WeakKeyDictionary()
 """By torch's own, which goes with its process group."""
 
 
-class Board:
+class StoreKV:
     """`name` is one that no other board of the run has. RuntimeError where there can be no connection."""
 
     def __init__(self, name: str) -> None:
         known = distributed_c10d._get_default_store()
-        if known not in _CONNECTIONS:
-            _CONNECTIONS[known] = _Connection(known)
-        self._name, self._connection = name, _CONNECTIONS[known]
+        if known not in _CONNECTION_OF_STORE:
+            _CONNECTION_OF_STORE[known] = _StoreConnection(known)
+        self._name, self._connection = name, _CONNECTION_OF_STORE[known]
         self._failed: dist.Store | None = None
 
     @property
-    def is_cut_off(self) -> bool:
-        return self._connection.is_cut_off
+    def is_unusable(self) -> bool:
+        return self._connection.is_unusable
 
     def reconnect(self) -> None:
         """After an error: a connection that has failed once never works again."""
         if self._failed is not None:
-            self._connection.renew(self._failed)
+            self._connection.reconnect(self._failed)
 
     @contextmanager
-    def _asking(self) -> Iterator[dist.Store]:
-        if self.is_cut_off:
+    def _store_request(self) -> Iterator[dist.Store]:
+        if self.is_unusable:
             raise RuntimeError("a message could not be written to the store")
         own = self._connection.store
         try:
@@ -71,36 +71,36 @@ class Board:
         except RuntimeError as error:
             self._failed = own
             if isinstance(error, dist.DistStoreError):
-                self._connection.is_cut_off = _is_file(own)
+                self._connection.is_unusable = _is_file_store(own)
             raise
 
     def read(self, key: str) -> Any:
         """The note, or None where there is none."""
-        with self._asking() as store:
+        with self._store_request() as store:
             return json.loads(store.get(key)) if store.check([key]) else None
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
         """All of these notes, in one message; every one must have been written (`None` will do)."""
-        with self._asking() as store:
+        with self._store_request() as store:
             return [json.loads(note) for note in store.multi_get(list(keys))]
 
-    def write(self, key: str, note: Any) -> None:
-        with self._asking() as store:
-            store.set(key, json.dumps(note))
+    def write(self, key: str, value: Any) -> None:
+        with self._store_request() as store:
+            store.set(key, json.dumps(value))
 
-    def replace(self, key: str, old: Any, new: Any) -> bool:
+    def compare_and_set(self, key: str, old: Any, new: Any) -> bool:
         """Write where the note is still `old` (None: where there is none); False where somebody was faster."""
         text = json.dumps(new)
-        with self._asking() as store:
+        with self._store_request() as store:
             return bool(store.compare_set(key, "" if old is None else json.dumps(old), text) == text.encode())
 
-    def count(self, key: str, more: int = 1) -> int:
+    def add(self, key: str, amount: int = 1) -> int:
         """Add to a number that begins at 0, and is no note; returns what it is now."""
-        with self._asking() as store:
-            return store.add(key, more)
+        with self._store_request() as store:
+            return store.add(key, amount)
 
 
-def _is_file(store: dist.Store) -> bool:
+def _is_file_store(store: dist.Store) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.FileStore)

@@ -19,83 +19,83 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.groups import Group
-from mpu.wire.interface import Op, Pending
-from mpu.wire.native import OPS, widened
-from mpu.wire.waits import sending
+from mpu.wire.interface import CollectiveWork, Op
+from mpu.wire.native import REDUCE_OPS, accumulation_dtype
+from mpu.wire.waits import track_async_collective
 
 SUM_BLOCK = 1 << 17
 """Elements summed at a time: the fp32 accumulator stays in the cache."""
 
 
-class GlooWire:
-    @sending
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
+class GlooBackend:
+    @track_async_collective
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
         parts = full.view(group.size, -1)
         if parts[group.rank].data_ptr() != shard.data_ptr():
             parts[group.rank].copy_(shard.view(-1))
-        return Pending([self.broadcast(piece, rank, group) for rank, part in enumerate(parts)
-                        for piece in _pieces(part, at_a_time)])
+        return CollectiveWork([self.broadcast(piece, rank, group) for rank, part in enumerate(parts)
+                               for piece in _segments(part, max_in_flight)])
 
-    @sending
-    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
-                       at_a_time: int | None) -> Pending:
+    @track_async_collective
+    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
+                       max_in_flight: int | None) -> CollectiveWork:
         own, mine = full.view(group.size, -1), shard.view(-1)
-        width = len(mine) if at_a_time is None else max(1, at_a_time // group.size)
+        width = len(mine) if max_in_flight is None else max(1, max_in_flight // group.size)
         starts = range(0, len(mine), max(1, width))
 
-        def one_by_one() -> None:
+        def reduce_remaining() -> None:
             for start in starts[1:]:
-                _exchange(mine[start:start + width], own[:, start:start + width], group).wait()
+                _reduce_scatter_by_sends(mine[start:start + width], own[:, start:start + width], group).wait()
 
-        return Pending([_exchange(mine[:width], own[:, :width], group)], one_by_one)
+        return CollectiveWork([_reduce_scatter_by_sends(mine[:width], own[:, :width], group)], reduce_remaining)
 
-    @sending
-    def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
-                   at_a_time: int | None) -> Pending:
-        return Pending([dist.all_reduce(piece, OPS[op], group=group.control_handle, async_op=True)
-                        for piece in _pieces(flat, at_a_time)])
+    @track_async_collective
+    def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
+                   max_in_flight: int | None) -> CollectiveWork:
+        return CollectiveWork([dist.all_reduce(piece, REDUCE_OPS[op], group=group.control_process_group, async_op=True)
+                               for piece in _segments(flat, max_in_flight)])
 
-    @sending
-    def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
-        return Pending([dist.broadcast(x, group.ranks[src], group=group.control_handle, async_op=True)])
+    @track_async_collective
+    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
+        return CollectiveWork([dist.broadcast(x, group.ranks[src], group=group.control_process_group, async_op=True)])
 
-    @sending
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+    @track_async_collective
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
         received[group.rank].copy_(sent[group.rank])
-        return _swap(list(received), list(sent), group)
+        return _send_and_receive(list(received), list(sent), group)
 
 
-def _pieces(flat: Tensor, at_a_time: int | None) -> Sequence[Tensor]:
-    return flat.split(at_a_time) if at_a_time is not None and flat.numel() > at_a_time else [flat]
+def _segments(flat: Tensor, max_in_flight: int | None) -> Sequence[Tensor]:
+    return flat.split(max_in_flight) if max_in_flight is not None and flat.numel() > max_in_flight else [flat]
 
 
-def _exchange(mine: Tensor, own: Tensor, group: Group) -> Pending:
+def _reduce_scatter_by_sends(mine: Tensor, own: Tensor, group: Group) -> CollectiveWork:
     """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
     peers = _peers(group)
     is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
-    places = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
-    received = places + [torch.empty_like(own[0]) for _ in peers[len(places):]]
+    buffers = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
+    received = buffers + [torch.empty_like(own[0]) for _ in peers[len(buffers):]]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
-    return _swap(parts, list(own), group, lambda: _sum_in_rank_order(parts, mine))
+    return _send_and_receive(parts, list(own), group, lambda: _sum_in_rank_order(parts, mine))
 
 
 def _peers(group: Group) -> list[int]:
     return [rank for rank in range(group.size) if rank != group.rank]
 
 
-def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group,
-          finish: Callable[[], None] | None = None) -> Pending:
+def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group,
+                      on_complete: Callable[[], None] | None = None) -> CollectiveWork:
     """received[k] <- what the other rank k sends here; this rank's own place is left alone."""
-    handle = group.control_handle
-    exchange = [dist.P2POp(dist.irecv, received[peer], group.ranks[peer], handle) for peer in _peers(group)]
-    exchange += [dist.P2POp(dist.isend, sent[peer], group.ranks[peer], handle) for peer in _peers(group)]
-    return Pending(dist.batch_isend_irecv(exchange), finish, _limit_of(handle))
+    handle = group.control_process_group
+    operations = [dist.P2POp(dist.irecv, received[peer], group.ranks[peer], handle) for peer in _peers(group)]
+    operations += [dist.P2POp(dist.isend, sent[peer], group.ranks[peer], handle) for peer in _peers(group)]
+    return CollectiveWork(dist.batch_isend_irecv(operations), on_complete, _timeout_of(handle))
 
 
-def _limit_of(handle: dist.ProcessGroup | None) -> timedelta | None:
+def _timeout_of(process_group: dist.ProcessGroup | None) -> timedelta | None:
     """How long to wait for a peer. Sends and receives of gloo's keep to what it was when the group was made."""
-    assert handle is not None, "a group of one sends nothing"
-    options = getattr(handle._get_backend(torch.device("cpu")), "options", None)
+    assert process_group is not None, "a group of one sends nothing"
+    options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
 
 
@@ -103,7 +103,7 @@ def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """out[i] <- parts[0][i] + parts[1][i] + ..., 16-bit values in fp32; `out` may be one of the parts."""
     step = max(1, min(len(out), SUM_BLOCK))
     first = parts[0]
-    total = first.new_empty(step, dtype=widened(first.dtype))
+    total = first.new_empty(step, dtype=accumulation_dtype(first.dtype))
     for start in range(0, len(out), step):
         blocks = [part[start:start + step] for part in parts]
         sums = total[:len(blocks[0])].copy_(blocks[0])

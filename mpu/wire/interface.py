@@ -20,49 +20,51 @@ from mpu.wire import waits
 Op = Literal["sum", "max", "min"]
 
 
-class Pending:
+class CollectiveWork:
     """An operation under way. On an accelerator `wait` makes the current stream wait, never the host."""
 
-    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], object] | None = None,
-                 limit: timedelta | None = None) -> None:
+    def __init__(self,
+                 works: Sequence[Work | CollectiveWork | None] = (),
+                 on_complete: Callable[[], object] | None = None,
+                 timeout: timedelta | None = None) -> None:
         """`limit`: how long to wait, for works that do not know it themselves."""
-        self._works, self._finish, self._limit = works, finish, limit
+        self._works, self._on_complete, self._timeout = works, on_complete, timeout
 
     def wait(self) -> None:
         """Complete the operation; again: nothing. `finish` (a local sum, a conversion) runs here, once."""
-        works, finish = self._works, self._finish
-        self._works, self._finish = (), None
+        works, on_complete = self._works, self._on_complete
+        self._works, self._on_complete = (), None
         for work in works:
-            if isinstance(work, Pending):
+            if isinstance(work, CollectiveWork):
                 work.wait()
             elif work is not None:
-                waits.begin()
-                work.wait() if self._limit is None else work.wait(self._limit)
-                waits.end()
-        if finish is not None:
-            finish()
+                waits.mark_waiting()
+                work.wait() if self._timeout is None else work.wait(self._timeout)
+                waits.mark_idle()
+        if on_complete is not None:
+            on_complete()
 
 
-class Wire(Protocol):
+class CollectiveBackend(Protocol):
     """The group has several ranks, and the sizes fit.
 
     `sum_in` is the precision in which the ranks' numbers are added up where the backend adds them. A wire that
     adds them itself takes fp32 for what is narrower, whatever is asked for. `at_a_time` is how many elements may be on
     their way at once, for a wire that keeps copies of what it receives; others send everything in one piece."""
 
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
         """full <- the shards of all ranks in rank order; `shard` may be this rank's part of `full`."""
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
-                       at_a_time: int | None) -> Pending:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
+                       max_in_flight: int | None) -> CollectiveWork:
         """shard <- this rank's part of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
 
-    def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
-                   at_a_time: int | None) -> Pending:
+    def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
+                   max_in_flight: int | None) -> CollectiveWork:
         """flat <- the reduction of every rank's `flat`."""
 
-    def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
+    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
         """x <- x of the group's rank `src`."""
 
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
         """Row k of `received` <- this rank's row of what rank k sent; both are [size, n]."""

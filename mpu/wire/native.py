@@ -15,57 +15,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.groups import Group
-from mpu.wire.interface import Op, Pending
-from mpu.wire.waits import sending
+from mpu.wire.interface import CollectiveWork, Op
+from mpu.wire.waits import track_async_collective
 
-OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class NativeWire:
-    @sending
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
-        return Pending([all_gather_of(full, shard, group.handle)])
+class NativeBackend:
+    @track_async_collective
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
+        return CollectiveWork([start_all_gather(full, shard, group.process_group_or_none)])
 
-    @sending
-    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
-                       at_a_time: int | None) -> Pending:
-        wide = full.to(sum_in or widened(full.dtype))
+    @track_async_collective
+    def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
+                       max_in_flight: int | None) -> CollectiveWork:
+        wide = full.to(reduce_dtype or accumulation_dtype(full.dtype))
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
-        work = reduce_scatter_of(mine, wide, group.handle)
-        return Pending([work], None if mine is shard else lambda: _fill(shard, mine))
+        work = start_reduce_scatter(mine, wide, group.process_group_or_none)
+        return CollectiveWork([work], None if mine is shard else lambda: _copy_into(shard, mine))
 
-    @sending
-    def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
-                   at_a_time: int | None) -> Pending:
-        wide = flat.to(sum_in or flat.dtype)
-        work = dist.all_reduce(wide, OPS[op], group=group.handle, async_op=True)
-        return Pending([work], None if wide is flat else lambda: _fill(flat, wide))
+    @track_async_collective
+    def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
+                   max_in_flight: int | None) -> CollectiveWork:
+        wide = flat.to(reduce_dtype or flat.dtype)
+        work = dist.all_reduce(wide, REDUCE_OPS[op], group=group.process_group_or_none, async_op=True)
+        return CollectiveWork([work], None if wide is flat else lambda: _copy_into(flat, wide))
 
-    @sending
-    def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
-        return Pending([dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True)])
+    @track_async_collective
+    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
+        return CollectiveWork([dist.broadcast(x, group.ranks[src], group=group.process_group_or_none, async_op=True)])
 
-    @sending
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
-        return Pending([dist.all_to_all_single(received, sent, group=group.handle, async_op=True)])
+    @track_async_collective
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
+        return CollectiveWork(
+            [dist.all_to_all_single(received, sent, group=group.process_group_or_none, async_op=True)])
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision in which numbers of this one are added up."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 # torch 2.13 renames the next two, and warns at the old names. They are looked up at each call.
 
-def all_gather_of(full: Tensor, shard: Tensor, handle: dist.ProcessGroup | None) -> dist.Work:
+def start_all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast(dist.Work, gather(full, shard, group=handle, async_op=True))
+    return cast(dist.Work, gather(full, shard, group=process_group, async_op=True))
 
 
-def reduce_scatter_of(shard: Tensor, full: Tensor, handle: dist.ProcessGroup | None) -> dist.Work:
+def start_reduce_scatter(shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast(dist.Work, scatter(shard, full, group=handle, async_op=True))
+    return cast(dist.Work, scatter(shard, full, group=process_group, async_op=True))
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
+def _copy_into(target: Tensor, source: Tensor) -> None:
     target.copy_(source)

@@ -15,55 +15,55 @@ from typing import ParamSpec, Protocol, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SENDING, WAITING = 1, 2
+LAUNCHING, WAITING = 1, 2
 
 
-class Numbers(Protocol):
+class CollectiveCounters(Protocol):
     def __getitem__(self, place: int) -> int: ...
 
     def __setitem__(self, place: int, number: int) -> None: ...
 
 
-_NUMBERS: list[Numbers] = [memoryview(array("Q", [0, 0]))]
+_COUNTERS: list[CollectiveCounters] = [memoryview(array("Q", [0, 0]))]
 """Of the process."""
 
 
-def show_in(numbers: Numbers) -> None:
+def write_counters_to(counters: CollectiveCounters) -> None:
     """From now on they are written here."""
-    numbers[0], numbers[1] = _NUMBERS[0][0], _NUMBERS[0][1]
-    _NUMBERS[0] = numbers
+    counters[0], counters[1] = _COUNTERS[0][0], _COUNTERS[0][1]
+    _COUNTERS[0] = counters
 
 
-def shown() -> Numbers:
+def current_counters() -> CollectiveCounters:
     """Where they are written."""
-    return _NUMBERS[0]
+    return _COUNTERS[0]
 
 
-def begin() -> None:
+def mark_waiting() -> None:
     """To wait for others."""
-    _NUMBERS[0][0] = WAITING
+    _COUNTERS[0][0] = WAITING
 
 
-def end() -> None:
-    _NUMBERS[0][0] = 0
+def mark_idle() -> None:
+    _COUNTERS[0][0] = 0
 
 
 def is_waiting() -> bool:
-    return bool(_NUMBERS[0][0] == WAITING)
+    return bool(_COUNTERS[0][0] == WAITING)
 
 
-def exchanging(send: Callable[P, T], mark: int = WAITING) -> Callable[P, T]:
+def track_collective(collective: Callable[P, T], state: int = WAITING) -> Callable[P, T]:
     """A function that is one exchange, or (`sending`) begins one and does not wait for it."""
-    @wraps(send)
-    def marked(*args: P.args, **kwargs: P.kwargs) -> T:
-        numbers = _NUMBERS[0]
+    @wraps(collective)
+    def tracked(*args: P.args, **kwargs: P.kwargs) -> T:
+        numbers = _COUNTERS[0]
         numbers[1] += 1
-        numbers[0] = mark
-        result = send(*args, **kwargs)
+        numbers[0] = state
+        result = collective(*args, **kwargs)
         numbers[0] = 0
         return result
-    return marked
+    return tracked
 
 
-def sending(send: Callable[P, T]) -> Callable[P, T]:
-    return exchanging(send, SENDING)
+def track_async_collective(collective: Callable[P, T]) -> Callable[P, T]:
+    return track_collective(collective, LAUNCHING)

@@ -22,7 +22,7 @@ from megatron import zero
 from megatron.launch import distributed
 from megatron.whereabouts import FORWARD, HERE, Whereabouts
 from mpu.wire import waits
-from mpu.wire.gloo import GlooWire
+from mpu.wire.gloo import GlooBackend
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
@@ -32,7 +32,10 @@ def silent() -> list[Any]:
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
     patches: list[Any] = [mock.patch.object(Whereabouts, name, nothing) for name in ("enter", "at_step")]
     patches += [mock.patch.object(waits, name, nothing) for name in ("begin", "end")]
-    return patches + [mock.patch.object(GlooWire, name, getattr(GlooWire, name).__wrapped__) for name in OPERATIONS]
+    return patches + [
+        mock.patch.object(GlooBackend, name,
+                          getattr(GlooBackend, name).__wrapped__) for name in OPERATIONS
+    ]
 
 
 def counted(step: Callable[[], None]) -> int:

@@ -14,7 +14,7 @@ import pytest
 from data import cached
 from data.corpora import Datasets, open_datasets
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
-from data.inputs import find
+from data.inputs import find_text_files
 from data.preprocess import build_corpus
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
@@ -138,7 +138,7 @@ def test_a_folder_of_text_equals_its_corpus_and_is_reported_in_one_line(folder: 
     texts = write_texts(folder / "texts", 20)
     (texts / "notes.pdf").touch()
     (texts / "empty.txt").touch()
-    build_corpus(find([texts]).files, folder / "c", BYTE)
+    build_corpus(find_text_files([texts]).files, folder / "c", BYTE)
     first = opened(texts)
     assert first.fingerprint == opened(folder / "c").fingerprint
     (line,) = first.notes

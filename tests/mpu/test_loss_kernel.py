@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpu import loss_accelerator, loss_cpu
 from mpu.groups import SOLO, build
-from mpu.vocab_share import Head, Share, Wanted
+from mpu.vocab_share import LossGradRequest, LossInputs, VocabShard
 from tests.distributed import run_ranks
 from tests.kernels import compiled, interpreted
 
@@ -99,14 +99,14 @@ class Traffic(TorchDispatchMode):
 
 
 def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
-    share, target = Share(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
+    share, target = VocabShard(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
     with Traffic() as traffic:
         if module is loss_cpu:
             scratch = torch.empty(len(logits), WIDTH)
             logits[:, COLUMNS:] = -torch.inf
-            loss_cpu._block(logits, target, torch.ones(len(logits)), share, scratch)
+            loss_cpu._block_loss(logits, target, torch.ones(len(logits)), share, scratch)
         else:
-            loss_accelerator._chunk(share, logits, target, torch.ones(len(logits)))
+            loss_accelerator._chunk_loss(share, logits, target, torch.ones(len(logits)))
     return traffic
 
 
@@ -143,11 +143,11 @@ def test_chunks_are_few_equal_and_fit_their_memory() -> None:
     width = 50_304
     for rows in (1, 100, 8192, 10_624, 10_625, 16_384, 65_536):
         for size in (2, 4):
-            chunk = loss_accelerator.rows_of_chunk(rows, width, size)
+            chunk = loss_accelerator.rows_per_chunk(rows, width, size)
             assert chunk * width * size <= loss_accelerator._CHUNK_BYTES and chunk <= rows
-            fewest = -(-rows // loss_accelerator.rows_of_chunk(10**9, width, size))
+            fewest = -(-rows // loss_accelerator.rows_per_chunk(10**9, width, size))
             assert -(-rows // chunk) <= fewest + 1 and (chunk == rows or chunk % 128 == 0)
-    assert loss_accelerator.rows_of_chunk(16_384, width, 2) == 8192
+    assert loss_accelerator.rows_per_chunk(16_384, width, 2) == 8192
 
 
 def _exchanges(rank: int, world: int) -> tuple[int, int]:
@@ -155,10 +155,11 @@ def _exchanges(rank: int, world: int) -> tuple[int, int]:
     tp, calls = build(world).tp, []
     hidden, weight = torch.randn(4096, 16), torch.randn(64, 16, requires_grad=True)
     target = torch.zeros(4096, dtype=torch.int64)
-    share = Share.of(64, tp, 100)
+    share = VocabShard.of(64, tp, 100)
     gather = loss_accelerator.all_gather
     with mock.patch.object(loss_accelerator, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)):
-        loss_accelerator.walk(Head(hidden, weight, target, share), Wanted(torch.ones(4096), True, True), 2048)
+        loss_accelerator.chunked_loss(LossInputs(hidden, weight, target, share),
+                                      LossGradRequest(torch.ones(4096), True, True), 2048)
     return len(calls), 2
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config
 from megatron.checkpoint.interchange.names import MEGATRON_LM
 from megatron.errors import CheckpointError
-from mpu.partition import join_slices
+from mpu.partition import join_local_slices
 from mpu.split import Partition
 
 FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
@@ -127,7 +127,7 @@ def _joined(name: str, pieces: list[Tensor], version: float, heads: int, tokens:
         return pieces[0]
     if ".qkv." in name:
         pieces = [_in_our_order(piece, version, heads // len(pieces)) for piece in pieces]
-    whole = pieces[0] if len(pieces) == 1 else join_slices(pieces, cut)
+    whole = pieces[0] if len(pieces) == 1 else join_local_slices(pieces, cut)
     return whole[:tokens] if name == "wte.weight" else whole
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.facts import TokenizerFacts, tokenizer_facts_in
+from data.facts import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.part import SHARED_STATE
 from megatron.checkpoint.reader import Checkpoint
@@ -40,7 +40,7 @@ def recorded_model(found: Checkpoint) -> RecordedModel:
                               "a GPT2 of megatron.model; load_checkpoint into the model it was saved from, and "
                               "save_checkpoint, record it")
     state = Record(found.shared_state, f"tag {found.tag}: file {SHARED_STATE}").take("client_state", dict)
-    tokenizer = tokenizer_facts_in(state)
+    tokenizer = tokenizer_facts_of_state(state)
     if tokenizer is not None and data.get("tokenizer_type") is None:
         data["tokenizer_type"] = tokenizer.name
     return RecordedModel(shape, precision, data, tokenizer)

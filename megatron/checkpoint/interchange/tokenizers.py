@@ -20,10 +20,10 @@ from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
 from data.facts import TokenizerFacts
-from data.gpt2_bpe import byte_alphabet, merges_and_vocabulary_in, parse_merges
+from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
 from data.storage import DataError
 from data.tokenizer import build
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, read, read_text
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
 from megatron.config.tree import ModelConfig
 
 DEFAULT_KIND = "GPT2BPETokenizer"
@@ -53,15 +53,15 @@ def tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: Token
             return TokenizerFiles(note=f"no tokenizer files: {ours.name} has {ours.vocab_size} tokens, and the model "
                                        f"{model.tokens}: it was trained with another one")
         if known is not None and known != ours.facts:
-            return TokenizerFiles(note=f"no tokenizer files: the model was trained with {known.described}, and its "
-                                       f"files make {ours.facts.described}")
+            return TokenizerFiles(note=f"no tokenizer files: the model was trained with {known.description}, and its "
+                                       f"files make {ours.facts.description}")
         return WRITERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
     except (DataError, ImportError) as error:
         return TokenizerFiles(note=f"no tokenizer files: {error}; copy the tokenizer beside the model yourself")
 
 
 def _gpt2(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    merges, vocabulary = merges_and_vocabulary_in(section["vocab_file"], section["merge_file"])
+    merges, vocabulary = read_merges_and_vocabulary(section["vocab_file"], section["merge_file"])
     if vocabulary is None:
         vocabulary = {token: i for i, token in enumerate([*parse_merges(merges, "vocab.bpe"), END_OF_TEXT])}
     return TokenizerFiles({"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": merges.encode(),
@@ -75,18 +75,18 @@ def _bytes(section: Mapping[str, Any], path: str | None, eod: int, length: int) 
 
 
 def _characters(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    characters = sorted(set(read_text(section["vocab_file"], "--vocab-file")))
-    if REPLACEMENT in characters:  # it would be two tokens
+    characters = sorted(set(read_flag_text(section["vocab_file"], "--vocab-file")))
+    if REPLACEMENT_CHARACTER in characters:  # it would be two tokens
         return TokenizerFiles(eod=eod, note="no tokenizer files: the vocabulary holds U+FFFD, which also stands for "
                                             "every unknown character")
-    vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT])}
-    return _fast({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT}, eod, length,
+    vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT_CHARACTER])}
+    return _fast({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER}, eod, length,
                  pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated",
                                 "invert": False}, decoder={"type": "Fuse"})
 
 
 def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    proto = read(str(path), "--tokenizer-path")
+    proto = read_flag_file(str(path), "--tokenizer-path")
     pieces, learned, plain = _read_model(proto)
     if not plain:
         return TokenizerFiles({"tokenizer.model": proto}, eod,

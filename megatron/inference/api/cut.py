@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.inference.api.policy import Place, Plan, is_turned, widths
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
-from mpu.partition import local_slice, mark_partition
+from mpu.partition import local_slice, set_partition
 from mpu.split import Partition
 
 LOAD_AGAIN = "this model was refused by init_inference and is partly cut or cast: load it again"
@@ -110,5 +110,5 @@ def _mine(whole: Tensor, partition: Partition, tp: Group) -> Tensor:
 
 def _parameter(values: Tensor, partition: Partition | None) -> nn.Parameter:
     made = nn.Parameter(values, requires_grad=False)
-    mark_partition(made, partition)
+    set_partition(made, partition)
     return made

@@ -28,11 +28,11 @@ from megatron.inference.api import arguments, weights
 from megatron.inference.api.arguments import Asked
 from megatron.inference.api.cut import changing, check_even, check_unbroken, cut
 from megatron.inference.api.engine import InferenceEngine, share_random_state
-from megatron.inference.api.weights import HEADED, ours_of
 from megatron.inference.api.policy import Plan, plan_of
 from megatron.inference.api.proof import Proof
 from megatron.inference.api.quantise import check_scales, layers_of_int8, quantise
 from megatron.inference.api.same import check_model
+from megatron.inference.api.weights import HEADED, ours_of
 from megatron.inference.int8 import activations_on
 from megatron.launch import distributed, exits
 from megatron.model.gpt2 import GPT2
@@ -68,7 +68,7 @@ def _groups(asked: Asked) -> Groups:
     if asked.mpu is not None:
         groups = groups_of(asked.mpu)
     elif asked.tp_group is not None:
-        groups = mpu_groups.of_handles(asked.tp_group, None)
+        groups = mpu_groups.groups_from_process_groups(asked.tp_group, None)
     else:
         world = distributed.read_environment().world_size
         require(world % (size or 1) == 0, f"init_inference: tensor_parallel.tp_size is {size}, and there are {world} "

@@ -30,7 +30,7 @@ from megatron.errors import CheckpointError
 from megatron.inference.loading import Found, open_hf, open_trained
 from megatron.model.gpt2 import GPT2
 from mpu.groups import Group, Groups
-from mpu.partition import mark_partition, partition_of
+from mpu.partition import partition_of, set_partition
 
 SAME = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "tokens", "max_position_embeddings",
         "layernorm_epsilon")
@@ -167,7 +167,7 @@ def _share_table(made: GPT2, theirs: Any) -> None:
     theirs.transformer.wte.weight = theirs.lm_head.weight = nn.Parameter(padded[: len(whole)], requires_grad=False)
     start, stop = made.wte.vocab_range
     made.wte.weight = nn.Parameter(padded[start:stop], requires_grad=False)
-    mark_partition(made.wte.weight, partition)
+    set_partition(made.wte.weight, partition)
 
 
 def _put(block: nn.Module, path: str, layer: nn.Module) -> None:

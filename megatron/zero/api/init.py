@@ -39,7 +39,7 @@ from megatron.zero.initial_params import Building, Depot, Drawn, Parked, is_unfi
 from megatron.zero.together import meet, owner_of
 from mpu import groups as mpu_groups
 from mpu.classic import current_groups
-from mpu.draws import source_of
+from mpu.draws import initializer_of
 from mpu.groups import Group, Groups
 
 MOST_FREED = 16 << 20
@@ -241,7 +241,7 @@ class Init:
         for parameter in module.parameters(recurse=False):
             if holder_of(parameter) is not None or is_lazy(parameter):
                 continue
-            source = source_of(parameter)
+            source = initializer_of(parameter)
             if not is_unfilled(parameter):
                 self._keep(parameter)
             elif source is not None:
@@ -286,7 +286,7 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
 
 def _data_parallel(handle: Any, mpu: Any) -> Group:
     if handle is not None:
-        return mpu_groups.of_handle(handle)
+        return mpu_groups.group_from_process_group(handle)
     return groups_of(mpu).dp
 
 
@@ -303,7 +303,7 @@ def groups_of(mpu: Any) -> Groups:
                           "object with get_{model,data}_parallel_{rank,group,world_size}")
     if mpu is sys.modules["mpu"]:  # whose groups of one need no process group
         return current_groups()
-    groups = mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    groups = mpu_groups.groups_from_process_groups(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
     found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
     wanted = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
               (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.errors import ConfigError
-from mpu.groups import neighbours
+from mpu.groups import subgroup
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _home(engine: Any, kind: str) -> str | None:
 
 
 def _alone(engine: Any) -> ProcessGroup:
-    return neighbours(engine.groups.world, 1).process_group
+    return subgroup(engine.groups.world, 1).process_group
 
 
 def _as_submodule(engine: Any) -> nn.Module:

@@ -34,18 +34,18 @@ def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
         for slot in _slots(line):
             shape, partition = _of_all(slot, dp.size)
             yield Piece(slot.name, OWED, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                        line.mean.owed[slot.offset : slot.end])
+                        line.mean.worker_error[slot.offset : slot.end])
         for segment in line.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
             yield Piece(slot.name, OWED_TO_ALL, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
-                        line.mean.owed_to_all[start : start + segment.count])
+                        line.mean.server_error[start : start + segment.count])
 
 
 def owed_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
     """Of all ranks together."""
     tp = engine.groups.tp.size
     for line in engine.exchanged:
-        dtype = DTYPE_NAMES[line.mean.owed.dtype]
+        dtype = DTYPE_NAMES[line.mean.worker_error.dtype]
         for slot in _slots(line):
             shape, partition = _of_all(slot, engine.groups.dp.size)
             yield TensorEntry(OWED, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
@@ -72,13 +72,13 @@ def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     for line in engine.exchanged:
         for slot in _slots(line):
             if (OWED, slot.name) in found.tensors:  # not strict: who is new owes nothing
-                _load_owed_by_each(engine, found, slot, line.mean.owed[slot.offset : slot.end], where)
+                _load_owed_by_each(engine, found, slot, line.mean.worker_error[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
             if (OWED_TO_ALL, slot.name) not in found.tensors:
                 continue
             found.read(OWED_TO_ALL, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
-                       out=line.mean.owed_to_all[start : start + segment.count], **where)
+                       out=line.mean.server_error[start : start + segment.count], **where)
 
 
 def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:

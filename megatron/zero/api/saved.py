@@ -46,7 +46,7 @@ from megatron.zero.homes.shelf import Run
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 from mpu.split import Partition
 
@@ -368,7 +368,7 @@ def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
     if partition is None:
         return local
     pieces = [local] if tp.is_solo else list(all_gather(local.unsqueeze(0), tp, dim=0))
-    whole = join_slices(pieces, partition)
+    whole = join_local_slices(pieces, partition)
     return whole if partition.size is None else whole.narrow(partition.dim, 0, partition.size)
 
 

@@ -30,7 +30,7 @@ from megatron.zero.homes.passing import Passing
 from megatron.zero.homes.shelf import WEIGHT, Home
 from megatron.zero.homes.streamed import Streamed
 from megatron.zero.precision import DTYPES
-from mpu.collectives import agree
+from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
 
 Side = Literal["host", "device"]
@@ -64,7 +64,7 @@ def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.de
     on_host, on_device = (numel * seconds for seconds in trial(rule, device, ferry, work, groups.world,
                                                                pinned=offload.offload_optimizer_pin_memory))
     needed = _room_for_device(config, numel, groups)
-    fits = agree(needed * SHARE <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
+    fits = all_reduce_scalar(needed * SHARE <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
     side: Side = "device" if on_device < on_host and fits else "host"
     why = "" if fits or on_device >= on_host else f", which would keep {needed / 2**30:.1f} GiB there"
     return side, [f" offload: the {side} updates; a step's update takes about {on_host:.2f} s by the host with "
@@ -102,7 +102,7 @@ def trial(rule: AdamW, device: torch.device, ferry: Ferry, work: torch.dtype, wo
     for home, there in ((host, torch.device("cpu")), (Streamed(host, ferry, device), device)):
         rule.settle_on(there, world)
         trip = partial(_step_on, there, rule, home, shelf, ferry, torch.zeros(part, dtype=work, device=device), pinned)
-        found.append(agree(together(lambda: _seconds(trip), world), world, "max") / shelf.numel)
+        found.append(all_reduce_scalar(together(lambda: _seconds(trip), world), world, "max") / shelf.numel)
     return found[0], found[1]
 
 

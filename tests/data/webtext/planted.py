@@ -120,5 +120,5 @@ def write(pages: Sequence[Page], folder: Path, shards: int = 3) -> list[Path]:
     paths = [folder / shard_name(number) for number in range(shards)]
     for number, path in enumerate(paths):
         part = pages[len(pages) * number // shards:len(pages) * (number + 1) // shards]
-        path.write_bytes(b"".join(Document(page.text).line() for page in part))
+        path.write_bytes(b"".join(Document(page.text).to_line() for page in part))
     return paths

@@ -94,7 +94,7 @@ def peak_memory(tmp_path: Path, documents: int, phrases: int, memory: int, range
         with (folder / f"part-{shard:05d}.jsonl").open("wb") as file:
             for number in range(documents // 4):
                 if number % 10 or not line:
-                    line = Document(" ".join(rng.choices(pool, k=phrases))).line()
+                    line = Document(" ".join(rng.choices(pool, k=phrases))).to_line()
                 file.write(line)
     arguments = [folder, tmp_path / f"out{documents}", memory, range_bytes]
     result = subprocess.run([sys.executable, "-c", PEAK, *map(str, arguments)], cwd=REPOSITORY, capture_output=True,

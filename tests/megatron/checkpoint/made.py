@@ -9,8 +9,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,7 @@ from megatron.checkpoint import agree, writer
 from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.lineage import Lineage, SaveRecord
-from megatron.checkpoint.manifest import (
-    MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest
 from megatron.checkpoint.part import part_name, read_part
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.strict import ending, seal, unseal
@@ -135,7 +134,7 @@ class ThreadWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        with mock.patch.object(agree, "reduce_number", self.reduce_number), \
+        with mock.patch.object(agree, "all_reduce_scalar", self.reduce_number), \
                 mock.patch.object(agree, "broadcast_json", self.broadcast_json):
             yield
 

@@ -34,11 +34,11 @@ from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
-from megatron.zero.initial_params import draw_run
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.initial_params import draw_run
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import draws, groups
-from mpu.draws import source_of
+from mpu.draws import initializer_of
 from mpu.groups import Group
 from mpu.partition import partition_of
 from tests.megatron.counting import Calls, on_the_accelerator_side
@@ -171,7 +171,7 @@ class Model:
             units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks") else "root", []).append(
                 (name, parameter))
         self.buckets = [(FlatLayout([Slot(name, tuple(p.shape), partition=partition_of(p)) for name, p in unit], dp),
-                         [source_of(p) for _, p in unit]) for unit in units.values()]
+                         [initializer_of(p) for _, p in unit]) for unit in units.values()]
 
     def tensors(self) -> Iterator[TensorEntry]:
         for layout, _ in self.buckets:
@@ -203,14 +203,14 @@ class Model:
 def start(size: int) -> Cost:
     """The initial weights of a rank in the middle."""
     model, cost = Model(size // TP, TP // 2), Cost()
-    rows = draws.normal_rows
+    rows = draws.fill_normal_rows
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         cost.drawn += out.numel()
         rows(out, *places)
 
     begin = time.perf_counter()
-    with mock.patch.object(draws, "normal_rows", counted):
+    with mock.patch.object(draws, "fill_normal_rows", counted):
         model.draw(size // TP // 2)
     cost.seconds, cost.kept = time.perf_counter() - begin, model.kept()
     return cost

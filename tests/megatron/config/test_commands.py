@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from data.cli import misspelt
+from data.cli import suggest_spelling
 from data.webtext.__main__ import build_parser as webtext
 from megatron.checkpoint.command import parse as checkpoint
 from megatron.errors import ConfigError
@@ -58,7 +58,7 @@ def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> 
     ("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""), ("--laod", "--load"),
     ("--max-connectoins", "--max-connections"), ("--mx-conections", "--max-connections"), ("--m-conections", "")])
 def test_how_near_a_flag_has_to_be(word: str, found: str) -> None:
-    hint = misspelt(word, ["--port", "--load", "--max-connections"])
+    hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
     assert hint == (f"did you mean {found}?" if found else "")
 
 

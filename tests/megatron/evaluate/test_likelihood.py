@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.int8 import quantised
 from megatron.evaluate import scorer
-from megatron.evaluate.scorer import Scorer, found_here, of_all
 from megatron.evaluate.pieces import Piece
+from megatron.evaluate.scorer import Scorer, found_here, of_all
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO
-from mpu.vocab_share import Share
+from mpu.vocab_share import VocabShard
 from tests.distributed import run_ranks
 from tests.megatron.counting import Launches
 from tests.megatron.evaluate.models import LENGTH, SHAPE
@@ -85,7 +85,7 @@ def scored(rank: int, world: int, int8: bool) -> tuple[list[float], dict[str, in
     groups = mpu_groups.build(world)
     model = GPT2(SHAPE, groups.tp)
     with torch.no_grad():
-        model.wte.weight[Share.of(len(model.wte.weight), groups.tp, TOKENS).columns:] = 100
+        model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
     if int8:
         quantise(model)
     with patch.object(scorer, "CHUNK_BYTES", 4 * TOKENS * 3), Launches() as counted:

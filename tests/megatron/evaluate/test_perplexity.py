@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.writer import CorpusWriter
-from data.preprocess import Reading
+from data.preprocess import TextReadOptions
 from data.storage import DataError
+from data.writer import CorpusWriter
 from megatron.errors import ConfigError
 from megatron.evaluate import perplexity
 from megatron.evaluate.request import Asked
@@ -137,7 +137,7 @@ def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, conten
 
 def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
     """Or its `text`, where the file is another one."""
-    model, other = GPT2(SHAPE), Subject(BYTES, LENGTH, reading=Reading("body"))
+    model, other = GPT2(SHAPE), Subject(BYTES, LENGTH, reading=TextReadOptions("body"))
     both = write_lines(tmp_path / "a.jsonl", [{"text": "title", "body": text} for text in TEXTS])
     bodies = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
     expected = outcome(model, task="perplexity", protocol="lm-eval", data=bodies)

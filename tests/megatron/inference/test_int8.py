@@ -27,7 +27,7 @@ from megatron.inference.int8 import Int8
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train, write_corpus
 from tests.megatron.live_bytes import LiveBytes
@@ -184,10 +184,10 @@ def parts(rank: int, world: int, folders: Sequence[Path]) -> Cells:
 def whole(ranks: Sequence[Cells], folder: int) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
     for name, (_, scale, partition) in ranks[0][folder].items():
-        levels = join_slices([cells[folder][name][0] for cells in ranks], partition)
+        levels = join_local_slices([cells[folder][name][0] for cells in ranks], partition)
         scales = [cells[folder][name][1] for cells in ranks]
         if partition.dim == 0:
-            scale = join_slices(scales, partition)
+            scale = join_local_slices(scales, partition)
         else:
             assert all(torch.equal(one, scale) for one in scales), name
         if partition.size is not None:
@@ -276,7 +276,7 @@ def perplexity(model: GPT2, tokens: Tensor) -> float:
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
 def test_perplexity_is_that_of_the_weights_they_were_made_of(folder: Path, activations: torch.dtype) -> None:
     grid, corpus = groups.build(1), IndexedCorpus(folder.parent / "data")
-    stream = torch.from_numpy(corpus.tokens_of(0, corpus.num_documents).astype("int64"))
+    stream = torch.from_numpy(corpus.read_documents(0, corpus.num_documents).astype("int64"))
     tokens = stream[: len(stream) // 32 * 32].view(-1, 32)
     plain = loading.build(loading.open_trained(str(folder), grid), grid, activations, CPU)
     expected, found = perplexity(plain, tokens), perplexity(load(folder, grid, activations), tokens)

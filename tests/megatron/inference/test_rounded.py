@@ -16,7 +16,7 @@ from megatron.model.gpt2 import GPT2
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.quantise import Quantisation
 from mpu import groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
 from tests.megatron.train.test_quantise import engine_for
@@ -66,7 +66,7 @@ def joined(parts: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str,
         matrix = name.removesuffix(" scale")
         how = cut[matrix]
         is_cut = how is not None and len(parts) > 1 and (name == matrix or how.dim == 0)
-        value = join_slices([part[name] for part in parts], how) if is_cut and how is not None else parts[0][name]
+        value = join_local_slices([part[name] for part in parts], how) if is_cut and how is not None else parts[0][name]
         whole[name] = value[: len(like[matrix])]
     return whole
 

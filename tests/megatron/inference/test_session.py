@@ -125,7 +125,7 @@ class Slow(io.StringIO):
 
 def thinks(rank: int, world: int) -> str:
     made, out = groups.build(world), io.StringIO()
-    groups.limit_waits(made, timedelta(seconds=1))
+    groups.set_timeout(made, timedelta(seconds=1))
     tokenizer = ByteLevelTokenizer()
     model = GPT2(tiny_model(vocab_size=tokenizer.vocab_size), made.tp)
     with redirect_stdout(out), redirect_stderr(io.StringIO()), patch.object(sys, "stdin", Slow("hello\n")):

@@ -250,6 +250,6 @@ def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, ca
     failure = exits.explain(error, {})
     assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
     with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_when_asked"):
-        cli.run(fail)
+        cli.run_command(fail)
     err = capsys.readouterr().err
     assert caught.value.code == 5 and err.count("\n") == 1 and "raise it (ulimit -n, ulimit -u)" in err

@@ -284,11 +284,11 @@ def test_who_waits_for_a_probe_takes_its_rates_if_they_are_the_ones_that_were_as
     @contextmanager
     def waiting(_: Path) -> Iterator[None]:
         with monkeypatch.context() as others:
-            others.setattr(kept_rates, "exclusive", lambda _: nullcontext())
+            others.setattr(kept_rates, "wait_for_lock", lambda _: nullcontext())
             kept_rates.rates_for(planned("--ranks", str(measured_meanwhile)), again=True)
         yield
 
-    monkeypatch.setattr(kept_rates, "exclusive", waiting)
+    monkeypatch.setattr(kept_rates, "wait_for_lock", waiting)
     assert kept_rates.rates_for(planned(), again=again).where.ranks == 1
     assert len(probes) == measured_meanwhile
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.report import page as page_module
 from megatron.report.charts import MOST_POINTS, drawing
 from megatron.report.history import History
@@ -80,7 +80,8 @@ def test_no_name_and_no_setting_is_taken_for_html(name: str) -> None:
     values = {**CONFIG["values"], "data": {"train_data": [name], "seq_length": 8}}
     found = Parsed(page([history({**CONFIG, "values": values}, step(1), name=name)], [f"{name}: note"]))
     assert json.loads(found.data)["runs"][0]["name"] == name
-    assert found.row("data.train_data") == [one_line(name)] and f"{one_line(name)}: note" in "".join(found.notes)
+    assert found.row("data.train_data") == [escape_to_one_line(name)
+                                            ] and f"{escape_to_one_line(name)}: note" in "".join(found.notes)
 
 
 def test_the_summary_says_what_came_of_each_run() -> None:

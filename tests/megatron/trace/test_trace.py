@@ -146,7 +146,7 @@ def test_another_profiler_at_work_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
-    words, numbers, step = HERE._words, waits.shown(), Trainer._train_step
+    words, numbers, step = HERE._words, waits.current_counters(), Trainer._train_step
     trainers: list[Trainer] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
@@ -158,7 +158,7 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
-    assert HERE._words is words and waits.shown() is numbers and trainers[0].engine.core.log.follower is None
+    assert HERE._words is words and waits.current_counters() is numbers and trainers[0].engine.core.log.follower is None
     assert not [*tmp_path.iterdir()], "ranks may wait for this one, and the device may never answer"
 
 

@@ -123,7 +123,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
 def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpu.device, "ALWAYS", True)
+    monkeypatch.setattr(mpu.device, "FORCE_ACCELERATOR_PATH", True)
     eager = trained({**values, "compile": False})
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, mode: partial(whole, backend="aot_eager")(forward))

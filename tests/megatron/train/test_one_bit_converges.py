@@ -45,8 +45,8 @@ def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], fo
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         engine.step()
         for line in engine.core.exchanged if forgets else ():
-            line.mean.owed.zero_()
-            line.mean.owed_to_all.zero_()
+            line.mean.worker_error.zero_()
+            line.mean.server_error.zero_()
     assert bool(engine.core.exchanged) == (config.optim.optimizer in ONE_BIT)
     engine.eval()
     with torch.no_grad():

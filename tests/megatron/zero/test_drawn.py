@@ -35,13 +35,14 @@ def start(rank: int, world: int, stage: int, precision: str, tp: int) -> tuple[d
     elements this rank has to keep."""
     config = config_of(stage, precision, tp)
     grid = groups.build(tp)
-    drawn, rows, sent = [0], draws.normal_rows, mock.Mock(wraps=initial_params.broadcast_into)
+    drawn, rows, sent = [0], draws.fill_normal_rows, mock.Mock(wraps=initial_params.broadcast_into)
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         drawn[0] += out.numel()
         rows(out, *places)
 
-    with mock.patch.object(draws, "normal_rows", counted), mock.patch.object(initial_params, "broadcast_into", sent):
+    with mock.patch.object(draws, "fill_normal_rows", counted), mock.patch.object(initial_params, "broadcast_into",
+                                                                                  sent):
         engine = build.engine(config, build.model(config, grid), grid, CPU)
     kept = sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
     return whole_weights(engine.core), drawn[0], sent.call_count, kept

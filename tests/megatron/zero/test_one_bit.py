@@ -256,9 +256,9 @@ def _owed_on_average(rank: int, world: int, folder: str, saves: bool) -> tuple[d
     found: dict[str, Tensor] = {}
     for line in engine.core.exchanged:
         for slot in line.layout.slots:
-            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+            found[slot.name] = line.mean.worker_error[slot.offset : slot.end] / world
         for segment in line.layout.segments(rank):
-            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            own = line.mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
             found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
     return found, len(train(engine, FREEZE + 5, FREEZE + 7))
 
@@ -296,7 +296,7 @@ class Wider(Net):
 def _grows(rank: int, world: int, folder: str) -> bool:
     engine = engine_around(Wider(), configure(**{**SETTINGS, "zero_stage": 0}), groups.build(1), 1)
     engine.load_checkpoint(folder, tag="kept", load_module_strict=False)
-    by_name = {slot.name: line.mean.owed[slot.offset : slot.end] for line in engine.core.exchanged
+    by_name = {slot.name: line.mean.worker_error[slot.offset : slot.end] for line in engine.core.exchanged
                for slot in line.layout.slots}
     return bool(by_name["body.weight"].any()) and not by_name["more.weight"].any()
 

@@ -327,9 +327,9 @@ def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> t
     found: dict[str, Tensor] = {}
     for line in engine.core.exchanged:
         for slot in line.layout.slots:
-            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+            found[slot.name] = line.mean.worker_error[slot.offset : slot.end] / world
         for segment in line.layout.segments(rank):
-            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            own = line.mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
             found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
     knows = engine.core.rule.scalars()
     train(engine, FREEZE + 5, FREEZE + 7, batch)

@@ -17,7 +17,7 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.same import WHAT_DOES_IT
 from mpu.groups import build
-from mpu.partition import mark_partition
+from mpu.partition import set_partition
 from mpu.split import Partition
 from tests.distributed import run_ranks
 
@@ -218,7 +218,7 @@ class Slice(nn.Module):
         super().__init__()
         for name in names:
             setattr(self, name, nn.Parameter(torch.ones(4)))
-            mark_partition(getattr(self, name), Partition(0))
+            set_partition(getattr(self, name), Partition(0))
 
 
 def refused_in_a_tp_group(rank: int, world: int, odd: int) -> str:

@@ -32,7 +32,7 @@ from megatron.zero import watch
 from megatron.zero.api.engine import Engine
 from megatron.zero.exchanges import ExchangeLog
 from mpu import groups
-from mpu.wire.board import Board
+from mpu.wire.board import StoreKV
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -339,7 +339,7 @@ def stands_still(rank: int, world: int, folder: str) -> str:
     with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
             patch.multiple(exits, write_error=told.append, leave_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
-        watch.Watch(log, groups.build(), Board("watch")).start()
+        watch.Watch(log, groups.build(), StoreKV("watch")).start()
         try:
             return ends.get(timeout=10)
         except Empty:

@@ -18,12 +18,12 @@ from megatron.zero.exchanges import KEPT, ExchangeLog
 from megatron.zero.watch import Watch
 from mpu.groups import Group, Groups
 from mpu.wire import board
-from mpu.wire.board import Board
+from mpu.wire.board import StoreKV
 
 QUICK = {"LOOK_SECONDS": 0.01, "POLL_SECONDS": 0.01}
 
 
-class CountingBoard(Board):
+class CountingBoard(StoreKV):
     """Knows which notes were asked for."""
 
     def __init__(self, name: str) -> None:
@@ -182,7 +182,7 @@ def test_the_boards_of_a_process_have_one_connection_also_after_an_error() -> No
 
     with patch.object(board.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
             patch.object(dist.Store, "clone", clone):
-        first, second = Board("a"), Board("b")
+        first, second = StoreKV("a"), StoreKV("b")
         first.write("key", 1)
         second.write("key", 2)
         assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 1
@@ -206,7 +206,7 @@ class Nothing:
 def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
     refused = RuntimeError("Too many open files\nC++ CapturedTraceback:")
     with patch.object(watch, "broadcast_json", lambda name, world: name), \
-            patch.object(watch, "Board", side_effect=refused):
+            patch.object(watch, "StoreKV", side_effect=refused):
         watch.watch_over(Nothing())
     assert capfd.readouterr().err == (
         "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second "
