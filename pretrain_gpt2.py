@@ -69,7 +69,7 @@ def _run(stop: StopRequest) -> int:
     from megatron.train.processor import notes as processor_notes
     from megatron.train.resume import Checkpoints
     from megatron.train.sample import generate, printable
-    from megatron.zero.policy import notes as zero_notes
+    from megatron.zero.policy import ineffective_setting_notes as zero_notes
     from mpu import groups as mpu_groups
 
     distributed.hurries_when(stop.hurries)
@@ -112,7 +112,7 @@ def _run(stop: StopRequest) -> int:
                 log.say(f" sample: {printable(generate(engine, tokenizer, config))}")
         if stop.signal != SIGHUP:  # the terminal has gone with its reader
             log.check_reader(f"saved step {state.iteration} in {config.save.save}")
-    engine.core.homes.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
+    engine.core.engine_storage.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
     distributed.shutdown()
     return 0
 

@@ -114,7 +114,7 @@ class Scorer:
         tp, tokens = self._model.tp, self._model.config.tokens
         size = ON_ACCELERATORS if on_accelerator(hidden) else CHUNK_BYTES
         rows = max(1, size * tp.size // (4 * tokens))
-        return of_all(torch.cat([found_here(self._model.own_logits(x), target, tp, tokens)
+        return of_all(torch.cat([found_here(self._model.local_logits(x), target, tp, tokens)
                                  for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)]), tp)
 
 

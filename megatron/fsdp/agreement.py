@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron.errors import NumericsError
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.forwards import different_blocks
-from megatron.zero.verdict import HostCopy, row_on
+from megatron.zero.exchanges import CollectiveLog
+from megatron.zero.forwards import diverged_blocks_error
+from megatron.zero.verdict import HostScalars, scalars_on_device
 from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -33,12 +33,12 @@ Reached = Sequence[frozenset[int]]
 
 
 class Agreement:
-    def __init__(self, dp: Group, device: torch.device, log: ExchangeLog, counts: Sequence[int], *, waits: bool,
+    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog, counts: Sequence[int], *, waits: bool,
                  ) -> None:
         """`counts`: the parameters of each bucket. `waits`: the optimizer must know of an overflow before its step, and
         so the host."""
         self._dp, self._device, self._log, self._counts, self._waits = dp, device, log, counts, waits
-        self._open: HostCopy | None = None
+        self._open: HostScalars | None = None
 
     def __call__(self, trace: int, reached: Reached, overflows: Sequence[Tensor]) -> tuple[Reached, bool]:
         """What the ranks together have reached, and whether on one of them a gradient overflowed: one of `overflows` is
@@ -46,11 +46,11 @@ class Agreement:
         if self._dp.is_solo:
             return reached, any(map(bool, overflows))
         self.conclude()
-        self._log.meet("the end of a backward")
+        self._log.record_barrier("the end of a backward")
         marks = [index in one for one, count in zip(reached, self._counts, strict=True) for index in range(count)]
-        numbers = row_on(self._device, (trace, -trace, _any(overflows), *marks))
+        numbers = scalars_on_device(self._device, (trace, -trace, _any(overflows), *marks))
         all_reduce_into(numbers, self._dp, "max").wait()
-        self._open = HostCopy(numbers)
+        self._open = HostScalars(numbers)
         if on_accelerator(self._device) and all(marks) and not self._waits:
             return reached, False
         _, _, overflow, *found = self._open.values()
@@ -66,7 +66,7 @@ class Agreement:
             trace, minus_trace, *_ = self._open.values()
             self._open = None
             if trace != -minus_trace:
-                raise different_blocks(self._log, self._dp)
+                raise diverged_blocks_error(self._log, self._dp)
 
 
 def _any(flags: Iterable[Tensor]) -> Tensor | float:

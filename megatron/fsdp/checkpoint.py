@@ -146,7 +146,7 @@ def _pieces(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[Piec
 def _tensors(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[TensorEntry]:
     for bucket in root.buckets:
         for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
-            dtype = DTYPE_NAMES[bucket.kept.dtype if kind == WEIGHT else _dtype(optimizer, bucket, kind)]
+            dtype = DTYPE_NAMES[bucket.master_state.dtype if kind == WEIGHT else _dtype(optimizer, bucket, kind)]
             for slot in bucket.layout.slots:
                 yield TensorEntry(kind, slot.name, dtype, sharding_of(slot.shape, slot.partition, 1),
                                   Spread(slot.offset, bucket.layout.shard_numel))
@@ -155,7 +155,7 @@ def _tensors(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[Ten
 def _dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
     """Of a kind of state, the same on all ranks."""
     found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
-    return next((local(value).dtype for value in found if value is not None), bucket.kept.dtype)
+    return next((local(value).dtype for value in found if value is not None), bucket.master_state.dtype)
 
 
 def _uneven(numbers: Mapping[str, State], root: Root) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _read_all(found: Checkpoint, root: Root) -> None:
 
 def _state_of(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
     """This rank's. (torch's optimizers keep state in the precision of the parameter.)"""
-    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.kept.dtype, device=bucket.updates_on)
+    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)
     _read(found, bucket, kind, flat)
     return flat
 

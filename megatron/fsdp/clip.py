@@ -32,7 +32,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     sharded = [run for bucket, members in buckets.items() for run in _runs(bucket, members)]
     others = [one.grad for one in found if not isinstance(one, Shard) and one.grad is not None]
     if buckets:
-        next(iter(buckets)).log.meet("clip_grad_norm_()")
+        next(iter(buckets)).log.record_barrier("clip_grad_norm_()")
     norm = total_norm([*sharded, *(others if group.rank == 0 else ())], float(norm_type), group,
                       _device(sharded, others, buckets))
     if error_if_nonfinite and not math.isfinite(float(norm)):
@@ -62,7 +62,7 @@ def _group_of(buckets: Iterable[FlatBucket]) -> Group:
 def _runs(bucket: FlatBucket, members: Sequence[Shard]) -> Iterator[Tensor]:
     """The gradients of these parameters that this rank has: all at once, where nobody has touched them."""
     gradients = [None if (one := gradient_of(parameter)) is None else local(one) for parameter in members]
-    if len(members) == len(bucket.parameters) and bucket.grads.is_summed and all(
+    if len(members) == len(bucket.parameters) and bucket.grads.is_reduced and all(
             one is not None and (not one.numel() or _is_in(one, bucket.grads.shard)) for one in gradients):
         yield bucket.grads.shard
     else:
@@ -77,7 +77,7 @@ def _device(sharded: Sequence[Tensor], others: Sequence[Tensor], buckets: Iterab
     """Where the norm is: all ranks must say the same, and one may have no gradient."""
     first = next(iter(buckets), None)
     if first is not None:
-        return first.updates_on if first.dp.own_backend_serves_cpu else first.device
+        return first.update_device if first.dp.own_backend_serves_cpu else first.device
     return next((one.device for one in (*sharded, *others)), torch.device("cpu"))
 
 

@@ -50,7 +50,7 @@ class FSDPModule(NoCopies, nn.Module):
     def reshard(self) -> None:
         """Split the parameters of this module again."""
         for bucket in the_member(self).unit.buckets:
-            bucket.leave()
+            bucket.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
@@ -106,11 +106,11 @@ class Unsharding:
     def __init__(self, buckets: Iterable[FlatBucket]) -> None:
         self._buckets = buckets
         for bucket in buckets:
-            bucket.prefetch()
+            bucket.start_gather()
 
     def wait(self) -> None:
         for bucket in self._buckets:
-            bucket.await_parameters()
+            bucket.wait_for_param_gather()
 
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])

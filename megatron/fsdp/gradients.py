@@ -52,7 +52,7 @@ class ShownGradients:
             run = shown.get(index)
             if gradient is None:
                 if run is not None:
-                    grads.forget(index)
+                    grads.zero_param_grad(index)
             elif gradient is not run:
                 self._replace(index, run, gradient)
 
@@ -67,7 +67,7 @@ class ShownGradients:
     def show(self, reached: Collection[int]) -> None:
         """After a backward, with the parameters away: those of the parameters that some rank has `reached`."""
         grads = self._bucket.grads
-        parts, summed = runs(self._bucket), grads.is_summed
+        parts, summed = runs(self._bucket), grads.is_reduced
         for index in sorted(reached):
             parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
             start, stop, offset = parts[index]

@@ -26,24 +26,17 @@ from megatron.fsdp.agreement import Agreement, Reached, Scaling
 from megatron.fsdp.gradients import ShownGradients, check_summed
 from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.forwards import ForwardCheck
-from megatron.zero.holders import holder_of
-from megatron.zero.hooks import (
-    Call,
-    Unit,
-    attach,
-    before_every_step,
-    scale_gradients,
-    when_autograd_is_through,
-    when_forward_is_over,
-)
-from megatron.zero.passes import Passes
+from megatron.zero.exchanges import CollectiveLog
+from megatron.zero.forwards import NoGradForwardChecker
+from megatron.zero.holders import param_owner
+from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
+                                 register_unit_hooks, scale_output_gradients)
+from megatron.zero.passes import PassCoordinator
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency
-from megatron.zero.turns import Turns
-from megatron.zero.units import connect_sinks, disconnect_sinks
-from megatron.zero.watch import watch_over
+from megatron.zero.residency import ParamCoordinator
+from megatron.zero.turns import BufferPool
+from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
+from megatron.zero.watch import start_watchdog
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
@@ -56,26 +49,32 @@ _ROOTS: WeakSet[Root] = WeakSet()
 class Root:
     """Receives the events of its units; `units[0]` is the outermost module's own."""
 
-    def __init__(self, units: Sequence[Unit], stays: set[Unit], dp: Group, device: torch.device, log: ExchangeLog,
-                 turns: Turns) -> None:
+    def __init__(self, units: Sequence[Unit], stays: set[Unit], dp: Group, device: torch.device, log: CollectiveLog,
+                 turns: BufferPool) -> None:
         self.units, self.dp, self.device, self.log, self.turns = list(units), dp, device, log, turns
         self._stays = stays
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [bucket.leaves for bucket in self.buckets if isinstance(bucket.leaves, Shards)]
+        self._shards = [bucket.show_sharded for bucket in self.buckets if isinstance(bucket.show_sharded, Shards)]
         self.syncs = True
         self.divisors: dict[FlatBucket, float] = {}
         """Of the sums over the ranks, where it is not their number."""
-        self._predivided = {bucket: bucket.grads.predivide for bucket in self.trained}
+        self._predivided = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
         self.summoned: str | None = None
         """Who has the parameters whole."""
         self.lent: set[FlatBucket] = set()
         """Those whose parameters `summon_full_params` has made full, for the user to edit."""
         self._gradients = [ShownGradients(bucket) for bucket in self.trained]
-        residency = Residency(units, max_live=UNLIMITED, stays=stays, prefetches=True, log=log)
-        self.passes = Passes(units, residency, ReductionOrder(units, 1, log), log, ForwardCheck(dp, device, log),
-                             allows_unused=True, splits_parameters=True, step_under_way=lambda: self.steps + 1)
+        residency = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=stays, prefetches=True, log=log)
+        self.passes = PassCoordinator(units,
+                                      residency,
+                                      ReductionOrder(units, 1, log),
+                                      log,
+                                      NoGradForwardChecker(dp, device, log),
+                                      allows_unused=True,
+                                      params_are_sharded=True,
+                                      current_step=lambda: self.steps + 1)
         self.residency = residency
         self._running: list[Unit] = []
         self._is_scaled = False
@@ -86,17 +85,18 @@ class Root:
         self.lineage = Lineage()
         """What its next checkpoint continues from."""
         self._watched = False
-        self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
-        self._handles: list[RemovableHandle] = attach(units, self)
-        self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self.scaling = Scaling(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
+        self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
+        self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
         self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
         self._known = {id(parameter): parameter for parameter in self.module.parameters()}
-        if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
-            connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
+        if all(bucket.param_shard.dtype == torch.float32
+               for bucket in self.trained):  # in 16 bits a sum in place is rounded
+            attach_main_grad_writers(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
                                     waits=self.scaling.is_on)
         if self.scaling.is_on:
-            self._handles.append(scale_gradients(self.module, self._scale))
+            self._handles.append(scale_output_gradients(self.module, self._scale))
         _ROOTS.add(self)
 
     def set_stays(self, unit: Unit, stays: bool) -> None:
@@ -111,7 +111,7 @@ class Root:
         self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
-        disconnect_sinks(self.units)
+        detach_main_grad_writers(self.units)
         return self.units
 
     def check_idle(self, what: str) -> None:
@@ -124,8 +124,8 @@ class Root:
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     @property
-    def weights(self) -> int:
-        return self.passes.weights
+    def weight_version(self) -> int:
+        return self.passes.weight_version
 
     def before_forward(self, unit: Unit) -> None:
         self._leave_failed_backward()
@@ -153,23 +153,23 @@ class Root:
         if not self._running and (has_raised or not torch.is_grad_enabled()):
             self.rest()
 
-    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
+    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
         self._leave_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
-        self.passes.before_backward(unit, weights, call)
+        self.passes.before_backward(unit, weight_version, call)
 
-    def inputs_done(self, unit: Unit) -> None:
-        self.passes.inputs_done(unit)
+    def input_grads_ready(self, unit: Unit) -> None:
+        self.passes.input_grads_ready(unit)
 
-    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         self._leave_failed_backward()
         if not self.passes.in_backward:  # no output of a unit led here, but a tensor that was kept aside
             gradient = gradient_of(bucket.parameters[index])
             set_gradient(bucket.parameters[index], None)  # it is not one that was shown
             self._begin_backward()
             set_gradient(bucket.parameters[index], gradient)
-        self.passes.gradient_ready(unit, bucket, index)
+        self.passes.param_grad_ready(unit, bucket, index)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Root:
                               "forward needs none: every rank calls it, and parameters come as they are used.)")
         if not self._watched:  # until the first forward modules are put together
             self._watched = True
-            watch_over(self)
+            start_watchdog(self)
         if torch.is_grad_enabled():
             self._check_trained()
             for shards in self._shards:
@@ -217,7 +217,7 @@ class Root:
     def _check_added(self) -> None:
         """Modules that came after the model was sharded must be sharded themselves."""
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in self._known and not isinstance(holder_of(parameter), FlatBucket):
+            if id(parameter) not in self._known and not isinstance(param_owner(parameter), FlatBucket):
                 raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
                                   "sharded, and each rank would train its own: change the model before it is sharded, "
                                   "or shard the new module as well")
@@ -225,7 +225,7 @@ class Root:
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""
         self._leave_pass()
-        self.residency.done_with_all()
+        self.residency.release_all()
 
     def _leave_pass(self) -> None:
         for shards in self._shards:
@@ -240,24 +240,24 @@ class Root:
     def note_edits(self) -> None:
         """The masters were written to; what was gathered before is of the weights before."""
         for bucket in self.buckets:
-            bucket.heed_writes()
+            bucket.take_user_writes()
         self._renew()
 
     def heed_writes(self) -> None:
         """What was written to the shards counts from now on."""
         written = False
         for bucket in self.buckets:
-            if not bucket.is_here:
-                written |= bucket.heed_writes()
+            if not bucket.is_unsharded:
+                written |= bucket.take_user_writes()
         if written:
             self.steps += 1
             self._renew()
 
     def _renew(self) -> None:
-        self.passes.weights += 1
+        self.passes.weight_version += 1
         for bucket in self.buckets:
-            bucket.forget_near()
-            bucket.renew()
+            bucket.drop_secondary_shard()
+            bucket.copy_masters_to_params()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Root:
         """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
         if self.passes.in_backward and not self._backward_goes_on():
             self._is_scaled = False
-            self.passes.fail(RuntimeError("a backward that failed"))
+            self.passes.fail_backward(RuntimeError("a backward that failed"))
 
     def _begin_backward(self) -> None:
         self.heed_writes()
@@ -273,12 +273,12 @@ class Root:
             raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
         for shown in self._gradients:
             shown.take()
-        self.passes.begin(reduces=self.syncs)
+        self.passes.begin_backward(reduces=self.syncs)
         for bucket in self.trained:
-            bucket.grads.collect(widely=not self.syncs)
+            bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.syncs)
             divisor = self.divisors.get(bucket, self.dp.size)
-            bucket.grads.per_sum = self._predivided[bucket] / (divisor * self.scaling.scale)
-        self._backward_goes_on = when_autograd_is_through(self._end_backward)
+            bucket.grads.sum_multiplier = self._predivided[bucket] / (divisor * self.scaling.scale)
+        self._backward_goes_on = on_backward_end(self._end_backward)
 
     def _scale(self) -> float:
         self._is_scaled = True
@@ -293,18 +293,18 @@ class Root:
     def _end_backward(self) -> None:
         try:
             self._check_scaled()
-            self.passes.complete(ends_step=True)
-            reached: Reached = [bucket.grads.reached for bucket in self.trained]
+            self.passes.complete_backward(ends_step=True)
+            reached: Reached = [bucket.grads.params_with_grad for bucket in self.trained]
             if self.syncs:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
-                             if bucket.grads.is_summed] if self.scaling.is_on else []
-                reached, overflow = self._agreement(self.passes.take_trace(), reached, overflows)
+                             if bucket.grads.is_reduced] if self.scaling.is_on else []
+                reached, overflow = self._agreement(self.passes.take_run_digest(), reached, overflows)
                 if self.scaling.after(overflow):
                     reached = self._drop(reached)
         except BaseException as error:
-            self.passes.fail(error)
+            self.passes.fail_backward(error)
             raise
-        self.passes.end(retain_graph=False)
+        self.passes.end_backward(retain_graph=False)
         self._leave_pass()
         if on_accelerator(self.device):  # the next forward wants the memory
             self.turns.clear()
@@ -326,7 +326,8 @@ def rest_around(parameters: Iterable[Tensor]) -> None:
     outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
     wanted = {id(one) for one in parameters} if _ROOTS else set()
     for root in list(_ROOTS):
-        if root.residency.live and any(id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
+        if root.residency.gathered_numel and any(
+                id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
             root.rest_between()
 
 
@@ -336,4 +337,4 @@ def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
         check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
 
 
-before_every_step(_before_step)
+before_optimizer_steps(_before_step)

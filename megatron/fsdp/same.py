@@ -14,7 +14,7 @@ from megatron.checkpoint.agree import unlike
 from megatron.errors import ConfigError
 from megatron.launch.alike import difference
 from megatron.zero.api.same import first_difference, kind_of
-from megatron.zero.holders import holder_of, shape_of
+from megatron.zero.holders import full_shape, param_owner
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -48,11 +48,11 @@ def check_same(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
 
 
 def _kind(parameter: nn.Parameter) -> str:
-    return kind_of(parameter, shape_of(parameter)) + " (frozen)" * (not parameter.requires_grad)
+    return kind_of(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
 
 
 def _digest(tensor: Tensor) -> str:
-    if holder_of(tensor) is not None or tensor.is_meta:  # of zero.Init: the parts of one rank's values
+    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: the parts of one rank's values
         return ""
     return sum_of_bytes(tensor.detach())
 

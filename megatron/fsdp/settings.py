@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.errors import ConfigError
-from megatron.zero.nested import mapped
+from megatron.zero.nested import map_tensors
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Floating point tensors as `dtype`, also inside of tuples, lists, dicts and records; the rest as it is."""
     if dtype is None:
         return value
-    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def check_dtype(name: str, dtype: Any) -> torch.dtype | None:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.fsdp.rectangles import Rectangle, Rectangular, rectangles
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.edits import count_versions
-from megatron.zero.holders import holder_of
-from megatron.zero.placeholder import ALLOWED, SIZES, Placeholder, vacate
+from megatron.zero.edits import shift_version_counters
+from megatron.zero.holders import param_owner
 from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.placeholder import ALLOWED_OPS, SIZE_OPS, Placeholder, replace_by_placeholder
 
 _TENSOR: Any = Tensor
 
@@ -52,7 +52,7 @@ NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "__complex__")
 
 CONVERSIONS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
-NEEDS_NOTHING = ALLOWED | {_TENSOR.is_pinned, _TENSOR.untyped_storage, _TENSOR.is_shared, _TENSOR.is_set_to}
+NEEDS_NOTHING = ALLOWED_OPS | {_TENSOR.is_pinned, _TENSOR.untyped_storage, _TENSOR.is_shared, _TENSOR.is_set_to}
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 _ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
@@ -190,7 +190,7 @@ def place_of(part: Tensor) -> tuple[torch.Size, str, int]:
 
 
 def bucket_of(part: Tensor) -> FlatBucket:
-    holder = holder_of(part)
+    holder = param_owner(part)
     if not isinstance(holder, FlatBucket):
         raise ConfigError("a parameter cannot be used here: its model was sharded, and is gone; build it anew")
     return holder
@@ -220,13 +220,13 @@ class Shards:
         elif self._in_pass:
             self.empty.add(self)
             for parameter in bucket.parameters:
-                vacate(parameter, bucket.nothing, Shard)
+                replace_by_placeholder(parameter, bucket.empty_param, Shard)
         else:
             self._show(bucket)
 
     def enter_pass(self) -> None:
         bucket = self._bucket()
-        self._in_pass = bucket is not None and bucket.work.dtype != bucket.kept.dtype
+        self._in_pass = bucket is not None and bucket.param_shard.dtype != bucket.master_state.dtype
 
     def leave_pass(self) -> None:
         self._in_pass = False
@@ -235,17 +235,17 @@ class Shards:
     def appear(self) -> None:
         """Parameters without elements are their runs."""
         bucket = self._bucket()
-        if self in self.empty and bucket is not None and bucket.is_vacant:
+        if self in self.empty and bucket is not None and bucket.params_are_placeholders:
             self._show(bucket)
         self.empty.discard(self)
 
     def _show(self, bucket: FlatBucket) -> None:
         for parameter, run in zip(bucket.parameters, self._runs, strict=True):
-            vacate(parameter, run, Shard)
+            replace_by_placeholder(parameter, run, Shard)
 
     @staticmethod
     def _cut(bucket: FlatBucket) -> list[Tensor]:
-        masters = bucket.kept.in_memory(WEIGHT)
+        masters = bucket.master_state.in_memory(WEIGHT)
         assert masters is not None, "on a drive"
         return [masters[start:stop] for start, stop, _ in runs(bucket)]
 
@@ -275,13 +275,13 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     part = parts[0]
-    if func not in SIZES:
+    if func not in SIZE_OPS:
         _appear()
         if any(isinstance(one, Unsummed) for one in parts):  # also behind parameters, which an optimizer names first
             if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
                 return _forgotten(args[0])
             raise Unsummed.refusal()
-    if func in SIZES and args and args[0] is part:
+    if func in SIZE_OPS and args and args[0] is part:
         return func(torch.empty(place_of(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:
         return _alias(part)
@@ -405,7 +405,7 @@ def _count_write(part: Tensor) -> None:
     parameter = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
     if parameter is not None:
         with torch._C.DisableTorchFunctionSubclass():
-            count_versions([parameter], 1)
+            shift_version_counters([parameter], 1)
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -29,19 +29,19 @@ from megatron.fsdp.whole import bring_back
 from megatron.launch import distributed
 from megatron.zero.api.initialize import init_distributed
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.buffers import copy_buffers_from_first
-from megatron.zero.engine import forget_gradients
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.holders import holder_of
+from megatron.zero.buffers import broadcast_module_buffers
+from megatron.zero.engine import drop_gradients
+from megatron.zero.exchanges import CollectiveLog
+from megatron.zero.holders import param_owner
 from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.host import Host
 from megatron.zero.homes.shelf import Homes
-from megatron.zero.hooks import Unit, before_state, change_inputs, change_outputs
-from megatron.zero.policy import Wire, policy
-from megatron.zero.precision import Dtypes
-from megatron.zero.turns import Turns
-from megatron.zero.units import ROOT, Cut
+from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs
+from megatron.zero.policy import CommConfig, stage_policy
+from megatron.zero.precision import BucketDtypes
+from megatron.zero.turns import BufferPool
+from megatron.zero.units import ROOT, BucketingConfig
 from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
@@ -128,14 +128,14 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     for one, shared in _shared(module, inner):
         one.unit = replace(one.unit, buckets=tuple(_without({id(parameter) for parameter in shared}, one)))
     own = _own_parameters(module, ignored)
-    forget_gradients(module)
+    drop_gradients(module)
     roots = {id(member.root): member.root for _, _, member in inner}
     first = next(iter(roots.values()), None)
-    log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log
-    turns = Turns() if first is None else first.turns
+    log = CollectiveLog(reductions_in_order=on_accelerator(device)) if first is None else first.log
+    turns = BufferPool() if first is None else first.turns
     own_dtypes = [*_move_buffers(module, inner, settings, device)]
     if settings.copies_first:
-        copy_buffers_from_first(module, Groups(group, dp=group))
+        broadcast_module_buffers(module, Groups(group, dp=group))
     unit = Unit(0, ROOT, module, tuple(_buckets(own, _Cutter(settings, group, device, log, turns))))
     units = [unit, *_adopted(inner, roots.values(), log, turns)]
     stays = {unit} if settings.stays else set()
@@ -144,7 +144,7 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     for root in roots.values():
         member.root.divisors |= root.divisors
     for _, child in _own_modules(module, inner):
-        before_state(child, member.before_state)
+        before_state_dict(child, member.before_state)
     module.__dict__[_MEMBER] = member
     for _, _, one in inner:
         one.root = member.root
@@ -152,7 +152,7 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     return member
 
 
-def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], log: ExchangeLog, turns: Turns,
+def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], log: CollectiveLog, turns: BufferPool,
              ) -> Iterator[Unit]:
     """The units inside, in order, as those of a larger model."""
     path_of = {id(child): path for path, child, _ in inner}
@@ -160,7 +160,7 @@ def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], 
         around = path_of[id(root.module)]
         for unit in root.release():
             for bucket in unit.buckets:
-                bucket.join(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
+                bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
     for number, (path, child, member) in enumerate(inner, 1):
         member.unit = Unit(number, path, child, member.unit.buckets)
         yield member.unit
@@ -217,7 +217,7 @@ def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared
     left_out = {id(one) for one in ignored}
     return {name: parameter for name, parameter in module.named_parameters()
             if id(parameter) not in left_out
-            and (id(parameter) in shared or not isinstance(holder_of(parameter), FlatBucket))}
+            and (id(parameter) in shared or not isinstance(param_owner(parameter), FlatBucket))}
 
 
 def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> Iterator[tuple[str, nn.Module]]:
@@ -231,7 +231,7 @@ def _check_own(own: dict[str, nn.Parameter]) -> None:
         if not parameter.is_floating_point():
             raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
                               "others as ignored_params")
-        if parameter.is_meta and holder_of(parameter) is None:
+        if parameter.is_meta and param_owner(parameter) is None:
             raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
                               "megatron.zero.Init(), or give it values before it is sharded")
 
@@ -247,19 +247,30 @@ def _check_whole(module: nn.Module) -> None:
 class _Cutter:
     """Makes buckets of one module."""
 
-    def __init__(self, settings: Settings, group: Group, device: torch.device, log: ExchangeLog, turns: Turns) -> None:
+    def __init__(self, settings: Settings, group: Group, device: torch.device, log: CollectiveLog,
+                 turns: BufferPool) -> None:
         self.settings, self._group, self._device, self._log, self._turns = settings, group, device, log, turns
         self._near = _neighbours(settings.reshards, group)
 
     def __call__(self, name: str, members: list[tuple[str, nn.Parameter]]) -> FlatBucket:
         own = members[0][1].dtype
-        settings, row = self.settings, policy(STAGE)
+        settings, row = self.settings, stage_policy(STAGE)
         work = settings.param_dtype or own
-        kinds = Dtypes(work, work, own, settings.reduce_dtype, own, keeps_frozen=True)
-        cut = Cut(row, Wire(predivide=settings.predivide), kinds, self._group, self._device, 0, lambda parameter: 0,
-                  self._log, self._homes(work, own), self._turns, Shards(), alike=not settings.copies_first)
-        bucket = cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
-        bucket.near = self._near
+        kinds = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
+        cut = BucketingConfig(row,
+                              CommConfig(gradient_predivide_factor=settings.predivide),
+                              kinds,
+                              self._group,
+                              self._device,
+                              0,
+                              lambda parameter: 0,
+                              self._log,
+                              self._homes(work, own),
+                              self._turns,
+                              Shards(),
+                              values_are_equal=not settings.copies_first)
+        bucket = cut.make_bucket(name, members, row if members[0][1].requires_grad else row.for_frozen_params)
+        bucket.secondary_shard_group = self._near
         return bucket
 
     def _homes(self, work: torch.dtype, master: torch.dtype) -> Homes:
@@ -319,9 +330,9 @@ def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
 def _cast_around(module: nn.Module, settings: Settings) -> None:
     """Inputs and outputs of its forward."""
     if settings.input_dtype is not None:
-        change_inputs(module, partial(cast, dtype=settings.input_dtype))
+        map_module_inputs(module, partial(cast, dtype=settings.input_dtype))
     if settings.output_dtype is not None:
-        change_outputs(module, partial(cast, dtype=settings.output_dtype))
+        map_module_outputs(module, partial(cast, dtype=settings.output_dtype))
 
 
 # ---- over which ranks, and where -----------------------------------------------------------------------------------

@@ -24,10 +24,9 @@ from megatron.fsdp.shard import Part, Shard, local, place_of
 from megatron.fsdp.sharding import inside, members, the_member
 from megatron.fsdp.whole import from_first, keep, masters, replaced
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.placeholder import fill
-from megatron.zero.together import meet
+from megatron.zero.placeholder import set_param_data
+from megatron.zero.together import assert_collective_call
 from mpu.collectives import broadcast_into, broadcast_json
-
 
 STATE_DICT = "a full state dict"
 _EXTRA_STATE = "_extra_state"
@@ -50,7 +49,7 @@ def ready(module: nn.Module, what: str) -> None:
     """No pass is under way, and all ranks are here. Collective."""
     for root in _roots(module):
         root.check_idle(what)
-        meet(root.log, root.dp, what)
+        assert_collective_call(root.log, root.dp, what)
         root.catch_up()
         root.rest()
 
@@ -101,7 +100,7 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
     if root.summoned is None:
         ready(module, STATE_DICT)
     elif not root.lent.issuperset(buckets_of(module)):  # summoned with recurse=False, or for another module
-        meet(root.log, root.dp, STATE_DICT)
+        assert_collective_call(root.log, root.dp, STATE_DICT)
     with _full_parameters(module, keeps, device), saved_buffers(module):
         if keeps:
             state = module.state_dict(destination=destination, prefix=prefix)
@@ -264,7 +263,7 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
                 keep(bucket, values)
     finally:
         for bucket in buckets:  # also where there was no memory to lend all of them
-            bucket.show_absent()
+            bucket.show_params_sharded()
         for root in roots:
             root.summoned, root.lent = None, set()
             root.note_edits()
@@ -273,7 +272,7 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
 def _lend(bucket: FlatBucket) -> list[Tensor]:
     whole = masters(bucket)
     for parameter, value in zip(bucket.parameters, whole, strict=True):
-        fill(parameter, value)
+        set_param_data(parameter, value)
     return whole
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.holders import let_go
+from megatron.zero.holders import release_param
 from megatron.zero.homes.shelf import WEIGHT
-from megatron.zero.placeholder import fill
+from megatron.zero.placeholder import set_param_data
 from mpu.collectives import all_gather_into, broadcast_into
 
 
@@ -25,7 +25,7 @@ def joined(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
 
 def own_masters(bucket: FlatBucket) -> Tensor:
     """This rank's part of them, themselves."""
-    shard = bucket.kept.in_memory(WEIGHT)
+    shard = bucket.master_state.in_memory(WEIGHT)
     assert shard is not None, "on a drive"
     return shard
 
@@ -72,5 +72,5 @@ def from_first(bucket: FlatBucket, given: list[Tensor | None]) -> None:
 def bring_back(bucket: FlatBucket) -> None:
     """The parameters are ordinary tensors again, whole, in their own precision, and nobody's. Collective."""
     for parameter, value in zip(bucket.parameters, masters(bucket), strict=True):
-        fill(parameter, value.clone())
-        let_go(parameter)
+        set_param_data(parameter, value.clone())
+        release_param(parameter)

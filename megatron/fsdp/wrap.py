@@ -26,7 +26,7 @@ from megatron.fsdp.sharding import members
 from megatron.fsdp.whole import replaced
 from megatron.fsdp.wrapper import FullyShardedDataParallel
 from megatron.recompute import Recomputation
-from megatron.zero.holders import shape_of
+from megatron.zero.holders import full_shape
 
 Policy = Callable[..., bool]
 
@@ -72,7 +72,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
 def _wrapped(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
              ) -> tuple[nn.Module, int]:
     """The module, and how many elements of it were wrapped."""
-    count = sum(shape_of(parameter).numel() for parameter in module.parameters())
+    count = sum(full_shape(parameter).numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
     done = 0

@@ -36,7 +36,7 @@ def from_engine(engine: Engine) -> Iterator[GPT2]:
 
 def has_whole_weights(engine: Engine) -> bool:
     core = engine.core
-    return not any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+    return not any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def _reading(engine: Engine) -> Iterator[GPT2]:
     assert isinstance(model, GPT2)
     engine.conclude()
     agree(core.check_before_save, core.groups.world)
-    core.look_at_newest("megatron.inference.live")
+    core.sync_delayed_update("megatron.inference.live")
     engine.train(False)
     try:
         yield model
@@ -62,7 +62,7 @@ def _copy(engine: Engine, model: GPT2) -> GPT2:
     """One bucket is gathered at a time."""
     core, made = engine.core, empty(model.config, model.tp)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for bucket in (*core.buckets, *core.frozen):
+    for bucket in (*core.buckets, *core.frozen_buckets):
         with GatheredParameters(bucket.parameters):
             for parameter in bucket.parameters:
                 put(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))

@@ -18,8 +18,8 @@ from megatron.checkpoint.int8 import LEVELS, SCALE
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.quantize import QuantizeConfig
 from megatron.zero.layout import Segment, Slot
-from megatron.zero.quantise import block_of, is_matrix, noise_key, progress_in
-from megatron.zero.rows import Matrix, Rounded, Survey, strips_of
+from megatron.zero.quantise import block_of, is_matrix, noise_key, saved_bit_progress
+from megatron.zero.rows import MatrixRounding, QuantGroupStats, QuantizedMatrix, row_blocks_of
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
 
@@ -46,7 +46,7 @@ class RoundedWeights:
         schedule = config.schedule
         assert schedule is not None
         self._found, self._config, self._schedule, self._work, self._seed = found, config, schedule, work, seed
-        self._progress, self._counter = progress_in(saved), saved["counter"]
+        self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
         self._names: list[str] | None = saved.get("rounded")
         """None: an older version wrote it, and all matrices are taken to be."""
         self._rounded = cache(self._find)
@@ -73,32 +73,33 @@ class RoundedWeights:
                          offset=offset, out=numbers)
         if self._is_rounded(name):
             rounded, matrix = self._rounded(name), self._matrix(name, shape, partition, tp)
-            for strip in strips_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
-                place = strip.of(numbers)
+            for strip in row_blocks_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
+                place = strip.view_in(numbers)
                 x = place.to(self._work).float()
-                place.copy_(rounded.levels(x, strip) if kind == LEVELS else rounded.of(x, strip).to(self._work))
+                place.copy_(
+                    rounded.levels(x, strip) if kind == LEVELS else rounded.round_values(x, strip).to(self._work))
         if numbers is not out:
             out.copy_(numbers)
 
-    def _matrix(self, name: str, shape: tuple[int, ...], partition: Partition | None, tp: Group) -> Matrix:
+    def _matrix(self, name: str, shape: tuple[int, ...], partition: Partition | None, tp: Group) -> QuantizedMatrix:
         slot = Slot(name, shape, partition=partition)
-        return Matrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
+        return QuantizedMatrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
 
-    def _find(self, name: str) -> Rounded:
+    def _find(self, name: str) -> MatrixRounding:
         """The grid, from all of the matrix, read a part at a time."""
         matrix = self._matrix(name, tuple(self._found.shape(WEIGHT, name)), None, SOLO)
         blocks = list(self._progress)
         now = self._progress[blocks[block_of(name, blocks)]]
 
-        def walk(matrices: Mapping[str, Matrix]) -> Iterator[tuple[Tensor, Tensor, Matrix]]:
-            for strip in strips_of(matrix, Segment(matrix.slot, 0, 0, matrix.slot.numel), 0):
+        def walk(matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
+            for strip in row_blocks_of(matrix, Segment(matrix.slot, 0, 0, matrix.slot.numel), 0):
                 flat = torch.empty(strip.rows * strip.width)
                 self._found.read(WEIGHT, name, shape=matrix.slot.shape, partition=None, tp_rank=0, tp_size=1,
                                  offset=strip.start, out=flat)
                 yield flat.view(strip.rows, strip.width).to(self._work).float(), strip.group, matrix
 
-        survey = Survey({name: matrix}, walk, lambda mine, op: mine, _HOST)
-        grid = survey.grids({name: now.bits}, symmetric=self._config.quantize_type == "symmetric")[name]
+        survey = QuantGroupStats({name: matrix}, walk, lambda mine, op: mine, _HOST)
+        grid = survey.make_grids({name: now.bits}, symmetric=self._config.quantize_type == "symmetric")[name]
         draws = self._config.quantize_rounding == "stochastic"
-        return Rounded(grid, self._schedule.blend(now, self._counter),
-                       noise_key(self._seed, self._counter, name) if draws else None)
+        return MatrixRounding(grid, self._schedule.blend(now, self._counter),
+                              noise_key(self._seed, self._counter, name) if draws else None)

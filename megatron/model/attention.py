@@ -26,10 +26,14 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads // tp.size
         self.head_width = h // config.num_attention_heads
         self.dropout = config.attention_dropout
-        self.split = tp.size > 1
+        self.heads_are_sharded = tp.size > 1
         self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
                                         tp=tp)
-        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual("proj.weight"), tp=tp)
+        self.proj = RowParallelLinear(h,
+                                      h,
+                                      input_is_parallel=True,
+                                      init_method=init.residual_weight("proj.weight"),
+                                      tp=tp)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         b, s, _ = x.shape
@@ -37,7 +41,7 @@ class Attention(nn.Module):
         q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
                    for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        if dropout and self.split:  # each rank holds other heads: their masks must differ
+        if dropout and self.heads_are_sharded:  # each rank holds other heads: their masks must differ
             with get_rng_tracker().fork():
                 y = self._attend(q, k, v, mask, dropout)
         else:

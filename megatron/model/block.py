@@ -21,22 +21,22 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.ln_1 = init.norm(config.hidden_size, config.layernorm_epsilon)
-        self.attn = Attention(config, init.at("attn"), tp)
-        self.ln_2 = init.norm(config.hidden_size, config.layernorm_epsilon)
-        self.mlp = MLP(config, init.at("mlp"), tp)
+        self.ln_1 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.attn = Attention(config, init.submodule("attn"), tp)
+        self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = MLP(config, init.submodule("mlp"), tp)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        x = _plus(x, self._drop(self.attn(self.ln_1(x), mask)), scale)
-        return _plus(x, self._drop(self.mlp(self.ln_2(x))), scale)
+        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask)), scale)
+        return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         # Outside the split regions every tensor parallel rank draws the same mask from the default stream.
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-def _plus(x: Tensor, branch: Tensor, scale: float | None) -> Tensor:
+def _add_branch(x: Tensor, branch: Tensor, scale: float | None) -> Tensor:
     """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant:
     each new scale would be compiled again. (Without a scale its backward has no product.)"""
     if scale is None:

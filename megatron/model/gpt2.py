@@ -37,13 +37,13 @@ class GPT2(nn.Module):
         padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight("wte.weight"),
                                           padded_size=padded, tp=tp)
-        self.wpe = init.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, init.at(f"blocks.{number}"), tp)
+        self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
                                     for number in range(config.num_layers))
-        self.ln_f = init.norm(config.hidden_size, config.layernorm_epsilon)
+        self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
         """How the blocks are run; activation checkpointing replaces it."""
-        self.before_blocks: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
+        self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
         """Told which blocks run, where some are left out."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
@@ -55,7 +55,7 @@ class GPT2(nn.Module):
         `progressive_layer_drop` a model in training leaves out the blocks that are drawn for the step `pld_step` at
         `pld_theta` (layer_drop.py)."""
         drops = progressive_layer_drop and self.training
-        blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
+        blocks = self._choose_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
@@ -76,10 +76,10 @@ class GPT2(nn.Module):
             weight_main_grad=self.wte.weight_main_grad,
         )
 
-    def _kept_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
+    def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
         """The blocks that run in this step. A block that does not is not called at all: nothing is gathered for it."""
         scales = layer_drop.kept(self.seed, step, len(self.blocks), theta)
-        self.before_blocks([self.blocks[number] for number in scales])
+        self.on_blocks_chosen([self.blocks[number] for number in scales])
         return [partial(self.blocks[number], scale=scale) for number, scale in scales.items()]
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None,
@@ -99,9 +99,9 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
-        return gather_from_region(self.own_logits(x), self.tp)[..., : self.config.tokens]
+        return gather_from_region(self.local_logits(x), self.tp)[..., : self.config.tokens]
 
-    def own_logits(self, x: Tensor) -> Tensor:
+    def local_logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V / tp]: this rank's columns, padding among them."""
         return linear(copy_to_region(x, self.tp), self.wte.weight)
 

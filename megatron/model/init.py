@@ -21,30 +21,30 @@ class GPT2Init:
     def __init__(self, std: float, num_layers: int, seed: int, deferred: bool = False, prefix: str = "") -> None:
         self._std, self._layers, self._seed, self._deferred, self._prefix = std, num_layers, seed, deferred, prefix
 
-    def at(self, module: str) -> GPT2Init:
+    def submodule(self, module: str) -> GPT2Init:
         return GPT2Init(self._std, self._layers, self._seed, self._deferred, f"{self._prefix}{module}.")
 
     def weight(self, name: str) -> CounterRNGInit:
         return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std, self._deferred)
 
-    def residual(self, name: str) -> CounterRNGInit:
+    def residual_weight(self, name: str) -> CounterRNGInit:
         return CounterRNGInit(rng_key(self._seed, self._prefix + name), self._std / math.sqrt(2.0 * self._layers),
                               self._deferred)
 
-    def norm(self, size: int, eps: float) -> nn.LayerNorm:
+    def layer_norm(self, size: int, eps: float) -> nn.LayerNorm:
         """One that changes no scale and adds nothing."""
-        made = nn.LayerNorm(size, eps=eps)
-        set_initializer(made.weight, ConstantInitializer(1.0),
+        layer_norm = nn.LayerNorm(size, eps=eps)
+        set_initializer(layer_norm.weight, ConstantInitializer(1.0),
                         deferred=True)  # torch has filled them with these numbers
-        set_initializer(made.bias, ConstantInitializer(0.0), deferred=True)
-        return made
+        set_initializer(layer_norm.bias, ConstantInitializer(0.0), deferred=True)
+        return layer_norm
 
-    def table(self, name: str, rows: int, width: int) -> nn.Embedding:
+    def embedding(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is whole on every rank."""
-        how, values = self.weight(name), allocate_weight((rows, width), self._deferred)
-        source = NormalInitializer(how.key, how.std, strided_segments_of((rows, width), None, 0, 1))
+        draw, values = self.weight(name), allocate_weight((rows, width), self._deferred)
+        source = NormalInitializer(draw.key, draw.std, strided_segments_of((rows, width), None, 0, 1))
         set_initializer(values, source,
-                        how.deferred)  # before there is a module: zero.Init splits its parameters at once
-        made = nn.Embedding(rows, width, _weight=values)
-        set_initializer(made.weight, source, deferred=True)
-        return made
+                        draw.deferred)  # before there is a module: zero.Init splits its parameters at once
+        embedding = nn.Embedding(rows, width, _weight=values)
+        set_initializer(embedding.weight, source, deferred=True)
+        return embedding

@@ -16,7 +16,11 @@ class MLP(nn.Module):
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
         self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
-        self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual("proj.weight"), tp=tp)
+        self.proj = RowParallelLinear(ffn,
+                                      h,
+                                      input_is_parallel=True,
+                                      init_method=init.residual_weight("proj.weight"),
+                                      tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # type: ignore[no-any-return]

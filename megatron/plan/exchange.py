@@ -23,7 +23,7 @@ SUMS_OF_EMBEDDING = 2
 def seconds(run: Run, rates: Rates) -> float:
     """All of it."""
     norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
-    is_whole = run.policy.split_params and not run.split_units
+    is_whole = run.policy.params_are_sharded and not run.split_units
     met = collectives(run) * rates.meetings[-1 if is_whole else run.config.zero.zero_stage]
     apart = _tensor_parallel(run, rates) * run.accumulation
     return norm + met + apart + _gradients(run, rates) + _weights(run, rates)
@@ -37,9 +37,9 @@ def collectives(run: Run) -> float:
     block is collected once, and what stays whole is one unit more."""
     if run.dp == 1:
         return 0.0
-    times = run.accumulation if run.policy.split_grads else 1
-    if not run.policy.split_params:
-        return (run.layers + 1) * (times + run.policy.split_optim)
+    times = run.accumulation if run.policy.grads_are_sharded else 1
+    if not run.policy.params_are_sharded:
+        return (run.layers + 1) * (times + run.policy.optim_is_sharded)
     root, resident = bool(run.root.numel), bool(run.resident.numel)
     blocks, gathers = (run.layers, 2 * run.running_blocks - 1) if run.block.numel else (0, 0.0)
     return times * (root + blocks + resident) + resident + run.accumulation * (root + gathers)
@@ -49,7 +49,7 @@ def _gradients(run: Run, rates: Rates) -> float:
     """The sums over data parallel in a step."""
     if not _sums_gradients(run):
         return 0.0
-    times = run.accumulation if run.policy.split_grads else 1
+    times = run.accumulation if run.policy.grads_are_sharded else 1
     return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
 
 
@@ -58,16 +58,16 @@ def _sums_gradients(run: Run) -> bool:
 
 
 def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:
-    curve = rates.reduce_scatter if run.policy.split_optim else rates.all_reduce
+    curve = rates.reduce_scatter if run.policy.optim_is_sharded else rates.all_reduce
     return sum(curve(unit.numel * run.sent) for unit in units) * _more_ranks(run.dp, rates)
 
 
 def _weights(run: Run, rates: Rates) -> float:
     """Collecting weights: after the step, or whenever split ones are used."""
-    if run.dp == 1 or not run.policy.split_optim:
+    if run.dp == 1 or not run.policy.optim_is_sharded:
         return 0.0
     block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.resident))
-    if not run.policy.split_params:
+    if not run.policy.params_are_sharded:
         return run.layers * block + root
     return resident + run.accumulation * (root + 2 * run.running_blocks * block)
 
@@ -85,11 +85,11 @@ def hidden(run: Run, rates: Rates, forward: float, backward: float) -> float:
         return max(0.0, run.running_blocks - 1) * min(rates.hides * exchange, computation)
 
     sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
-    times = run.accumulation if run.policy.split_grads else 1
-    if not run.policy.split_optim:
+    times = run.accumulation if run.policy.grads_are_sharded else 1
+    if not run.policy.optim_is_sharded:
         return times * behind(backward, sums)
     weights, is_gpu = _gather_of(run, rates, run.block), run.device == "cuda"
-    if not run.policy.split_params:
+    if not run.policy.params_are_sharded:
         return times * behind(backward, sums) + (behind(forward, weights) if is_gpu else 0.0)
     ahead = weights if run.config.zero.stage3_prefetch_bucket_size > 0 else 0.0
     if is_gpu:

@@ -17,11 +17,10 @@ from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import (
-    PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights, sets_of_weights,
-)
+from megatron.zero.homes.parts import (PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights,
+                                       sets_of_weights)
 from megatron.zero.layout import FlatLayout, Slot, align
-from megatron.zero.policy import Policy, policy
+from megatron.zero.policy import StagePolicy, stage_policy
 from mpu.split import pad_vocab
 
 Place = Literal["none", "cpu", "nvme"]
@@ -120,12 +119,12 @@ class Run:
         return self.config.accumulation(self.dp)
 
     @cached_property
-    def policy(self) -> Policy:
-        return policy(self.config.zero.zero_stage)
+    def policy(self) -> StagePolicy:
+        return stage_policy(self.config.zero.zero_stage)
 
     @property
     def shards(self) -> int:
-        return self.dp if self.policy.split_optim else 1
+        return self.dp if self.policy.optim_is_sharded else 1
 
     @property
     def layers(self) -> int:
@@ -153,7 +152,7 @@ class Run:
     @cached_property
     def grads(self) -> int:
         """Bytes of a gradient as backward leaves it."""
-        in_place = self.config.precision.communication == "fp32" or not self.policy.split_grads
+        in_place = self.config.precision.communication == "fp32" or not self.policy.grads_are_sharded
         return self.sums if in_place else self.work
 
     @property
@@ -188,7 +187,7 @@ class Run:
     @property
     def split_units(self) -> int:
         """Of the root and the blocks, those that have parameters to collect."""
-        return bool(self.root.numel) + self.layers * bool(self.block.numel) if self.policy.split_params else 0
+        return bool(self.root.numel) + self.layers * bool(self.block.numel) if self.policy.params_are_sharded else 0
 
     @cached_property
     def root_parameters(self) -> list[Slot]:
@@ -230,7 +229,7 @@ class Run:
         """Bytes of the weights at work between steps."""
         if self.away.params != "none":
             return self.resident.numel * self.work
-        if self.policy.split_params:
+        if self.policy.params_are_sharded:
             return (self.root.shard_numel + self.layers * self.block.shard_numel + self.resident.numel) * self.work
         return (self.root.numel + self.layers * self.block.numel) * self.work
 
@@ -371,16 +370,16 @@ class Run:
         peers = self.dp - 1
         blocks = self.layers * self.block.numel
         numel = self.root.numel + self.resident.numel + blocks
-        times = self.accumulation if self.policy.split_grads else 1
+        times = self.accumulation if self.policy.grads_are_sharded else 1
         gradients = numel * self.sent * peers // self.dp * times
         if self.config.optim.optimizer in ONE_BIT:  # after the warm-up, to the servers and back
             return Traffic(2 * (numel * peers // self.dp // 8),
-                           numel * self.work * peers // self.dp if self.policy.split_optim else 0)
-        if not self.policy.split_optim:
+                           numel * self.work * peers // self.dp if self.policy.optim_is_sharded else 0)
+        if not self.policy.optim_is_sharded:
             return Traffic(2 * gradients, 0)
         matrices = sum(peers * self.span_of_matrices(layout) for layout, _ in self.leaving) * MUON_WIRE
         gathered = numel
-        if self.policy.split_params:
+        if self.policy.params_are_sharded:
             twice = round(2 * self.running_blocks * self.block.numel)  # forward and backward
             gathered = self.resident.numel + self.accumulation * (self.root.numel + twice)
         return Traffic(gradients, gathered * self.work * peers // self.dp, matrices)
@@ -416,4 +415,4 @@ def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
 
 def _resides(slot: Slot, zero: ZeroConfig) -> bool:
     """The parameter is whole on every rank at stage 3, too: the engine keeps small ones in a bucket of their own."""
-    return policy(zero.zero_stage).split_params and slot.numel < zero.stage3_param_persistence_threshold
+    return stage_policy(zero.zero_stage).params_are_sharded and slot.numel < zero.stage3_param_persistence_threshold

@@ -85,7 +85,7 @@ def _extreme_blocks(run: Run) -> Iterator[int]:
 def lasting(run: Run) -> Moment:
     """What is there from step to step, with the gradients of the whole model as far as they are kept: what the tables
     of the ZeRO papers count."""
-    if run.policy.split_grads:
+    if run.policy.grads_are_sharded:
         gradients = (run.shard_numel - run.away_numel * run.gradients_leave) * run.sums
     else:
         gradients = (run.root.numel + run.layers * run.block.numel) * run.grads
@@ -112,7 +112,7 @@ def _building(run: Run) -> Moment:
 
 def _staying(run: Run, layout: FlatLayout) -> int:
     """What lasts of a bucket before there are moments."""
-    weights = layout.shard_numel if run.policy.split_params else layout.numel
+    weights = layout.shard_numel if run.policy.params_are_sharded else layout.numel
     here = run.away.params == "none" or layout is run.resident
     leaves = next(leaves for bucket, leaves in reversed(run.leaving) if bucket is layout)
     return (weights * run.work if here else 0) + _masters(run, layout, leaves)
@@ -136,7 +136,7 @@ def _loss(run: Run, first: bool) -> Moment:
     alive = acts.before_blocks + acts.at_loss() + acts.stream + acts.statistics
     ends = (3 if run.tp > 1 else 2) * acts.stream  # the last LayerNorm's output, its gradient, the latter's sum
     kept, whole = _grads_at(run, run.layers, first, True)
-    fresh = first or run.policy.split_grads
+    fresh = first or run.policy.grads_are_sharded
     return _moment(run, "loss", kept, alive + ends, whole + _logits(run, fresh) + _gathered(run, _kept(run)))
 
 
@@ -202,7 +202,7 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
     done = run.layers - block  # this block included
     small = run.resident.numel if done or _takes_turns(run) else 0  # the loss has written to the token table only
     whole_roots = (run.root.numel + small) * run.grads
-    if not run.policy.split_grads:
+    if not run.policy.grads_are_sharded:
         blocks = done if first else run.layers
         leaving = _exchange(run, run.block, first) if done > 1 and last else 0
         return whole_roots + blocks * run.block.numel * run.grads, leaving
@@ -215,7 +215,7 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
 def _takes_turns(run: Run) -> bool:
     """Whole gradients come and go in buffers that stay: from the second step on they are there all the time. (Where
     a rank is alone, and nothing is widened, they become the sums themselves.)"""
-    return run.policy.split_grads and (run.shards > 1 or run.sums != run.grads)
+    return run.policy.grads_are_sharded and (run.shards > 1 or run.sums != run.grads)
 
 
 def _part(run: Run, layout: FlatLayout) -> int:
@@ -232,10 +232,10 @@ def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
     and what its wire needs. That of the CPU: what peers sent; a sum that is not wider has the place of what one peer
     sent. That of the GPU: 16-bit gradients widened, and their sum."""
     wider = run.sums != run.grads
-    stays = first and run.policy.split_grads and run.shards > 1 and not run.gradients_leave
+    stays = first and run.policy.grads_are_sharded and run.shards > 1 and not run.gradients_leave
     sum_ = _part(run, layout) if wider or stays else 0
     if run.device == "cuda":
-        comes_back = _part(run, layout) if run.gradients_leave and not first and run.policy.split_grads else 0
+        comes_back = _part(run, layout) if run.gradients_leave and not first and run.policy.grads_are_sharded else 0
         return sum_ + comes_back + _widened(run, layout)
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))
     return (run.shards - 1 - (stays and not wider)) * at_a_time * run.grads + sum_
@@ -246,12 +246,12 @@ def _widened(run: Run, layout: FlatLayout) -> int:
     for, and this rank's part of the sum until it is rounded."""
     if run.dp == 1 or run.grads == FP32 or run.config.precision.communication in ("fp16", "bf16"):
         return 0
-    return (layout.numel + (layout.shard_numel if run.policy.split_optim and run.sums != FP32 else 0)) * FP32
+    return (layout.numel + (layout.shard_numel if run.policy.optim_is_sharded and run.sums != FP32 else 0)) * FP32
 
 
 def _gathered(run: Run, blocks: int) -> int:
     """Split parameters that are whole: the root during a pass, and so many blocks."""
-    if not run.policy.split_params:
+    if not run.policy.params_are_sharded:
         return 0
     return min(run.root.numel + blocks * run.block.numel, run.config.zero.stage3_max_live_parameters) * run.work
 

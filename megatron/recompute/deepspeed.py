@@ -35,27 +35,27 @@ from mpu.groups import SOLO, Groups
 SECTION = "activation_checkpointing."
 
 
-class ModelParallel(Protocol):
+class HasModelParallelGroup(Protocol):
     """What `configure` asks of an mpu; our package is one."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None: ...
 
 
-class _Current:
+class _ActiveRecomputation:
     """The holder of the recomputation in use."""
 
     config = RecomputeConfig()
     tp = SOLO
     recomputation = Recomputation(config)
-    configured = False
+    is_configured = False
 
 
 def configure(
-    mpu_: ModelParallel | None = None,
+    mpu_: HasModelParallelGroup | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
-    profile: bool | None = None, *, mpu: ModelParallel | None = None, **misspelt: object,
+    profile: bool | None = None, *, mpu: HasModelParallelGroup | None = None, **misspelt: object,
 ) -> None:
     """Configure `checkpoint` from the section `activation_checkpointing` of a DeepSpeed file or dict; arguments
     override it. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) nothing is split."""
@@ -71,19 +71,20 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile_backward": profile,
     }
-    values = {} if deepspeed_config is None else _section(deepspeed_config)
+    values = {} if deepspeed_config is None else _read_section(deepspeed_config)
     values |= {name: value for name, value in given.items() if value is not None}
     layout = mpu_ or mpu
-    _Current.tp = SOLO if layout is None else tp_group_of(layout)
-    _use(RecomputeConfig(**values))
-    _Current.configured = True
+    _ActiveRecomputation.tp = SOLO if layout is None else tp_group_of(layout)
+    _set_config(RecomputeConfig(**values))
+    _ActiveRecomputation.is_configured = True
 
 
-def _use(config: RecomputeConfig) -> None:
-    _Current.config, _Current.recomputation = config, Recomputation(config, _Current.tp)
+def _set_config(config: RecomputeConfig) -> None:
+    _ActiveRecomputation.config, _ActiveRecomputation.recomputation = config, Recomputation(
+        config, _ActiveRecomputation.tp)
 
 
-def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def _read_section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
     keys = ds_file.read(source, "deepspeed_config").keys
     rows = ((TABLE[path], value) for path, value in keys.items() if path.startswith(SECTION))
@@ -91,42 +92,42 @@ def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, An
 
 
 def is_configured() -> bool:
-    return _Current.configured
+    return _ActiveRecomputation.is_configured
 
 
 def reset() -> None:
     """After a forward without a backward: start over."""
-    _Current.recomputation.reset()
+    _ActiveRecomputation.recomputation.reset()
 
 
 def set_num_layers(nlayers: int) -> None:
     """How many checkpoints one forward makes, which the contiguous buffer has room for."""
-    _use(replace(_Current.config, number_checkpoints=nlayers))
+    _set_config(replace(_ActiveRecomputation.config, number_checkpoints=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Whether kept inputs are split over tensor parallel."""
-    _use(replace(_Current.config, partition_activations=partition_activation))
+    _set_config(replace(_ActiveRecomputation.config, partition_activations=partition_activation))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed dropout: the same within the configured tensor parallel group, but for the stream of split activations."""
-    random.model_parallel_cuda_manual_seed(seed, Groups(tp=_Current.tp))
+    random.model_parallel_cuda_manual_seed(seed, Groups(tp=_ActiveRecomputation.tp))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Reseed the stream of split activations."""
-    random.reseed_model_parallel_stream(seed, _Current.tp)
+    random.reseed_model_parallel_stream(seed, _ActiveRecomputation.tp)
 
 
 def report() -> str:
     """What recomputation cost since the last report, if `configure(profile=True)`."""
-    return _Current.recomputation.report()
+    return _ActiveRecomputation.recomputation.report()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), recomputed in backward instead of stored; as configured."""
-    return _Current.recomputation.checkpoint(function, *args, **kwargs)
+    return _ActiveRecomputation.recomputation.checkpoint(function, *args, **kwargs)
 
 
 get_cuda_rng_tracker = random.get_cuda_rng_tracker

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.config.tree import RecomputeConfig, flag_name
-from megatron.recompute.keep import Keeper
+from megatron.recompute.keep import CheckpointInputStorage
 from mpu.groups import SOLO, Group
 from mpu.random import get_rng_tracker
 
@@ -31,11 +31,11 @@ class Recomputation:
     """The checkpointing of one model; `tp` is the group over which kept inputs may be split."""
 
     def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
-        self._keeper = Keeper(config, tp)
-        self._waits = config.synchronize_checkpoint_boundary or config.profile_backward
-        self._device_wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self._input_storage = CheckpointInputStorage(config, tp)
+        self._synchronizes = config.synchronize_checkpoint_boundary or config.profile_backward
+        self._synchronize: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         self._profiles = config.profile_backward
-        self._spent: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
+        self._timings: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs), recomputed in backward instead of stored."""
@@ -46,49 +46,49 @@ class Recomputation:
         streams, runs = get_rng_tracker().get_states(), count()
 
         def run(*values: Any) -> Any:
-            with self._replay(streams) if next(runs) else self._clock("forward"):
+            with self._forward_rng_streams(streams) if next(runs) else self._timed("forward"):
                 return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
-        with self._keeper.inputs_of_one_chunk():
+        with self._input_storage.save_chunk_inputs():
             return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def reset(self) -> None:
         """After a forward without a backward: start over, with new buffers."""
-        self._keeper.reset()
+        self._input_storage.reset()
 
     def report(self) -> str:
         """What recomputation cost since the last report, with `profile_backward`; otherwise nothing."""
-        parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._spent.items()]
-        self._spent.clear()
+        parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._timings.items()]
+        self._timings.clear()
         return f" recomputation, each chunk | {' | '.join(parts)}" if parts else ""
 
     @contextmanager
-    def _replay(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
+    def _forward_rng_streams(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, the tracker's streams are those of the forward; afterwards they are what they were."""
         tracker = get_rng_tracker()
         present = tracker.get_states()
         tracker.set_states(streams)
         try:
-            with self._clock("again in backward"):
+            with self._timed("again in backward"):
                 yield
         finally:  # torch leaves by an exception once it has what backward needs
             tracker.set_states(present)
 
     @contextmanager
-    def _clock(self, what: str) -> Iterator[None]:
-        start = self._border()
+    def _timed(self, what: str) -> Iterator[None]:
+        start = self._time_at_boundary()
         try:
             yield
         finally:
-            stop = self._border()
+            stop = self._time_at_boundary()
             if self._profiles:
-                seconds, times = self._spent.get(what, (0.0, 0))
-                self._spent[what] = seconds + stop - start, times + 1
+                seconds, times = self._timings.get(what, (0.0, 0))
+                self._timings[what] = seconds + stop - start, times + 1
 
-    def _border(self) -> float:
+    def _time_at_boundary(self) -> float:
         """The time at a border of a chunk; if configured, after waiting for the device."""
-        if self._waits:
-            self._device_wait()
+        if self._synchronizes:
+            self._synchronize()
         return time.perf_counter()
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron.trace.stretches import Stretch
 from megatron.whereabouts import ACTIVITY, HERE, PHASE, STEP, UNIT, Told
-from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.exchanges import CollectiveLog
 from mpu.wire import waits
 
 Clock = Callable[[], float]
@@ -59,13 +59,13 @@ class Recorder:
         self._words: dict[int, str] = {}
 
     @contextmanager
-    def listening(self, log: ExchangeLog) -> Iterator[None]:
+    def listening(self, log: CollectiveLog) -> Iterator[None]:
         with ExitStack() as after:
             after.enter_context(HERE.followed(self._heard))
             numbers = waits.current_counters()
             waits.write_counters_to(Told(numbers, self._exchanges))
             after.callback(waits.write_counters_to, numbers)
-            log.follower = self
+            log.observer = self
             after.callback(partial(setattr, log, "follower", None))
             yield
 
@@ -89,14 +89,14 @@ class Recorder:
 
     # ---- what travels (zero/exchanges.py) ---------------------------------------------------------------------------
 
-    def begins(self, kind: str, number: int, what: str) -> None:
+    def collective_started(self, kind: str, number: int, what: str) -> None:
         self.journeys[kind, number] = Journey(what, self._clock())
 
-    def is_awaited(self, kind: str, number: int) -> None:
+    def collective_awaited(self, kind: str, number: int) -> None:
         if (journey := self.journeys.get((kind, number))) is not None:
             journey.awaited = self._clock()
 
-    def is_over(self, kind: str, number: int) -> None:
+    def collective_finished(self, kind: str, number: int) -> None:
         if (journey := self.journeys.get((kind, number))) is not None:
             journey.stop = self._clock()
 

@@ -18,7 +18,7 @@ from megatron.errors import Interrupted, NumericsError
 from megatron.trace.files import Taken, write
 from megatron.trace.recorder import Recorder, microseconds
 from megatron.whereabouts import HERE
-from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.exchanges import CollectiveLog
 
 WRITING = "writing of a trace"
 """An activity (whereabouts.py)."""
@@ -30,7 +30,7 @@ HISTORY = 200_000
 
 
 @contextmanager
-def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog, done: int,
+def tracing(asked: ProfileConfig, device: torch.device, log: CollectiveLog, done: int,
             train_iters: int) -> Iterator[Callable[[int], None]]:
     """Inside, this is called after each step with the number of those that are done; `done` are those before."""
     window = Window(asked, device, log, train_iters)
@@ -58,7 +58,7 @@ class Under:
 
 
 class Window:
-    def __init__(self, asked: ProfileConfig, device: torch.device, log: ExchangeLog, train_iters: int) -> None:
+    def __init__(self, asked: ProfileConfig, device: torch.device, log: CollectiveLog, train_iters: int) -> None:
         assert asked.traced_steps is not None
         self._asked, self._rank = asked.traced_steps, asked.profile_rank
         self._folder = Path(asked.profile_dir or "profile")

@@ -28,8 +28,8 @@ from megatron.whereabouts import HERE, START_UP
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import schedule_of
-from megatron.zero.holders import shape_of
-from megatron.zero.initial_params import draw_later
+from megatron.zero.holders import full_shape
+from megatron.zero.initial_params import defer_param_init
 from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
@@ -129,7 +129,7 @@ def model(config: Config, groups: Groups, again: Recomputation | None = None) ->
     deferred = not config.model.memory_centric_tiled_linear  # tiles are cut from layers that are there
     gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred)
     if deferred:
-        draw_later(gpt2.parameters(), groups.dp)
+        defer_param_init(gpt2.parameters(), groups.dp)
     if config.recompute.checkpoint_activations:
         again = again or recomputation(config, groups)
         gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
@@ -145,14 +145,14 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
     built.reads_weights_between_steps = False
-    model.before_blocks = built.core.will_run
+    model.on_blocks_chosen = built.core.set_forward_modules
     return built
 
 
 def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
     """Matrices and embeddings decay; biases and LayerNorms do not."""
-    return [{"params": [p for p in model.parameters() if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
+    return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
 
 
 def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:

@@ -266,7 +266,7 @@ class Trainer:
             if not untold and self.engine.core.is_deferred:  # the newest: no step has raised yet what was wrong with it
                 self.engine.conclude()
             self.stop.begin()  # all ranks have taken a step
-            loss, *requests = taken.report.riders
+            loss, *requests = taken.report.extra_scalars
             asked = Asked(*(count > 0 for count in requests))
             metrics = self._metrics(taken, loss, rates)
             self.log.step(metrics)

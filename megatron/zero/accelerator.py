@@ -64,12 +64,12 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         """torch.cuda's function of that name; on a CPU, what it is there."""
-        if name not in ON_CPU:
+        if name not in CPU_FUNCTIONS:
             raise AttributeError(f"the accelerator has no {name!r}; docs/deepspeed.md lists the names")
-        return getattr(torch.cuda, name) if self._on_gpu else ON_CPU[name]
+        return getattr(torch.cuda, name) if self._on_gpu else CPU_FUNCTIONS[name]
 
 
-ON_CPU: dict[str, Callable[..., Any]] = {
+CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "synchronize": lambda device=None: None, "empty_cache": lambda: None,
     "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
     "get_rng_state": lambda device=None: torch.get_rng_state(),

@@ -27,7 +27,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.ferry import Ferry, Mark, ferry_for
 from megatron.zero.homes.memory import numbers
 from megatron.zero.homes.shelf import WEIGHT
-from megatron.zero.turns import Turns
+from megatron.zero.turns import BufferPool
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -48,12 +48,12 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-OPTIM, MASTERS, WEIGHTS, GRADS, GRAD_BUFFERS = (state.value for state in OffloadStateTypeEnum)
+OPTIM, MASTERS, LP_PARAMS, GRADS, GRAD_BUFFERS = (state.value for state in OffloadStateTypeEnum)
 
 
-def states_of(include: object, device: object) -> list[str]:
+def parse_offload_states(include: object, device: object) -> list[str]:
     """The states that are meant, by name, from what the user gave: strings, or members of an enum of theirs or ours."""
-    where = str(_value(device))
+    where = str(_enum_value(device))
     if where != OffloadDeviceEnum.cpu.value:
         raise ConfigError(f"offload_states: device is {where!r}, and states can be set aside on the host alone: give "
                           "\"cpu\"")
@@ -63,122 +63,124 @@ def states_of(include: object, device: object) -> list[str]:
     given = [include] if isinstance(include, str) else include
     if not isinstance(given, Collection):
         raise ConfigError(f"offload_states: include is a {type(include).__name__}; give a list of {', '.join(known)}")
-    wanted = {str(_value(state)) for state in given}
+    wanted = {str(_enum_value(state)) for state in given}
     for name in wanted.difference(known):
         raise ConfigError(f"offload_states: there is no {name!r} to set aside; known are {', '.join(known)}")
     return [state for state in known if state in wanted]
 
 
-def _value(member: object) -> object:
+def _enum_value(member: object) -> object:
     return member.value if isinstance(member, Enum) else member
 
 
 @dataclass
-class _Piece:
+class _OffloadedStorage:
     """What was in one storage of the device, on the host."""
 
     tensors: list[tuple[Tensor, int, torch.Size]]
     """Those of the storage, flat, each with its offset and size."""
     device: torch.device
     copy: Tensor
-    left: Mark
+    copy_event: Mark
 
 
-class Aside:
+class StateOffloader:
     """Of one engine. Nothing is lent, and nothing under way, when it is called."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], turns: Turns, device: torch.device) -> None:
-        self._buckets, self._turns, self._device = buckets, turns, device
-        self._ferry = ferry_for(device)
-        self._away: dict[str, list[_Piece]] = {}
-        self._locked: dict[int, list[Tensor]] = {}
+    def __init__(self, buckets: Sequence[FlatBucket], buffer_pool: BufferPool, device: torch.device) -> None:
+        self._buckets, self._buffer_pool, self._device = buckets, buffer_pool, device
+        self._copy_streams = ferry_for(device)
+        self._offloaded: dict[str, list[_OffloadedStorage]] = {}
+        self._pinned_buffers: dict[int, list[Tensor]] = {}
         """Page-locked buffers for the next time, by their size: locking takes longer than copying."""
 
     @property
-    def wins_memory(self) -> bool:
+    def frees_memory(self) -> bool:
         """The device is not the host."""
-        return self._ferry is not None
+        return self._copy_streams is not None
 
-    def check_here(self, what: str, *needed: str) -> None:
+    def check_not_offloaded(self, what: str, *needed: str) -> None:
         """`what` needs these states on the device, or all of them."""
         for bucket in self._buckets:
-            bucket.check_here(what, *needed)
+            bucket.check_not_offloaded(what, *needed)
 
-    def take(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> None:
+    def offload(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> None:
         """All of them, or none where the host has no room."""
-        if self._ferry is None:
+        if self._copy_streams is None:
             return
-        new = [state for state in states if state not in self._away]
+        new = [state for state in states if state not in self._offloaded]
         try:
             for state in new:
-                self._take(state, self._ferry, pinned and self._device.type == "cuda", non_blocking)
+                self._offload_state(state, self._copy_streams, pinned and self._device.type == "cuda", non_blocking)
         except BaseException:
-            self.bring(new)
+            self.reload(new)
             raise
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes, too
 
-    def _take(self, state: str, ferry: Ferry, pinned: bool, non_blocking: bool) -> None:
+    def _offload_state(self, state: str, copy_streams: Ferry, pinned: bool, non_blocking: bool) -> None:
         if state in (GRADS, GRAD_BUFFERS):
-            self._turns.clear()
+            self._buffer_pool.clear()
             return
-        found = [(bucket, tensors) for bucket in self._buckets for tensors in _storages(bucket, state)]
-        pieces = self._away.setdefault(state, []) if found else []
+        found = [(bucket, tensors) for bucket in self._buckets for tensors in _tensors_by_storage(bucket, state)]
+        pieces = self._offloaded.setdefault(state, []) if found else []
         for bucket, tensors in found:
-            bucket.set_aside.add(state)
-            if state == WEIGHTS:
-                bucket.clear_out()
+            bucket.offloaded_states.add(state)
+            if state == LP_PARAMS:
+                bucket.begin_param_offload()
             storage, device = tensors[0].untyped_storage(), tensors[0].device
-            copy = self._room(storage.nbytes(), pinned)
-            left = ferry.down.copy(copy, _bytes(storage, device))
+            copy = self._host_buffer(storage.nbytes(), pinned)
+            left = copy_streams.down.copy(copy, _byte_view(storage, device))
             left.join()  # the lane lets go of the memory
             if not non_blocking:
                 left.wait()
-            pieces.append(_Piece([(one, int(one.storage_offset()), one.shape) for one in tensors], device, copy, left))
+            pieces.append(
+                _OffloadedStorage([(one, int(one.storage_offset()), one.shape) for one in tensors], device, copy, left))
             for one in tensors:
                 one.set_(torch.UntypedStorage(0, device=device))
 
-    def _room(self, nbytes: int, pinned: bool) -> Tensor:
-        kept = self._locked.get(nbytes) if pinned else None
+    def _host_buffer(self, nbytes: int, pinned: bool) -> Tensor:
+        kept = self._pinned_buffers.get(nbytes) if pinned else None
         return kept.pop() if kept else numbers(nbytes, torch.uint8, pinned=pinned)
 
-    def bring(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def reload(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         """They come back, or everything does. Where the device has no room, what did not come is still away."""
-        for state in [state for state in self._away if states is None or state in states]:
-            pieces = self._away[state]
+        for state in [state for state in self._offloaded if states is None or state in states]:
+            pieces = self._offloaded[state]
             while pieces:
-                self._bring(pieces[-1], non_blocking)
+                self._reload_storage(pieces[-1], non_blocking)
                 pieces.pop()
             for bucket in self._buckets:
-                if state == WEIGHTS:
-                    bucket.move_in()
-                bucket.set_aside.discard(state)
-            del self._away[state]
+                if state == LP_PARAMS:
+                    bucket.end_param_offload()
+                bucket.offloaded_states.discard(state)
+            del self._offloaded[state]
 
-    def _bring(self, piece: _Piece, non_blocking: bool) -> None:
-        assert self._ferry is not None
+    def _reload_storage(self, piece: _OffloadedStorage, non_blocking: bool) -> None:
+        assert self._copy_streams is not None
         storage = torch.UntypedStorage(len(piece.copy), device=piece.device)
-        came = self._ferry.up.copy(_bytes(storage, piece.device), piece.copy, [piece.left])
-        came.join()
+        copy_event = self._copy_streams.up.copy(_byte_view(storage, piece.device), piece.copy, [piece.copy_event])
+        copy_event.join()
         if not non_blocking:
-            came.wait()
+            copy_event.wait()
         for tensor, offset, size in piece.tensors:
             tensor.set_(storage, offset, size, (1,))
         if piece.copy.is_pinned():
-            self._locked.setdefault(len(piece.copy), []).append(piece.copy)
+            self._pinned_buffers.setdefault(len(piece.copy), []).append(piece.copy)
 
 
-def _storages(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
+def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
     """The tensors of each storage of a bucket that is on the device."""
-    if state == WEIGHTS:
-        if bucket.is_at_hand:
-            yield [bucket.shard] if bucket.comes_and_goes else [bucket.shard, bucket.gathered]
+    if state == LP_PARAMS:
+        if bucket.is_on_device:
+            yield [bucket.device_param_shard
+                   ] if bucket.params_are_sharded else [bucket.device_param_shard, bucket.gathered_params]
         return
-    masters = [WEIGHT] if bucket.keeps_masters else []
-    for kind in masters if state == MASTERS else [one for one in bucket.kept.kinds if one != WEIGHT]:
-        if (tensor := bucket.kept.at_hand(kind)) is not None:
+    masters = [WEIGHT] if bucket.has_separate_masters else []
+    for kind in masters if state == MASTERS else [one for one in bucket.master_state.kinds if one != WEIGHT]:
+        if (tensor := bucket.master_state.at_hand(kind)) is not None:
             yield [tensor]
 
 
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+def _byte_view(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

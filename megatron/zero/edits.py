@@ -18,101 +18,105 @@ from megatron.errors import ConfigError
 from megatron.zero.homes.shelf import WEIGHT, Shelf
 from megatron.zero.layout import FlatLayout
 
-OfMasters = Callable[[slice, Tensor], Tensor]
+MasterRounding = Callable[[slice, Tensor], Tensor]
 """A part of the masters -> the weights at work that it is, in the precision of either."""
 
-AT_A_TIME = 1 << 24
+ELEMENTS_PER_COMPARISON = 1 << 24
 """Elements that are compared at a time."""
 
 
-class Edits:
+class InPlaceWriteGuard:
     """Of the parameters of one bucket."""
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], rank: int) -> None:
         self._layout, self._parameters, self._rank = layout, parameters, rank
-        self._lost: str | None = None  # a parameter that was written to where it did not last; for `heed` alone
-        self.note()
+        self._lost_write: str | None = None  # a parameter that was written to where it did not last; for `heed` alone
+        self.accept_writes()
 
-    def note(self) -> None:
+    def accept_writes(self) -> None:
         """What has been written so far has been dealt with."""
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
-            self._counts = self._count()
+            self._versions = self._current_versions()
 
-    def heed(self) -> bool:
+    def take_writes(self) -> bool:
         """Where writes to what is left of the parameters last: whether there were any since `note`. They have been
         dealt with; those to a whole that has left since are lost, and refused."""
-        if self._lost is not None:
-            name, self._lost = self._lost, None
+        if self._lost_write is not None:
+            name, self._lost_write = self._lost_write, None
             raise ConfigError(
                 f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
                 "that is lost: change weights after the backward, or inside summon_full_params()")
-        counts = self._counts
-        self.note()
-        return counts != self._counts
+        counts = self._versions
+        self.accept_writes()
+        return counts != self._versions
 
-    def leave(self) -> None:
+    def before_reshard(self) -> None:
         """The whole parameters leave, with what was written to them."""
-        if self._lost is None:
-            self._lost = self.first_touched()
-        self.shift(+1)
+        if self._lost_write is None:
+            self._lost_write = self.first_written()
+        self.shift_versions(+1)
 
-    def first_touched(self) -> str | None:
+    def first_written(self) -> str | None:
         """The first parameter that was written to since `note`."""
-        counts = self._count()
-        if counts == self._counts:
+        counts = self._current_versions()
+        if counts == self._versions:
             return None
-        return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._counts) if now != before)
+        return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._versions) if now != before)
 
-    def shift(self, by: int) -> None:
+    def shift_versions(self, by: int) -> None:
         """Let the parameters leave (+1) or come back (-1), which is no write."""
-        count_versions(self._parameters, by)
-        self._counts = [count + by for count in self._counts]
+        shift_version_counters(self._parameters, by)
+        self._versions = [count + by for count in self._versions]
 
-    def _count(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
-    def check(self, work: Tensor | None, masters: Shelf, of_masters: OfMasters, *, thoroughly: bool) -> None:
+    def refuse_writes(self, param_shard: Tensor | None, master_state: Shelf, round_masters: MasterRounding, *,
+                      compare_values: bool) -> None:
         """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, made
         `of_masters`: where no rank has another part, a write that was undone does not count. `thoroughly` compares
         them in any case. (The caller has switched `__torch_function__` off.)"""
-        counts = self._count()
-        if counts == self._counts and (work is None or not thoroughly):  # nearly always
+        counts = self._current_versions()
+        if counts == self._versions and (param_shard is None or not compare_values):  # nearly always
             return
-        touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._counts) if pair[0] != pair[1]]
-        if work is not None and (touched or thoroughly):
-            if (edited := self._edited(work, masters, of_masters)) is not None:
-                self._refuse(edited)
-        self._counts = counts
-        if touched and (work is None or self._layout.shards > 1):
-            self._refuse(touched[0])
+        touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._versions) if pair[0] != pair[1]]
+        if param_shard is not None and (touched or compare_values):
+            if (edited := self._first_modified(param_shard, master_state, round_masters)) is not None:
+                self._raise_write_error(edited)
+        self._versions = counts
+        if touched and (param_shard is None or self._layout.shards > 1):
+            self._raise_write_error(touched[0])
 
-    def _edited(self, work: Tensor, masters: Shelf, of_masters: OfMasters) -> str | None:
+    def _first_modified(self, param_shard: Tensor, master_state: Shelf, round_masters: MasterRounding) -> str | None:
         """The first parameter that is not what was made of the masters."""
-        for part in masters.parts:
-            with masters.open(part, [WEIGHT]) as kept:
-                master = of_masters(part, kept[WEIGHT])
-                if not any(map(_differ, work[part].split(AT_A_TIME), master.split(AT_A_TIME))):
+        for chunk in master_state.parts:
+            with master_state.open(chunk, [WEIGHT]) as kept:
+                master = round_masters(chunk, kept[WEIGHT])
+                if not any(
+                        map(_values_differ, param_shard[chunk].split(ELEMENTS_PER_COMPARISON),
+                            master.split(ELEMENTS_PER_COMPARISON))):
                     continue
-                for segment in self._layout.segments(self._rank, part):
-                    run = slice(segment.shard_offset, segment.shard_offset + segment.count)
-                    if _differ(work[run], master[run.start - part.start : run.stop - part.start]):
+                for segment in self._layout.segments(self._rank, chunk):
+                    segment_range = slice(segment.shard_offset, segment.shard_offset + segment.count)
+                    if _values_differ(param_shard[segment_range],
+                                      master[segment_range.start - chunk.start:segment_range.stop - chunk.start]):
                         return segment.slot.name  # else it is padding
         return None
 
-    def _refuse(self, name: str) -> None:
+    def _raise_write_error(self, name: str) -> None:
         raise ConfigError(
             f"{name} was written to in place since the last step (copy_(), `p.data.mul_()`, nn.init and the like), and "
             "that would not last: the engine keeps fp32 masters or shards beside it. Write inside "
             "zero.GatheredParameters(parameters, modifier_rank=0), or call engine.load_module_state_dict(state)")
 
 
-def count_versions(parameters: Sequence[Tensor], by: int) -> None:
+def shift_version_counters(parameters: Sequence[Tensor], by: int) -> None:
     """Add `by` to the counters."""
     torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple([one._version + by for one in parameters]))
 
 
-def _differ(work: Tensor, master: Tensor) -> bool:
-    wanted = master.to(work.device, work.dtype)
-    if torch.equal(work, wanted):
+def _values_differ(params: Tensor, master: Tensor) -> bool:
+    wanted = master.to(params.device, params.dtype)
+    if torch.equal(params, wanted):
         return False
-    return bool((work != wanted).logical_and(work.eq(work) | wanted.eq(wanted)).any())  # nan is nan
+    return bool((params != wanted).logical_and(params.eq(params) | wanted.eq(wanted)).any())  # nan is nan

@@ -23,7 +23,7 @@ BUFFER_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ModelStatesEstimate:
     """Bytes of model states on the host of one node and on one GPU, and the choice they belong to."""
 
     host: int
@@ -36,28 +36,28 @@ class Estimate:
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
-) -> list[Estimate]:
+) -> list[ModelStatesEstimate]:
     total, _ = count_parameters(model)
     return estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
-) -> list[Estimate]:
+) -> list[ModelStatesEstimate]:
     """Stage 2; with offloading the GPU keeps the weights alone, else all but the weights is split."""
     gpus, total_params = num_gpus_per_node * num_nodes, int(total_params)  # 2851e6 is a float
     rows = [
-        Estimate(int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params, True),
-        Estimate(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor),
-                 2 * total_params + 18 * total_params // gpus, False),
+        ModelStatesEstimate(int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params, True),
+        ModelStatesEstimate(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor),
+                            2 * total_params + 18 * total_params // gpus, False),
     ]
-    _show(rows, f"ZeRO stage 2, {total_params:,} parameters", num_gpus_per_node, num_nodes)
+    _print_table(rows, f"ZeRO stage 2, {total_params:,} parameters", num_gpus_per_node, num_nodes)
     return rows
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
-) -> list[Estimate]:
+) -> list[ModelStatesEstimate]:
     return estimate_zero3_model_states_mem_needs_all_cold(
         *count_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -65,7 +65,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = BUFFER_FACTOR,
-) -> list[Estimate]:
+) -> list[ModelStatesEstimate]:
     """Stage 3; on the GPU the largest layer is whole, weights and gradients, while it is at work."""
     total_params, largest_layer_params = int(total_params), int(largest_layer_params)  # 2851e6 is a float
     gpus, layer = num_gpus_per_node * num_nodes, 4 * largest_layer_params
@@ -76,10 +76,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         on_host = (18 if param else 16 if optimizer else 0) * total_params / num_nodes
         for zero_init in (True, False):
             built = (0 if optimizer else layer * num_gpus_per_node) if zero_init else whole_models
-            rows.append(Estimate(int(max(on_host, built) * additional_buffer_factor),
-                                 layer + on_gpu * total_params // gpus, optimizer, param, zero_init))
-    _show(rows, f"ZeRO stage 3, {total_params:,} parameters, {largest_layer_params:,} in the largest layer",
-          num_gpus_per_node, num_nodes)
+            rows.append(ModelStatesEstimate(int(max(on_host, built) * additional_buffer_factor),
+                                            layer + on_gpu * total_params // gpus, optimizer, param, zero_init))
+    _print_table(rows, f"ZeRO stage 3, {total_params:,} parameters, {largest_layer_params:,} in the largest layer",
+                 num_gpus_per_node, num_nodes)
     return rows
 
 
@@ -90,7 +90,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return total, max(layers, default=0)
 
 
-def _show(rows: Sequence[Estimate], what: str, gpus: int, nodes: int) -> None:
+def _print_table(rows: Sequence[ModelStatesEstimate], what: str, gpus: int, nodes: int) -> None:
     print(f"{what}; {nodes} node(s) with {gpus} GPU(s) each")
     print(f"{'per CPU':>12} {'per GPU':>12}   options")
     for row in rows:

@@ -28,221 +28,230 @@ from typing import Any, Protocol
 
 from megatron.ranges import named, ranges
 
-KEPT = 1024
+MAX_ENTRIES = 1024
 """Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
 further than as many kernels as the driver keeps in its queue."""
 
-NOTHING, NO_SUM = -1, (-1, "")
+NO_ENTRY, NO_REDUCTION = -1, (-1, "")
 """Not waiting."""
 
-BACKWARD_ENDS, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
+BACKWARD_END, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
 ENDED, FAILED, INTERRUPTED = "the end of its program", "an error of its own", "an interruption (Ctrl-C)"
-OVER = frozenset({ENDED, FAILED, INTERRUPTED})
+FINAL_ENTRIES = frozenset({ENDED, FAILED, INTERRUPTED})
 """After one of these nothing follows."""
-MEETINGS = OVER | {STEP, SAVE, LOAD}
+BARRIER_ENTRIES = FINAL_ENTRIES | {STEP, SAVE, LOAD}
 """A rank does not go on from one of these until all have come."""
-AFTER_A_STEP = "after a step"
+AFTER_STEP = "after a step"
 """What the new weights are gathered for, by all ranks and at once. Which of them is run first says nothing."""
-EARLIER = "an earlier place", ""
+FORGOTTEN_ENTRY = "an earlier place", ""
 
 
-class Follower(Protocol):
+class CollectiveObserver(Protocol):
     """Hears of exchanges as they happen: entries and sums, by number."""
 
-    def begins(self, kind: str, number: int, what: str) -> None: ...
+    def collective_started(self, kind: str, number: int, what: str) -> None: ...
 
-    def is_awaited(self, kind: str, number: int) -> None: ...
+    def collective_awaited(self, kind: str, number: int) -> None: ...
 
-    def is_over(self, kind: str, number: int) -> None: ...
+    def collective_finished(self, kind: str, number: int) -> None: ...
 
 
-class ExchangeLog:
-    def __init__(self, *, sums_in_order: bool) -> None:
-        self.count = self.sums = 0
+class CollectiveLog:
+    def __init__(self, *, reductions_in_order: bool) -> None:
+        self.entry_count = self.reduction_count = 0
         self.purpose = ""
         """What the next exchanges are for."""
-        self.follower: Follower | None = None
-        self.explain: Callable[[BaseException], None] = _know_nothing
+        self.observer: CollectiveObserver | None = None
+        self.raise_root_cause: Callable[[BaseException], None] = _no_root_cause
         """Raises a better error in place of one that an exchange ended with, where there is one."""
-        self.remark = ""
+        self.accumulation_setting = ""
         """A setting that decides when this rank exchanges; not compared, and told of ranks that contradict each other
         and differ in it."""
-        self._sums_in_order = sums_in_order
-        self._awaited, self._sum_awaited = NOTHING, NO_SUM
-        self._entries = [("", "")] * KEPT
-        self._uses: deque[Use] = deque(maxlen=KEPT)
+        self._reductions_in_order = reductions_in_order
+        self._awaited_entry, self._awaited_reduction = NO_ENTRY, NO_REDUCTION
+        self._entries = [("", "")] * MAX_ENTRIES
+        self._uses: deque[UnitUse] = deque(maxlen=MAX_ENTRIES)
 
-    def note(self, what: str) -> int:
+    def record_collective(self, what: str) -> int:
         """It begins now; returns its number."""
-        return self._note(what, "" if what in OVER else self.purpose)
+        return self._append_entry(what, "" if what in FINAL_ENTRIES else self.purpose)
 
-    def _note(self, what: str, purpose: str) -> int:
-        number = self.count
-        self._entries[number % KEPT] = what, purpose
-        self.count += 1
-        if self.follower is not None:
-            self.follower.begins("entry", number, f"{what}, {purpose}" if purpose else what)
+    def _append_entry(self, what: str, purpose: str) -> int:
+        number = self.entry_count
+        self._entries[number % MAX_ENTRIES] = what, purpose
+        self.entry_count += 1
+        if self.observer is not None:
+            self.observer.collective_started("entry", number, f"{what}, {purpose}" if purpose else what)
         return number
 
-    def meet(self, where: str) -> None:
+    def record_barrier(self, where: str) -> None:
         """Every rank comes to this place, whatever it exchanges there."""
         self.purpose = ""
-        self.note(where)
+        self.record_collective(where)
 
-    def begin_sum(self, name: str) -> int:
+    def record_reduction(self, name: str) -> int:
         """The gradients of `name` leave now; returns the number of the sum."""
-        if self._sums_in_order:
-            self._note(f"the gradients of {name}", "")
-        self.sums += 1
-        if self.follower is not None:
-            self.follower.begins("sum", self.sums - 1, f"the gradients of {name}")
-        return self.sums - 1
+        if self._reductions_in_order:
+            self._append_entry(f"the gradients of {name}", "")
+        self.reduction_count += 1
+        if self.observer is not None:
+            self.observer.collective_started("sum", self.reduction_count - 1, f"the gradients of {name}")
+        return self.reduction_count - 1
 
     @property
-    def entry_awaited(self) -> int:
+    def awaited_entry(self) -> int:
         """The number of the entry that the host waits for now."""
-        return self._awaited
+        return self._awaited_entry
 
-    @entry_awaited.setter
-    def entry_awaited(self, number: int) -> None:
-        before, self._awaited = self._awaited, number
-        if self.follower is not None:
-            self._tell("entry", before, number)
-        if number != NOTHING:
-            what, begun_for = self._entries[number % KEPT]
-            if begun_for != AFTER_A_STEP:
-                self._uses.append((what, self.purpose, self.count))
+    @awaited_entry.setter
+    def awaited_entry(self, number: int) -> None:
+        before, self._awaited_entry = self._awaited_entry, number
+        if self.observer is not None:
+            self._notify_observer("entry", before, number)
+        if number != NO_ENTRY:
+            what, begun_for = self._entries[number % MAX_ENTRIES]
+            if begun_for != AFTER_STEP:
+                self._uses.append((what, self.purpose, self.entry_count))
 
     @property
-    def sum_awaited(self) -> tuple[int, str]:
+    def awaited_reduction(self) -> tuple[int, str]:
         """The sum that the host waits for now: its number, and whose gradients they are."""
-        return self._sum_awaited
+        return self._awaited_reduction
 
-    @sum_awaited.setter
-    def sum_awaited(self, awaited: tuple[int, str]) -> None:
-        before, self._sum_awaited = self._sum_awaited, awaited
-        if self.follower is not None:
-            self._tell("sum", before[0], awaited[0])
+    @awaited_reduction.setter
+    def awaited_reduction(self, awaited: tuple[int, str]) -> None:
+        before, self._awaited_reduction = self._awaited_reduction, awaited
+        if self.observer is not None:
+            self._notify_observer("sum", before[0], awaited[0])
 
-    def _tell(self, kind: str, before: int, now: int) -> None:
-        assert self.follower is not None
-        if now == NOTHING:
-            self.follower.is_over(kind, before)
+    def _notify_observer(self, kind: str, before: int, now: int) -> None:
+        assert self.observer is not None
+        if now == NO_ENTRY:
+            self.observer.collective_finished(kind, before)
         else:
-            self.follower.is_awaited(kind, now)
+            self.observer.collective_awaited(kind, now)
 
     @property
-    def is_over(self) -> bool:
-        return self.count > 0 and self._entries[(self.count - 1) % KEPT][0] in OVER
+    def is_finished(self) -> bool:
+        return self.entry_count > 0 and self._entries[(self.entry_count - 1) % MAX_ENTRIES][0] in FINAL_ENTRIES
 
-    def record(self, rank: int) -> Record:
+    def snapshot(self, rank: int) -> CollectiveLogSnapshot:
         """A snapshot; the rank may go on meanwhile, in another thread."""
         while True:
-            waits = self.entry_awaited, self.sum_awaited  # first: what it may begin meanwhile can only end a wait
-            count = self.count
-            first = max(0, count - KEPT)
-            entries = [self._entries[number % KEPT] for number in range(first, count)]
-            taken = Record(rank, first, entries, self.sums, *waits, tuple(self._uses), self.remark)
-            if count == self.count:
+            waits = self.awaited_entry, self.awaited_reduction  # first: what it may begin meanwhile can only end a wait
+            count = self.entry_count
+            first = max(0, count - MAX_ENTRIES)
+            entries = [self._entries[number % MAX_ENTRIES] for number in range(first, count)]
+            taken = CollectiveLogSnapshot(rank, first, entries, self.reduction_count, *waits, tuple(self._uses),
+                                          self.accumulation_setting)
+            if count == self.entry_count:
                 return taken
 
 
-Use = tuple[str, str, int]
+UnitUse = tuple[str, str, int]
 """The block, what for, and how many entries there were by then."""
 
 
 @dataclass(frozen=True)
-class Record:
+class CollectiveLogSnapshot:
     """The log of one rank, as others see it."""
 
     rank: int
-    first: int
+    first_number: int
     """The number of the first entry that is known."""
     entries: Sequence[tuple[str, str]]
-    sums: int = 0
-    entry_awaited: int = NOTHING
-    sum_awaited: tuple[int, str] = NO_SUM
-    uses: Sequence[Use] = ()
-    remark: str = ""
+    reduction_count: int = 0
+    awaited_entry: int = NO_ENTRY
+    awaited_reduction: tuple[int, str] = NO_REDUCTION
+    uses: Sequence[UnitUse] = ()
+    accumulation_setting: str = ""
 
     @property
-    def count(self) -> int:
-        return self.first + len(self.entries)
+    def entry_count(self) -> int:
+        return self.first_number + len(self.entries)
 
-    def at(self, number: int) -> tuple[str, str] | None:
-        return self.entries[number - self.first] if self.first <= number < self.count else None
+    def entry_at(self, number: int) -> tuple[str, str] | None:
+        return self.entries[number - self.first_number] if self.first_number <= number < self.entry_count else None
 
     @property
-    def needs(self) -> int:
+    def blocking_entry(self) -> int:
         """The number of an entry that this rank cannot go on without."""
-        if self.entries and self.entries[-1][0] in MEETINGS:
-            return self.count - 1
-        return self.entry_awaited
+        if self.entries and self.entries[-1][0] in BARRIER_ENTRIES:
+            return self.entry_count - 1
+        return self.awaited_entry
 
     @property
-    def place(self) -> tuple[str, str]:
+    def current_position(self) -> tuple[str, str]:
         """Where the rank stands."""
-        if self.sum_awaited != NO_SUM:
-            return f"the gradients of {self.sum_awaited[1]}", ""
-        return self.at(self.needs) or self.at(self.count - 1) or ("the beginning", "")
+        if self.awaited_reduction != NO_REDUCTION:
+            return f"the gradients of {self.awaited_reduction[1]}", ""
+        return self.entry_at(self.blocking_entry) or self.entry_at(self.entry_count - 1) or ("the beginning", "")
 
-    def uses_after(self, number: int) -> list[Use] | None:
+    def uses_after(self, number: int) -> list[UnitUse] | None:
         """Those since that entry; None where some of them are forgotten."""
-        is_whole = len(self.uses) < KEPT or self.uses[0][2] <= number
+        is_whole = len(self.uses) < MAX_ENTRIES or self.uses[0][2] <= number
         return [use for use in self.uses if use[2] > number] if is_whole else None
 
     def pack(self) -> list[Any]:
         """As a JSON value, each text once."""
         texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
         place = {text: number for number, text in enumerate(texts)}
-        return [self.rank, self.first, texts, [place[entry] for entry in self.entries], self.sums, self.entry_awaited,
-                self.sum_awaited, [(place[use[:2]], use[2]) for use in self.uses], self.remark]
+        return [
+            self.rank, self.first_number, texts, [place[entry] for entry in self.entries],
+            self.reduction_count, self.awaited_entry, self.awaited_reduction,
+            [(place[use[:2]], use[2]) for use in self.uses], self.accumulation_setting
+        ]
 
     @staticmethod
-    def unpack(packed: list[Any]) -> Record:
+    def unpack(packed: list[Any]) -> CollectiveLogSnapshot:
         rank, first, texts, places, sums, entry, (number, name), used, remark = packed
         entries = [(what, purpose) for what, purpose in map(texts.__getitem__, places)]
         uses = tuple((*texts[place], count) for place, count in used)
-        return Record(rank, first, entries, sums, entry, (number, name), uses, remark)
+        return CollectiveLogSnapshot(rank, first, entries, sums, entry, (number, name), uses, remark)
 
 
-def contradict(mine: Record, other: Record) -> bool:
+def logs_diverged(mine: CollectiveLogSnapshot, other: CollectiveLogSnapshot) -> bool:
     """The two ranks cannot both go on. True for good, even where what is known of the other is old: it cannot have
     passed what this rank has not begun."""
-    return first_difference([mine, other]) is not None or _waits_in_vain(mine, [other])
+    return first_diverging_entry([mine, other]) is not None or _waits_forever(mine, [other])
 
 
-def _waits_in_vain(mine: Record, others: Sequence[Record]) -> bool:
+def _waits_forever(mine: CollectiveLogSnapshot, others: Sequence[CollectiveLogSnapshot]) -> bool:
     """One of the others will not begin the sum that this rank waits for, before this rank goes on."""
-    awaited, count = mine.sum_awaited[0], mine.count
-    return mine.sum_awaited != NO_SUM and any(awaited >= other.sums and other.needs >= count for other in others)
+    awaited, count = mine.awaited_reduction[0], mine.entry_count
+    return mine.awaited_reduction != NO_REDUCTION and any(
+        awaited >= other.reduction_count and other.blocking_entry >= count for other in others)
 
 
-def first_difference(records: Sequence[Record]) -> int | None:
+def first_diverging_entry(records: Sequence[CollectiveLogSnapshot]) -> int | None:
     """The number of the first entry in which two logs differ, as far as they are known."""
-    for number in range(min(record.first for record in records), max(record.count for record in records)):
-        if len({entry[0] for record in records if (entry := record.at(number)) is not None}) > 1:
+    for number in range(min(record.first_number for record in records), max(record.entry_count for record in records)):
+        if len({entry[0] for record in records if (entry := record.entry_at(number)) is not None}) > 1:
             return number
     return None
 
 
-def places_of(records: Sequence[Record]) -> dict[int, tuple[str, str]]:
+def divergence_positions(records: Sequence[CollectiveLogSnapshot]) -> dict[int, tuple[str, str]]:
     """Rank -> where it was when the ranks began to differ; or, where each waits for another, where it stands."""
-    number = first_difference(records)
+    number = first_diverging_entry(records)
     if number is not None:
-        return _uses_that_differ(records, number) or {record.rank: record.at(number) or EARLIER for record in records}
-    needy = [record for record in records if record.needs != NOTHING]
-    if any(_waits_in_vain(record, needy) for record in records):
-        return {record.rank: record.place for record in records}
+        return _diverging_uses(
+            records, number) or {record.rank: record.entry_at(number) or FORGOTTEN_ENTRY
+                                 for record in records}
+    needy = [record for record in records if record.blocking_entry != NO_ENTRY]
+    if any(_waits_forever(record, needy) for record in records):
+        return {record.rank: record.current_position for record in records}
     return {}
 
 
-def _uses_that_differ(records: Sequence[Record], number: int) -> dict[int, tuple[str, str]]:
+def _diverging_uses(records: Sequence[CollectiveLogSnapshot], number: int) -> dict[int, tuple[str, str]]:
     """Rank -> the block it ran when the ranks parted, where that was before they began entry `number`, which differs.
     Since the last place where they met: what they ran before that has done no harm."""
-    first = min(record.first for record in records)
-    met = max((place for place in range(first, number) for record in records
-               if (record.at(place) or EARLIER)[0] in MEETINGS | {BACKWARD_ENDS}), default=first - 1)
+    first = min(record.first_number for record in records)
+    met = max(
+        (place for place in range(first, number)
+         for record in records if (record.entry_at(place) or FORGOTTEN_ENTRY)[0] in BARRIER_ENTRIES | {BACKWARD_END}),
+        default=first - 1)
     uses = [record.uses_after(met) for record in records]
     if None in uses:
         return {}
@@ -250,28 +259,28 @@ def _uses_that_differ(records: Sequence[Record], number: int) -> dict[int, tuple
         known = [use for use in together if use is not None]
         if len({what for what, _, _ in known}) > 1:
             is_earlier = any(count <= number for _, _, count in known)
-            return {record.rank: use[:2] if use else EARLIER
+            return {record.rank: use[:2] if use else FORGOTTEN_ENTRY
                     for record, use in zip(records, together, strict=True)} if is_earlier else {}
     return {}
 
 
-def describe(places: Mapping[int, tuple[str, str]]) -> str:
+def describe_positions(positions: Mapping[int, tuple[str, str]]) -> str:
     """"rank 0 is at blocks.3 (forward), ranks 1-7 are at a step"."""
     by_text: dict[str, list[int]] = {}
-    for rank, (what, purpose) in sorted(places.items()):
+    for rank, (what, purpose) in sorted(positions.items()):
         by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
     return named([f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in by_text.items()],
                  "places")
 
 
-def different_remarks(records: Sequence[Record]) -> str:
+def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> str:
     """What the ranks have set differently, as one more clause about them; or nothing."""
     by_text: dict[str, list[int]] = {}
     for record in sorted(records, key=lambda record: record.rank):
-        by_text.setdefault(record.remark, []).append(record.rank)
+        by_text.setdefault(record.accumulation_setting, []).append(record.rank)
     return "; they have set " + named([f"{text} on {ranges(ranks)}" for text, ranks in by_text.items()]) \
         if len(by_text) > 1 else ""
 
 
-def _know_nothing(error: BaseException) -> None:
+def _no_root_cause(error: BaseException) -> None:
     """Nobody watches this engine."""

@@ -10,44 +10,45 @@ from __future__ import annotations
 import torch
 
 from megatron.errors import ConfigError
-from megatron.zero.exchanges import NOTHING, ExchangeLog, Record, describe, places_of
-from megatron.zero.verdict import HostCopy, row_on
+from megatron.zero.exchanges import (NO_ENTRY, CollectiveLog, CollectiveLogSnapshot, describe_positions,
+                                     divergence_positions)
+from megatron.zero.verdict import HostScalars, scalars_on_device
 from mpu.collectives import all_gather_json, all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
 
-class ForwardCheck:
-    def __init__(self, dp: Group, device: torch.device, log: ExchangeLog) -> None:
+class NoGradForwardChecker:
+    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog) -> None:
         self._dp, self._device, self._log = dp, device, log
-        self._open: HostCopy | None = None
+        self._pending: HostScalars | None = None
 
-    def __call__(self, trace: int) -> None:
+    def __call__(self, gather_digest: int) -> None:
         """A forward is over that has made the digest `trace`."""
-        self.conclude()
+        self.raise_if_diverged()
         self._log.purpose = ""
-        self._log.entry_awaited = self._log.note("the end of a forward without gradients")
-        numbers = row_on(self._device, (trace, trace * trace))
+        self._log.awaited_entry = self._log.record_collective("the end of a forward without gradients")
+        numbers = scalars_on_device(self._device, (gather_digest, gather_digest * gather_digest))
         all_reduce_into(numbers, self._dp).wait()
-        self._log.entry_awaited = NOTHING
-        self._open = HostCopy(numbers)
+        self._log.awaited_entry = NO_ENTRY
+        self._pending = HostScalars(numbers)
         if not on_accelerator(self._device):
-            self.conclude()
+            self.raise_if_diverged()
 
-    def conclude(self) -> None:
+    def raise_if_diverged(self) -> None:
         """Raise where the ranks of the last check differed. All of them come here."""
-        numbers, self._open = self._open, None
+        numbers, self._pending = self._pending, None
         if numbers is None:
             return
         traces, squares = numbers.values()
         if squares * self._dp.size != traces * traces:
-            raise different_blocks(self._log, self._dp)
+            raise diverged_blocks_error(self._log, self._dp)
 
 
-def different_blocks(log: ExchangeLog, ranks: Group) -> ConfigError:
+def diverged_blocks_error(log: CollectiveLog, ranks: Group) -> ConfigError:
     """What to say of ranks whose digests differ. Collective."""
-    packed = all_gather_json(log.record(ranks.rank).pack(), ranks)
-    where = describe(places_of([Record.unpack(one) for one in packed]))
+    packed = all_gather_json(log.snapshot(ranks.rank).pack(), ranks)
+    where = describe_positions(divergence_positions([CollectiveLogSnapshot.unpack(one) for one in packed]))
     return ConfigError(
         "the ranks ran different blocks of the model, or in another order, and have received each other's "
         f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) must be "

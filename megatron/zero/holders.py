@@ -19,78 +19,78 @@ from megatron.errors import ConfigError
 from mpu.groups import Group
 
 
-class Holder(Protocol):
+class ParamOwner(Protocol):
     """Something that keeps parameters split and can make them whole for a while."""
 
-    is_settled: bool
+    is_engine_owned: bool
     """The precision and the device of the elements are final."""
 
     @property
-    def is_set_aside(self) -> bool:
+    def is_offloaded(self) -> bool:
         """The elements are on the host between two phases of a program (aside.py)."""
 
     @property
-    def takes_writes(self) -> bool:
+    def allows_in_place_writes(self) -> bool:
         """The model is being built: an operation in place makes the parameter whole for itself."""
 
-    def shape_of(self, parameter: nn.Parameter) -> torch.Size: ...
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
 
     def describe(self, parameter: Tensor) -> str:
         """The parameter for a message: its name where that is known, and its shape."""
 
     @property
-    def comes_and_goes(self) -> bool:
+    def params_are_sharded(self) -> bool:
         """The parameters are whole only while they are used."""
 
     @property
     def dp(self) -> Group:
         """The ranks that keep the parts."""
 
-    def check_before_loan(self) -> None:
+    def check_before_user_gather(self) -> None:
         """An error where the parameters cannot be lent, as far as this rank sees."""
 
-    def lend(self) -> None:
+    def gather_for_user(self) -> None:
         """Make the parameters whole; they may be edited. Collective."""
 
-    def check_before_return(self, editor: int | None) -> None:
+    def check_before_user_reshard(self, modifier_rank: int | None) -> None:
         """An error where what was done to the parameters cannot be kept, as far as this rank sees."""
 
-    def take_back(self, editor: int | None) -> None:
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
         """Split them again, with the edits of data parallel rank `editor`. None: there are none. Collective."""
 
-    def cancel_loan(self) -> None:
+    def cancel_user_gather(self) -> None:
         """Split them again, as they were. Not collective."""
 
 
-class Unsettled(Holder, Protocol):
+class DeferredParamOwner(ParamOwner, Protocol):
     """Of one parameter, before there is an engine."""
 
-    def twin(self) -> nn.Parameter:
+    def clone(self) -> nn.Parameter:
         """A copy of the parameter, which is held in the same way."""
 
 
-_HOLDERS = WeakTensorKeyDictionary()
+_PARAM_OWNERS = WeakTensorKeyDictionary()
 """Parameter -> a function that gives its holder."""
 
 
-def hold(parameter: nn.Parameter, holder: Holder, *, for_life: bool = True) -> None:
+def set_param_owner(parameter: nn.Parameter, owner: ParamOwner, *, keeps_owner_alive: bool = True) -> None:
     """The holder lives as long as its parameter, or as somebody else has it."""
-    _HOLDERS[parameter] = (lambda: holder) if for_life else ref(holder)
+    _PARAM_OWNERS[parameter] = (lambda: owner) if keeps_owner_alive else ref(owner)
 
 
-def let_go(parameter: nn.Parameter) -> None:
-    _HOLDERS.pop(parameter, None)
+def release_param(parameter: nn.Parameter) -> None:
+    _PARAM_OWNERS.pop(parameter, None)
 
 
-def holder_of(parameter: Tensor) -> Holder | None:
-    found: Callable[[], Holder | None] | None = _HOLDERS.get(parameter)
+def param_owner(parameter: Tensor) -> ParamOwner | None:
+    found: Callable[[], ParamOwner | None] | None = _PARAM_OWNERS.get(parameter)
     return None if found is None else found()
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: nn.Parameter) -> torch.Size:
     """The shape of the whole parameter, wherever its elements are."""
-    holder = holder_of(parameter)
-    return parameter.shape if holder is None else holder.shape_of(parameter)
+    holder = param_owner(parameter)
+    return parameter.shape if holder is None else holder.full_shape(parameter)
 
 
 _EXTERNAL = "zero_external_parameters"
@@ -110,7 +110,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     known: list[nn.Parameter] = module.__dict__.get(_EXTERNAL, [])
     if not any(parameter is other for other in known):
-        raise ConfigError(f"the parameter of shape {tuple(shape_of(parameter))} is not registered as an external one "
+        raise ConfigError(f"the parameter of shape {tuple(full_shape(parameter))} is not registered as an external one "
                           f"of {type(module).__name__}")
     module.__dict__[_EXTERNAL] = [other for other in known if other is not parameter]
 

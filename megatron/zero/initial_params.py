@@ -19,78 +19,78 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import hold, holder_of
+from megatron.zero.holders import param_owner, set_param_owner
 from megatron.zero.homes.nvme import Nvme, NvmeSettings
 from megatron.zero.homes.shelf import WEIGHT, Run, Shelf
 from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.layout import FlatLayout
-from megatron.zero.placeholder import Placeholder, fill, vacate
+from megatron.zero.placeholder import Placeholder, replace_by_placeholder, set_param_data
 from mpu.collectives import all_gather_into, broadcast_into
 from mpu.draws import Initializer, initializer_of
 from mpu.groups import Group
 
 
 @dataclass
-class Building:
+class InitContext:
     """The block that a model is being built in: all ranks do the same there."""
 
     is_open: bool = False
 
 
-class Waiting(ABC):
+class DeferredParam(ABC):
     """The holder of one parameter (see holders.py)."""
 
-    is_settled = is_set_aside = False
-    comes_and_goes = True
+    is_engine_owned = is_offloaded = False
+    params_are_sharded = True
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, building: Building) -> None:
-        self._held, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
-        self._building = building
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
+        self._param_ref, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
+        self._init_context = init_context
 
     @property
     def _parameter(self) -> nn.Parameter:
-        parameter = self._held()
+        parameter = self._param_ref()
         assert isinstance(parameter, nn.Parameter), "it has gone, and its holder should have gone with it"
         return parameter
 
     @property
-    def takes_writes(self) -> bool:
-        return self._building.is_open
+    def allows_in_place_writes(self) -> bool:
+        return self._init_context.is_open
 
-    def _hold(self) -> None:
+    def _take_ownership(self) -> None:
         """From now on."""
-        self._vacate()
-        hold(self._parameter, self)
+        self._become_placeholder()
+        set_param_owner(self._parameter, self)
 
-    def _vacate(self) -> None:
-        vacate(self._parameter, self._parameter.detach().new_empty(0, dtype=self._dtype))
+    def _become_placeholder(self) -> None:
+        replace_by_placeholder(self._parameter, self._parameter.detach().new_empty(0, dtype=self._dtype))
 
-    def twin(self) -> nn.Parameter:
+    def clone(self) -> nn.Parameter:
         """A copy of the parameter, which waits as well."""
         other = copy(self)
         parameter = nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._parameter.device),
                                  self._parameter.requires_grad)
-        other._held = TensorWeakRef(parameter)
-        other._twin()
-        other._hold()
+        other._param_ref = TensorWeakRef(parameter)
+        other._unshare_after_clone()
+        other._take_ownership()
         return parameter
 
     @abstractmethod
-    def _twin(self) -> None:
+    def _unshare_after_clone(self) -> None:
         """Have nothing in common with whom this is a copy of."""
 
     @abstractmethod
-    def whole(self, device: torch.device | None = None) -> Tensor:
+    def full_value(self, device: torch.device | None = None) -> Tensor:
         """All elements, on every rank. Collective."""
 
     @abstractmethod
-    def _is_unedited(self, value: Tensor) -> bool:
+    def _is_unmodified(self, value: Tensor) -> bool:
         """These are still the elements, as far as this rank keeps them."""
 
     @abstractmethod
-    def take_back(self, editor: int | None) -> None: ...
+    def reshard_after_user(self, modifier_rank: int | None) -> None: ...
 
-    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return self._shape
 
     def describe(self, parameter: Tensor) -> str:
@@ -100,37 +100,37 @@ class Waiting(ABC):
     def dp(self) -> Group:
         return self._dp
 
-    def check_before_loan(self) -> None:
+    def check_before_user_gather(self) -> None:
         """Always possible."""
 
-    def lend(self) -> None:
+    def gather_for_user(self) -> None:
         if isinstance(self._parameter, Placeholder):
-            fill(self._parameter, self.whole())
+            set_param_data(self._parameter, self.full_value())
 
-    def check_before_return(self, editor: int | None) -> None:
+    def check_before_user_reshard(self, modifier_rank: int | None) -> None:
         value = self._parameter.detach()
         if (value.shape, value.dtype) != (self._shape, self._dtype):
             raise ConfigError(f"a parameter of {self._dtype} and shape {tuple(self._shape)} became {value.dtype} of "
                               f"shape {tuple(value.shape)} inside GatheredParameters; give it values of its kind")
-        if editor is None and not self._is_unedited(value):
+        if modifier_rank is None and not self._is_unmodified(value):
             raise ConfigError(f"a parameter of shape {tuple(self._shape)} was edited inside GatheredParameters without "
                               "modifier_rank: the edits would be lost; say which rank's edits count")
 
-    def cancel_loan(self) -> None:
+    def cancel_user_gather(self) -> None:
         if not isinstance(self._parameter, Placeholder):
-            self._vacate()
+            self._become_placeholder()
 
 
-def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
+def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
     """The values, on every rank those of the first, of a parameter that no engine holds yet. Collective."""
-    holder = holder_of(parameter)
+    holder = param_owner(parameter)
     if holder is None:
         value = parameter.detach().to(device).contiguous()
         broadcast_into(value, 0, dp).wait()
         return value
-    if isinstance(holder, Waiting):
-        return holder.whole(device)
-    raise ConfigError(f"a parameter of shape {tuple(holder.shape_of(parameter))} belongs to another engine already: "
+    if isinstance(holder, DeferredParam):
+        return holder.full_value(device)
+    raise ConfigError(f"a parameter of shape {tuple(holder.full_shape(parameter))} belongs to another engine already: "
                       "build one engine for a model, or destroy() the other first")
 
 
@@ -138,178 +138,189 @@ def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Ten
 
 
 @final
-class Drawn(Waiting):
-    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
-                 building: Building = Building()) -> None:
-        super().__init__(parameter, parameter.dtype, dp, building)
+class LazyInitParam(DeferredParam):
+    def __init__(self,
+                 parameter: nn.Parameter,
+                 source: Initializer,
+                 dp: Group,
+                 init_context: InitContext = InitContext()) -> None:
+        super().__init__(parameter, parameter.dtype, dp, init_context)
         self.source = source
-        self._edited: Tensor | None = None
-        self._hold()
+        self._modified_value: Tensor | None = None
+        self._take_ownership()
 
     @property
-    def is_edited(self) -> bool:
+    def is_modified(self) -> bool:
         """The values are no longer those of the source."""
-        return self._edited is not None
+        return self._modified_value is not None
 
-    def whole(self, device: torch.device | None = None) -> Tensor:
+    def full_value(self, device: torch.device | None = None) -> Tensor:
         """All elements, drawn here."""
-        if self._edited is not None:
-            return self._edited.to(device)
+        if self._modified_value is not None:
+            return self._modified_value.to(device)
         flat = torch.empty(self._shape.numel(), device=device)
         self.source(flat, 0)
         return flat.view(self._shape).to(self._dtype)
 
-    def _is_unedited(self, value: Tensor) -> bool:
-        return torch.equal(value, self.whole(value.device))
+    def _is_unmodified(self, value: Tensor) -> bool:
+        return torch.equal(value, self.full_value(value.device))
 
-    def take_back(self, editor: int | None) -> None:
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
         value = self._parameter.detach()
-        if editor is not None:
-            self._edited = value.contiguous()
-            broadcast_into(self._edited, editor, self._dp).wait()
-        self._vacate()
+        if modifier_rank is not None:
+            self._modified_value = value.contiguous()
+            broadcast_into(self._modified_value, modifier_rank, self._dp).wait()
+        self._become_placeholder()
 
-    def _twin(self) -> None:
+    def _unshare_after_clone(self) -> None:
         """Edited values are never written to."""
 
 
-def is_unfilled(parameter: nn.Parameter) -> bool:
+def lacks_values(parameter: nn.Parameter) -> bool:
     """There is no room for its values: it has a source, or will have one (mpu/draws.py)."""
     return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
-def draw_later(parameters: Iterable[nn.Parameter], dp: Group) -> None:
+def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
     """Leave placeholders where there is a source."""
     for parameter in parameters:
-        if (source := initializer_of(parameter)) is not None and holder_of(parameter) is None:
-            Drawn(parameter, source, dp)
+        if (source := initializer_of(parameter)) is not None and param_owner(parameter) is None:
+            LazyInitParam(parameter, source, dp)
 
 
-def sources_of(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
+def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
     """Where all these parameters are still to be drawn: from what."""
-    holders = [holder_of(parameter) for parameter in parameters]
-    found = [holder.source for holder in holders if isinstance(holder, Drawn) and not holder.is_edited]
+    holders = [param_owner(parameter) for parameter in parameters]
+    found = [holder.source for holder in holders if isinstance(holder, LazyInitParam) and not holder.is_modified]
     return found if len(found) == len(holders) else None
 
 
-def draw_run(out: Tensor, layout: FlatLayout, rank: int, part: slice, sources: Sequence[Initializer]) -> None:
+def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:
     """Fill a part of a shard of a flat buffer, in fp32; padding is left alone."""
-    of = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
-    for segment in layout.segments(rank, part):
-        run = out[segment.shard_offset - part.start : segment.shard_offset - part.start + segment.count]
-        of[segment.slot.name](run, segment.slot_offset)
+    source_of_slot = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
+    for segment in layout.segments(rank, chunk):
+        segment_values = out[segment.shard_offset - chunk.start : segment.shard_offset - chunk.start + segment.count]
+        source_of_slot[segment.slot.name](segment_values, segment.slot_offset)
 
 
 # ---- split by zero.Init ----------------------------------------------------------------------------------------------
 
 
-PART = 1 << 20
+IO_BYTES = 1 << 20
 """Bytes that are read and written at a time; three times as many are on the host."""
 
-FIRST, LARGEST = 64 * PART, 4096 * PART
+FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 """Bytes of a shelf, unless a single piece is larger."""
 
 
 @final
-class Depot:
+class NvmeInitArena:
     def __init__(self, folder: SwapFolder) -> None:
-        self._home = Nvme(folder, "waiting", (), NvmeSettings(part=PART, sets=3, dtype=torch.uint8))
-        self._shelf: Shelf | None = None
-        self._used, self._size, self._shelves = 0, FIRST, 0
+        self._storage = Nvme(folder, "waiting", (), NvmeSettings(part=IO_BYTES, sets=3, dtype=torch.uint8))
+        self._current_shard: Shelf | None = None
+        self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
-    def store(self, values: Tensor) -> Stored:
+    def store(self, values: Tensor) -> NvmeInitShard:
         """A flat tensor."""
         nbytes = values.nbytes
-        if self._shelf is None or self._used + nbytes > self._shelf.numel:
-            self._shelf = self._home.shelf(str(self._shelves), max(self._size, -(-nbytes // PART) * PART))
-            self._used, self._size, self._shelves = 0, min(2 * self._size, LARGEST), self._shelves + 1
-        stored = Stored(self, Run(self._shelf, WEIGHT, self._used, nbytes), values.dtype)
+        if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
+            self._current_shard = self._storage.shelf(str(self._shard_count),
+                                                      max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
+            self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
+        stored = NvmeInitShard(self, Run(self._current_shard, WEIGHT, self._used, nbytes), values.dtype)
         self._used += nbytes
-        stored.put(values)
+        stored.write(values)
         return stored
 
 
 @final
-class Stored:
+class NvmeInitShard:
     """A piece."""
 
-    def __init__(self, depot: Depot, run: Run, dtype: torch.dtype) -> None:
-        self._depot, self._run, self._dtype = depot, run, dtype
+    def __init__(self, arena: NvmeInitArena, segment: Run, dtype: torch.dtype) -> None:
+        self._arena, self._segment, self._dtype = arena, segment, dtype
 
-    def put(self, values: Tensor) -> None:
-        self._run.shelf.write(self._run.kind, self._run.start, values.contiguous().view(torch.uint8).cpu())
+    def write(self, values: Tensor) -> None:
+        self._segment.shelf.write(self._segment.kind, self._segment.start, values.contiguous().view(torch.uint8).cpu())
 
-    def get(self) -> Tensor:
-        return self._run.fetch().view(self._dtype)
+    def read(self) -> Tensor:
+        return self._segment.fetch().view(self._dtype)
 
-    def copy(self) -> Stored:
-        return self._depot.store(self.get())
+    def copy(self) -> NvmeInitShard:
+        return self._arena.store(self.read())
 
 
-class Kept(Protocol):
+class InitShard(Protocol):
     """A rank's part."""
 
-    def put(self, values: Tensor) -> None: ...
+    def write(self, values: Tensor) -> None: ...
 
-    def get(self) -> Tensor: ...
+    def read(self) -> Tensor: ...
 
     def copy(self) -> Self: ...
 
 
 @final
-class InMemory:
+class MemoryInitShard:
     def __init__(self, values: Tensor) -> None:
         self._values = values
 
-    def put(self, values: Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         self._values = values.to(self._values.device)
 
-    def get(self) -> Tensor:
+    def read(self) -> Tensor:
         return self._values
 
-    def copy(self) -> InMemory:
-        return InMemory(self._values.clone())
+    def copy(self) -> MemoryInitShard:
+        return MemoryInitShard(self._values.clone())
 
 
 @final
-class Parked(Waiting):
-    def __init__(self, parameter: nn.Parameter, dp: Group, building: Building, *, dtype: torch.dtype | None = None,
-                 where: torch.device | Depot | None = None, asked: str | None = None) -> None:
+class InitShardedParam(DeferredParam):
+    def __init__(self,
+                 parameter: nn.Parameter,
+                 dp: Group,
+                 init_context: InitContext,
+                 *,
+                 dtype: torch.dtype | None = None,
+                 storage: torch.device | NvmeInitArena | None = None,
+                 remote_device: str | None = None) -> None:
         """`where` the part is kept: on the parameter's device, another one, or a drive, which was `asked` for."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        super().__init__(parameter, kind, dp, building)
-        self.asked = asked
+        super().__init__(parameter, kind, dp, init_context)
+        self.remote_device = remote_device
         self._device = parameter.device
-        self._count = -(-parameter.numel() // dp.size)
-        own = self._own(self._from(parameter.detach(), editor=0))
-        self._part: Kept = where.store(own) if isinstance(where, Depot) else InMemory(own.to(where))
-        self._hold()
+        self._shard_numel = -(-parameter.numel() // dp.size)
+        own = self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0))
+        self._shard: InitShard = storage.store(own) if isinstance(storage, NvmeInitArena) else MemoryInitShard(
+            own.to(storage))
+        self._take_ownership()
 
-    def whole(self, device: torch.device | None = None) -> Tensor:
-        part = self._part.get().to(self._device)
+    def full_value(self, device: torch.device | None = None) -> Tensor:
+        part = self._shard.read().to(self._device)
         flat = part.new_empty(self._dp.size * part.numel())
         all_gather_into(flat, part, self._dp).wait()
         return flat[: self._shape.numel()].view(self._shape).to(device)
 
-    def _is_unedited(self, value: Tensor) -> bool:
-        return torch.equal(self._own(value), self._part.get().to(value.device))
+    def _is_unmodified(self, value: Tensor) -> bool:
+        return torch.equal(self._shard_of(value), self._shard.read().to(value.device))
 
-    def take_back(self, editor: int | None) -> None:
-        if editor is not None:
-            self._part.put(self._own(self._from(self._parameter.detach(), editor)))
-        self._vacate()
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
+        if modifier_rank is not None:
+            self._shard.write(self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank)))
+        self._become_placeholder()
 
-    def _twin(self) -> None:
-        self._part = self._part.copy()
+    def _unshare_after_clone(self) -> None:
+        self._shard = self._shard.copy()
 
-    def _from(self, value: Tensor, editor: int) -> Tensor:
+    def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
         value = value.to(self._device).contiguous()
-        broadcast_into(value, editor, self._dp).wait()
+        broadcast_into(value, source_rank, self._dp).wait()
         return value
 
-    def _own(self, value: Tensor) -> Tensor:
+    def _shard_of(self, value: Tensor) -> Tensor:
         """This rank's part of the flattened values, padded with zeros."""
-        own = value.new_zeros(self._count, dtype=self._dtype)
-        mine = value.flatten()[self._dp.rank * self._count : (self._dp.rank + 1) * self._count]
+        own = value.new_zeros(self._shard_numel, dtype=self._dtype)
+        mine = value.flatten()[self._dp.rank * self._shard_numel : (self._dp.rank + 1) * self._shard_numel]
         own[: mine.numel()] = mine
         return own

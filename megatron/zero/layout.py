@@ -59,33 +59,33 @@ class FlatLayout:
     """The slots of one bucket in one flat buffer of `shards` equal shards."""
 
     def __init__(self, slots: Sequence[Slot], shards: int = 1) -> None:
-        self.slots = _place(slots)
+        self.slots = _assign_offsets(slots)
         self.shards = shards
         used = self.slots[-1].end if self.slots else 0
         self.shard_numel = align(-(-used // shards))
         self.numel = self.shard_numel * shards
-        self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
+        self.buffer_key = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
         """Equal for layouts that can use each other's buffers."""
 
-    def rename(self, prefix: str) -> None:
+    def add_prefix(self, prefix: str) -> None:
         """What was the whole model has become a part of another one, which knows it by `prefix`."""
         self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
 
-    def segments(self, rank: int, part: slice | None = None) -> Iterator[Segment]:
+    def segments(self, rank: int, chunk: slice | None = None) -> Iterator[Segment]:
         """The parts of every slot that fall into shard `rank`, or into this part of the shard, in order."""
         start = rank * self.shard_numel
-        first, last = (0, self.shard_numel) if part is None else (part.start, part.stop)
+        first, last = (0, self.shard_numel) if chunk is None else (chunk.start, chunk.stop)
         for slot in self.slots:
             low, high = max(start + first, slot.offset), min(start + last, slot.end)
             if low < high:
                 yield Segment(slot, low - slot.offset, low - start, high - low)
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    def padding_ranges(self) -> Iterator[tuple[int, int]]:
         """The padding behind every slot, as (start, stop) in the buffer."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.numel]
         yield from ((slot.end, end) for slot, end in zip(self.slots, ends) if slot.end < end)
 
-    def group_span(self, rank: int, group: int) -> tuple[int, int]:
+    def group_range(self, rank: int, group: int) -> tuple[int, int]:
         """(start, stop) in shard `rank` of a hyper-parameter group: one contiguous span, maybe empty.
 
         Spans begin and end at multiples of ALIGNMENT (padding belongs to the group before it): then a vectorised kernel
@@ -97,14 +97,14 @@ class FlatLayout:
         low, high = max(low, start) - start, min(high, stop) - start
         return (low, high) if low < high else (0, 0)
 
-    def slot_spans(self, rank: int) -> Iterator[tuple[int, int, int]]:
+    def slot_ranges(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """(number of the slot, start, stop) in shard `rank`."""
         number = {slot.name: index for index, slot in enumerate(self.slots)}
         for segment in self.segments(rank):
             yield number[segment.slot.name], segment.shard_offset, segment.shard_offset + segment.count
 
 
-def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+def _assign_offsets(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """Give each slot its offset: grouped by hyper-parameters, otherwise in the order given."""
     placed, offset = [], 0
     for slot in sorted(slots, key=lambda s: s.group):

@@ -21,32 +21,32 @@ from mpu.groups import Groups
 class GradNorm:
     """Of the reduced gradients that this rank owns; with `whole`, of all that it has made itself."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, whole: bool = False) -> None:
-        self._buckets, self._whole = buckets, whole
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
+        self._buckets, self._unreduced = buckets, unreduced
         device = buckets[0].device if buckets else None  # of an engine that only evaluates
-        shards = {bucket: range(bucket.layout.shards) if whole else [bucket.shard_group.rank] for bucket in buckets}
+        shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
         self._shards = shards
         lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
-        self._rows = torch.zeros(sum(lengths), device=device)
+        self._row_norms = torch.zeros(sum(lengths), device=device)
         """The norm of each row of each shard, of the last step that was asked about."""
-        self._rows_of = self._rows.split(lengths)
-        self._counts = None if groups.tp.rank == 0 or not buckets else torch.cat(
-            [_counts(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
+        self._row_norms_by_bucket = self._row_norms.split(lengths)
+        self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
+            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
 
-    def square(self) -> Tensor:
+    def norm_squared(self) -> Tensor:
         """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
         gradients is not."""
-        for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
-            assert bucket.grads.stays == self._whole, f"the gradients of {bucket.name} are of another kind"
+        for bucket, rows in zip(self._buckets, self._row_norms_by_bucket, strict=True):
+            assert bucket.grads.skip_reduction == self._unreduced, f"the gradients of {bucket.name} are of another kind"
             bucket.grads.row_norms(rows)
         # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
-        counted = self._rows if self._counts is None else self._rows * self._counts
+        counted = self._row_norms if self._row_is_counted is None else self._row_norms * self._row_is_counted
         norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
         return norm.square()
 
-    def first_bad(self) -> str | None:
+    def first_nonfinite_param(self) -> str | None:
         """The first parameter with a gradient here that was not finite when `square` was last called."""
-        on_host = self._rows.cpu().split([len(rows) for rows in self._rows_of])
+        on_host = self._row_norms.cpu().split([len(rows) for rows in self._row_norms_by_bucket])
         for bucket, rows in zip(self._buckets, on_host, strict=True):
             for rank, of_shard in zip(self._shards[bucket], rows.view(len(self._shards[bucket]), -1), strict=True):
                 for segment in bucket.layout.segments(rank):
@@ -56,7 +56,7 @@ class GradNorm:
         return None
 
 
-def _counts(layout: FlatLayout, rank: int) -> Tensor:
+def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
     """1 for each row of a shard that is a slice of a split parameter, 0 for those that tp rank 0 counts."""
     counts = torch.zeros(layout.shard_numel // NORM_ROW)
     for segment in layout.segments(rank):

@@ -22,144 +22,147 @@ from torch.nn.functional import pad
 from megatron.optim.rule import ParamGroup, Rule, Saying
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
-from megatron.zero.state import State
+from megatron.zero.state import EngineState
 from megatron.zero.verdict import clip_factor
 from mpu.collectives import all_gather_into, all_reduce
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
 from mpu.one_bit import SIGNS_PER_BYTE, AddInputs, CompressedAllReduce, pack_bits, unpack_bits
 
-OWED, OWED_TO_ALL = "worker_error", "server_error"
+WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
 """Kinds of state in a checkpoint, by their published names."""
 
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE_VARIANCE = 1e-6
 """Of the mean of a parameter: a variance that is smaller counts as none. One bit says of a number what is usual in its
 parameter, and an update divides that by the root of its own variance: by a thousandth of the usual one at least."""
 
 
-class OwnExchange:
+class CompressedGradExchange:
     """Of an engine whose rule has one. Everything but the properties is collective over the world."""
 
-    def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, state: EngineState, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
-        self.lines: list[Line] = []
+        self.bucket_exchanges: list[CompressedBucketExchange] = []
         """One for each bucket, once the rule is compressed."""
-        self._rests = False
+        self._is_paused = False
 
     @property
-    def is_on(self) -> bool:
+    def is_compressed(self) -> bool:
         return self._rule.is_compressed
 
-    def follow(self) -> None:
+    def sync_with_rule(self) -> None:
         """The rule was told another state: be as it wants it, and know nothing of before."""
-        self.lines = [Line(bucket, self._groups, self._rule) for bucket in self._state.buckets
-                      ] if self._rule.is_compressed else []
-        self._leave_gradients()
+        self.bucket_exchanges = [
+            CompressedBucketExchange(bucket, self._groups, self._rule) for bucket in self._state.buckets
+        ] if self._rule.is_compressed else []
+        self._set_skip_reduction()
 
-    def _leave_gradients(self) -> None:
+    def _set_skip_reduction(self) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.stays = self.is_on and not self._rests
-            bucket.has_said = bool(self.lines)
+            bucket.grads.skip_reduction = self.is_compressed and not self._is_paused
+            bucket.peers_know_states = bool(self.bucket_exchanges)
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Between two steps: backwards inside sum their gradients, whatever travels in a step."""
-        self._rests = True
-        self._leave_gradients()
+        self._is_paused = True
+        self._set_skip_reduction()
         try:
             yield
         finally:
-            self._rests = False
-            self._leave_gradients()
+            self._is_paused = False
+            self._set_skip_reduction()
 
     def begin_step(self) -> str | None:
         """Before the first backward of a step. A remark, where the rule takes over."""
-        self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._size_of)
-        if self._rule.is_compressed and not self.lines:
-            self.follow()
-            return self._remark()
-        self._leave_gradients()
+        self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._state_sum)
+        if self._rule.is_compressed and not self.bucket_exchanges:
+            self.sync_with_rule()
+            return self._compression_note()
+        self._set_skip_reduction()
         return None
 
-    def _size_of(self, kind: str) -> float:
+    def _state_sum(self, kind: str) -> float:
         """The sum of a state, over the whole model."""
         total = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
         for bucket in self._state.buckets:
             for segment in bucket.layout.segments(bucket.shard_group.rank):
                 if segment.slot.partition is not None or self._groups.tp.rank == 0:
-                    run = _at_hand(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
+                    run = _state_on_device(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
                     total += run.sum(dtype=torch.float64)
         return float(all_reduce(all_reduce(total, self._state.buckets[0].shard_group), self._groups.tp))
 
-    def _remark(self) -> str:
-        numbers = sum(slot.numel for line in self.lines for slot in line.layout.slots)
-        silent = sum(line.silent for line in self.lines)
+    def _compression_note(self) -> str:
+        numbers = sum(slot.numel for line in self.bucket_exchanges for slot in line.layout.slots)
+        silent = sum(line.masked_numel for line in self.bucket_exchanges)
         quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
         step = self._state.counters.optimizer_steps + 1
         return (f" {self._rule.name}: from step {step} on {self._rule.remark}: {numbers} on each tensor parallel "
                 f"rank{quiet}")
 
-    def __call__(self, factor: float, limit: float) -> tuple[float, float]:
+    def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:
         """What the gradient that the update finds is multiplied by, and the norm of what came, which is clipped to
         `limit`. `factor` makes a rank's own gradient."""
-        norm = float(all_reduce(self._exchange(factor), self._groups.tp)) ** 0.5
-        clipped = clip_factor(norm, limit)
-        for line in self.lines:
-            line.put(clipped)
-        return clipped, norm
+        norm = float(all_reduce(self._exchange_mean(grad_multiplier), self._groups.tp)) ** 0.5
+        clip = clip_factor(norm, max_norm)
+        for line in self.bucket_exchanges:
+            line.set_mean_gradient(clip)
+        return clip, norm
 
-    def _exchange(self, factor: float) -> Tensor:
+    def _exchange_mean(self, grad_multiplier: float) -> Tensor:
         """The square of the norm of what came, as far as this tensor parallel rank counts it."""
-        for line in self.lines:
-            line.mean.send_to_servers(line.sayings(self._rule, self._param_groups, factor))
-        for line in self.lines:
-            line.mean.reduce_and_send()
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.send_to_servers(line.compression_inputs(self._rule, self._param_groups, grad_multiplier))
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.reduce_and_send()
         square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
-        for line in self.lines:
-            line.mean.wait_for_result()
-            square += (line.mean.squared_norms() * line.counted).sum()
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.wait_for_result()
+            square += (line.one_bit_mean.squared_norms() * line.counts_in_norm).sum()
         return square
 
 
-class Line:
+class CompressedBucketExchange:
     """The exchange of one bucket."""
 
     def __init__(self, bucket: FlatBucket, groups: Groups, rule: Rule) -> None:
-        self.bucket, self._first, self._dp = bucket, rule.states[0], groups.dp
+        self.bucket, self._momentum_kind, self._dp = bucket, rule.states[0], groups.dp
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         """A shard is a server's chunk, at stage 0 as well."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
-        rows = [_rows([segment.shard_offset for segment in each], self.layout.shard_numel) for each in segments]
-        self.mean = CompressedAllReduce(groups.dp, rows, bucket.device)
+        rows = [
+            _rows_per_segment([segment.shard_offset for segment in each], self.layout.shard_numel) for each in segments
+        ]
+        self.one_bit_mean = CompressedAllReduce(groups.dp, rows, bucket.device)
         numbers = max(map(len, rows))
-        self.counted = torch.tensor(
+        self.counts_in_norm = torch.tensor(
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
              [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
         """Segments that this tensor parallel rank counts in a norm."""
-        self.hush(rule)
-        self._clipped: float | None = None
+        self.mask_unused_elements(rule)
+        self._last_clip: float | None = None
         """What was said last, times this, is the first state; None: it is not known here."""
 
-    def look_again(self, rule: Rule) -> None:
+    def states_were_modified(self, rule: Rule) -> None:
         """States have been changed by hand."""
-        self._clipped = None
-        self.hush(rule)
+        self._last_clip = None
+        self.mask_unused_elements(rule)
 
-    def hush(self, rule: Rule) -> None:
+    def mask_unused_elements(self, rule: Rule) -> None:
         """Be silent of what never had a gradient worth speaking of, which that state is 0 for from now on."""
-        own = _at_hand(self.bucket, rule.speaks_where)
-        self._forget_negligible(own)
-        spoken = pack_bits(own != 0)
+        own = _state_on_device(self.bucket, rule.speaks_where)
+        self._zero_negligible_variance(own)
+        packed_mask = pack_bits(own != 0)
         if not self.bucket.shard_group.is_solo:
-            mine, spoken = spoken, spoken.new_empty(self.layout.numel // SIGNS_PER_BYTE)
-            all_gather_into(spoken, mine, self._dp).wait()
-        silent = pad(unpack_bits(spoken).logical_not(), (0, self.layout.numel - SIGNS_PER_BYTE * len(spoken)),
+            mine, packed_mask = packed_mask, packed_mask.new_empty(self.layout.numel // SIGNS_PER_BYTE)
+            all_gather_into(packed_mask, mine, self._dp).wait()
+        masked = pad(unpack_bits(packed_mask).logical_not(), (0, self.layout.numel - SIGNS_PER_BYTE * len(packed_mask)),
                      value=True)
-        self.mean.exclude(silent)
-        self.silent = int(silent.sum()) - (len(silent) - sum(slot.numel for slot in self.layout.slots))
+        self.one_bit_mean.exclude(masked)
+        self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
         """Numbers of parameters that are not spoken of."""
 
-    def _forget_negligible(self, own: Tensor) -> None:
+    def _zero_negligible_variance(self, own: Tensor) -> None:
         bucket, number = self.bucket, {slot.name: index for index, slot in enumerate(self.bucket.layout.slots)}
         runs = [(number[segment.slot.name], own[segment.shard_offset : segment.shard_offset + segment.count])
                 for segment in bucket.layout.segments(bucket.shard_group.rank)]
@@ -168,21 +171,21 @@ class Line:
             sums[index] += run.sum(dtype=torch.float64)
         sums = all_reduce(sums, bucket.shard_group)
         for index, run in runs:
-            run.masked_fill_(run <= NEGLIGIBLE / bucket.layout.slots[index].numel * sums[index], 0.0)
+            run.masked_fill_(run <= NEGLIGIBLE_VARIANCE / bucket.layout.slots[index].numel * sums[index], 0.0)
 
-    def _whole(self, kind: str) -> Tensor:
+    def _gather_state(self, kind: str) -> Tensor:
         """A state, of all chunks."""
-        own = _at_hand(self.bucket, kind)
+        own = _state_on_device(self.bucket, kind)
         if self.bucket.shard_group.is_solo:
             return pad(own, (0, self.layout.numel - len(own))) if len(own) < self.layout.numel else own
         whole = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
         all_gather_into(whole, own, self._dp).wait()
         return whole
 
-    def sayings(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> AddInputs:
+    def compression_inputs(self, rule: Rule, param_groups: Sequence[ParamGroup], grad_multiplier: float) -> AddInputs:
         """Has the rule say what this rank's gradients are, a place at a time."""
-        before, everything = self._before(), FlatLayout(self.layout.slots)
-        spans = [slice(*everything.group_span(0, number)) for number in range(len(param_groups))]
+        before, everything = self._momentum_reader(), FlatLayout(self.layout.slots)
+        spans = [slice(*everything.group_range(0, number)) for number in range(len(param_groups))]
 
         def give(place: slice, owed: Tensor) -> None:
             for group, span in zip(param_groups, spans):
@@ -190,37 +193,37 @@ class Line:
                 if start < stop:
                     here, within = slice(start, stop), slice(start - place.start, stop - place.start)
                     what = Saying(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
-                    rule.say(what, group, factor=factor)
+                    rule.say(what, group, factor=grad_multiplier)
 
         return give
 
-    def _before(self) -> Callable[[slice, slice], Tensor]:
+    def _momentum_reader(self) -> Callable[[slice, slice], Tensor]:
         """The first state, of what is within a place."""
         if self.bucket.shard_group.is_solo:
-            own = _at_hand(self.bucket, self._first)
+            own = _state_on_device(self.bucket, self._momentum_kind)
             return lambda place, within: own[place][within]
-        if self._clipped is None:
-            whole = self._whole(self._first)
+        if self._last_clip is None:
+            whole = self._gather_state(self._momentum_kind)
             return lambda place, within: whole[place][within]
-        said, clipped = self.mean.previous_result(), self._clipped
+        said, clipped = self.one_bit_mean.previous_result(), self._last_clip
         return lambda place, within: said(place)[within].mul_(clipped)
 
-    def put(self, clipped: float) -> None:
+    def set_mean_gradient(self, clip: float) -> None:
         """This rank's part is the gradient now."""
-        self._clipped = clipped
+        self._last_clip = clip
         own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # spent
-        said = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
-        self.mean.copy_result_to(said, None if self.bucket.shard_group.is_solo else self._dp.rank)
-        self.bucket.grads.put(said)
+        mean = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        self.one_bit_mean.copy_result_to(mean, None if self.bucket.shard_group.is_solo else self._dp.rank)
+        self.bucket.grads.set_reduced_shard(mean)
 
 
-def _at_hand(bucket: FlatBucket, kind: str) -> Tensor:
-    found = bucket.kept.at_hand(kind)
+def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
+    found = bucket.master_state.at_hand(kind)
     assert found is not None, "a rule with an exchange of its own keeps its states on the device"
     return found
 
 
-def _rows(starts: Sequence[int], numel: int) -> list[int]:
+def _rows_per_segment(starts: Sequence[int], numel: int) -> list[int]:
     """Rows of segments that begin there; the first begins at 0, and padding belongs to the one before it."""
     ends = [*starts[1:], numel]
     return [(end - (start if number else 0)) // NORM_ROW for number, (start, end) in enumerate(zip(starts, ends))] \

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import Unsettled, holder_of, shape_of
+from megatron.zero.holders import DeferredParamOwner, full_shape, param_owner
 
 _TENSOR: Any = Tensor
 
@@ -36,7 +36,7 @@ def _methods(names: str) -> Iterator[Any]:
 
 _has_compatible_data: Any = torch._has_compatible_shallow_copy_type
 
-ALLOWED = frozenset((
+ALLOWED_OPS = frozenset((
     *_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized "
               "is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad grad grad_fn output_nr "
               "_backward_hooks _post_accumulate_grad_hooks _version"),
@@ -50,17 +50,17 @@ ALLOWED = frozenset((
 ))
 """What needs no values: questions, hooks, gradients, and being named as what to differentiate by."""
 
-SIZES = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
-                   torch.numel))
+SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
+                      torch.numel))
 """Questions that are answered for the whole parameter."""
 
-CONVERSIONS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
+CONVERSION_OPS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
 """`Module.to` and its relatives come here: what they make of a placeholder is another one. An engine's parameters have
 one precision and one place, and anything else is refused; `zero.initialize` decides those of `zero.Init`."""
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 
-_ASSIGNMENTS = frozenset((_SET_DATA, *_methods(
+_ASSIGNMENT_OPS = frozenset((_SET_DATA, *_methods(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__")))
 
 
@@ -74,43 +74,44 @@ class Placeholder(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         given = {} if kwargs is None else kwargs
-        if func in ALLOWED or func == _SET_DATA and isinstance(args[1], Placeholder):
+        if func in ALLOWED_OPS or func == _SET_DATA and isinstance(args[1], Placeholder):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
-        used = next(_placeholders((*args, *given.values())), None)
-        if func in SIZES and used is not None and used is args[0] and holder_of(used) is not None:
-            return func(_like_whole(used), *args[1:], **given)
-        if func in CONVERSIONS and used is not None and used is args[0]:
-            return _converted(used, func, args, given)
-        holder = None if used is None else holder_of(used)
-        if holder is not None and holder.takes_writes:
+        used = next(_find_placeholders((*args, *given.values())), None)
+        if func in SIZE_OPS and used is not None and used is args[0] and param_owner(used) is not None:
+            return func(_full_size_meta(used), *args[1:], **given)
+        if func in CONVERSION_OPS and used is not None and used is args[0]:
+            return _convert(used, func, args, given)
+        holder = None if used is None else param_owner(used)
+        if holder is not None and holder.allows_in_place_writes:
             if func == _GET_DATA:
                 return used  # what is written to it is written to the parameter
-            if _writes(func):
-                return _written(func, args, given)
+            if _is_in_place(func):
+                return _run_in_place(func, args, given)
         if holder is None:
-            raise ConfigError(f"a parameter cannot be used here ({_name(func)}): its elements were split over the data "
-                              "parallel ranks, and nothing has them now. Either its engine could not be built, or is "
-                              "gone: build the model anew; or this is a copy: use the parameter itself")
-        if holder.is_set_aside:
-            raise ConfigError(f"{_described(used)} cannot be used here ({_name(func)}): engine.offload_states() has "
+            raise ConfigError(
+                f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the data "
+                "parallel ranks, and nothing has them now. Either its engine could not be built, or is "
+                "gone: build the model anew; or this is a copy: use the parameter itself")
+        if holder.is_offloaded:
+            raise ConfigError(f"{_describe(used)} cannot be used here ({_op_name(func)}): engine.offload_states() has "
                               "set its elements aside; call engine.reload_states() first")
-        outside = "" if holder.is_settled else "build a model that reads it outside zero.Init, "
+        outside = "" if holder.is_engine_owned else "build a model that reads it outside zero.Init, "
         raise ConfigError(
-            f"{_described(used)} cannot be used here ({_name(func)}): its elements are split over the data parallel "
+            f"{_describe(used)} cannot be used here ({_op_name(func)}): its elements are split over the data parallel "
             f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
             "engine.save_16bit_model or engine.save_checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        holder = holder_of(self)
-        if holder is None or not holder.takes_writes:
+        holder = param_owner(self)
+        if holder is None or not holder.allows_in_place_writes:
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
         if id(self) not in memo:
-            memo[id(self)] = cast(Unsettled, holder).twin()
+            memo[id(self)] = cast(DeferredParamOwner, holder).clone()
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Placeholder({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+        return f"Placeholder({_describe(self)}, {self.dtype}, requires_grad={self.requires_grad})"
 
     __str__ = __repr__
 
@@ -118,41 +119,41 @@ class Placeholder(nn.Parameter):
         return format(repr(self), format_spec)
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+def _is_in_place(func: Callable[..., Any]) -> bool:
     """In place, as torch's names have it."""
-    name = _name(func)
-    return func in _ASSIGNMENTS or name.endswith("_") and not name.endswith("__")
+    name = _op_name(func)
+    return func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__")
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation in place, which rank 0's values are of; all ranks run it."""
-    holders = {id(holder): holder for used in _placeholders((*args, *kwargs.values()))
-               if (holder := holder_of(used)) is not None}.values()
+    holders = {id(holder): holder for used in _find_placeholders((*args, *kwargs.values()))
+               if (holder := param_owner(used)) is not None}.values()
     try:
         for holder in holders:
-            holder.lend()
+            holder.gather_for_user()
         with torch.no_grad():
             result = func(*args, **kwargs)
         for holder in holders:
-            holder.check_before_return(0)
+            holder.check_before_user_reshard(0)
     except BaseException:
         for holder in holders:
-            holder.cancel_loan()
+            holder.cancel_user_gather()
         raise
     for holder in holders:
-        holder.take_back(0)
+        holder.reshard_after_user(0)
     return result
 
 
-def vacate(parameter: Any, nothing: Tensor, kind: type[Placeholder] = Placeholder) -> None:
+def replace_by_placeholder(parameter: Any, empty: Tensor, placeholder_class: type[Placeholder] = Placeholder) -> None:
     """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen; another `kind` may have
     something there."""
-    fill(parameter, nothing)
+    set_param_data(parameter, empty)
     own: type[nn.Parameter] = type(parameter)
-    parameter.__class__ = _placeholder_class(own, kind)
+    parameter.__class__ = _placeholder_class(own, placeholder_class)
 
 
-def fill(parameter: Any, data: Tensor) -> None:
+def set_param_data(parameter: Any, data: Tensor) -> None:
     """The elements are `data`."""
     now: type[nn.Parameter] = type(parameter)
     parameter.__class__ = _own_class(now)
@@ -170,20 +171,20 @@ def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return cls.own_class if issubclass(cls, Placeholder) else cls
 
 
-def _like_whole(placeholder: Placeholder) -> Tensor:
+def _full_size_meta(placeholder: Placeholder) -> Tensor:
     """What to ask for a size: without elements, on no device."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty(shape_of(placeholder), dtype=placeholder.dtype, device="meta")
+        return torch.empty(full_shape(placeholder), dtype=placeholder.dtype, device="meta")
 
 
-def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: Mapping[str, Any]) -> Any:
+def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
+             kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result: Any = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
         if not isinstance(result, Tensor):  # `type()` without arguments gives a name
             return result
-        holder = holder_of(placeholder)
-        if holder is not None and holder.is_settled:
+        holder = param_owner(placeholder)
+        if holder is not None and holder.is_engine_owned:
             _check_conversion(placeholder, func, result)
     result.__class__ = type(placeholder)
     return result
@@ -192,28 +193,28 @@ def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[A
 def _check_conversion(placeholder: Placeholder, func: Callable[..., Any], result: Tensor) -> None:
     if (result.dtype, result.device) != (placeholder.dtype, placeholder.device):
         raise ConfigError(
-            f"{_described(placeholder)} cannot become {result.dtype} on {result.device} ({_name(func)}): its elements "
+            f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} ({_op_name(func)}): its elements "
             f"are split over the data parallel ranks, in {placeholder.dtype} on {placeholder.device}; choose fp16 or "
             "bf16 in the configuration and the device by the launcher, and read values inside zero.GatheredParameters")
 
 
-def _described(placeholder: Placeholder | None) -> str:
-    holder = None if placeholder is None else holder_of(placeholder)
+def _describe(placeholder: Placeholder | None) -> str:
+    holder = None if placeholder is None else param_owner(placeholder)
     return "a parameter" if holder is None or placeholder is None else holder.describe(placeholder)
 
 
-def _placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
+def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
     """Those among the arguments of a function, also inside of sequences and mappings."""
     for value in values:
         if isinstance(value, Placeholder):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _placeholders(value)
+            yield from _find_placeholders(value)
         elif isinstance(value, dict):
-            yield from _placeholders(value.values())
+            yield from _find_placeholders(value.values())
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _op_name(func: Callable[..., Any]) -> str:
     """Of an operation; a property's getter and setter bear that of the property."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

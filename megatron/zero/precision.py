@@ -8,50 +8,54 @@ import torch
 
 from megatron.config.tree import PrecisionConfig
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.zero.policy import Policy
+from megatron.zero.policy import StagePolicy
 from mpu.device import on_accelerator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Dtypes:
+class BucketDtypes:
     """Of one bucket: weights as they are used, gradients as backward leaves them, as they are summed, and as they are
     sent."""
 
-    work: torch.dtype = torch.float32
+    params: torch.dtype = torch.float32
     grads: torch.dtype = torch.float32
     grad_shard: torch.dtype = torch.float32
-    sent: torch.dtype | None = None
+    communication: torch.dtype | None = None
     """None: as backward leaves them."""
     master: torch.dtype = torch.float32
     """Of what lasts."""
-    apart: bool = False
+    masters_are_separate: bool = False
     """Weights at work are made of what lasts (quantise.py), which is apart from them also in one precision."""
-    keeps_frozen: bool = False
+    frozen_have_masters: bool = False
     """What is frozen lasts in the precision of the masters as well, not in that of its use."""
 
     @property
-    def summed(self) -> torch.dtype:
+    def reduction(self) -> torch.dtype:
         """In what an accelerator adds up the gradients of the ranks: partial sums are rounded to what it sends."""
-        return self.sent or torch.float32
+        return self.communication or torch.float32
 
-    def sends_copies(self, device: torch.device) -> bool:
-        return self.sent not in (None, self.grads) or on_accelerator(device) and self.summed != self.grads
+    def copies_for_reduction(self, device: torch.device) -> bool:
+        return self.communication not in (None, self.grads) or on_accelerator(device) and self.reduction != self.grads
 
 
-def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int, *, apart: bool = False) -> Dtypes:
+def bucket_dtypes(policy: StagePolicy,
+                  precision: PrecisionConfig,
+                  accumulation: int,
+                  *,
+                  masters_are_separate: bool = False) -> BucketDtypes:
     """A sum over several 16-bit micro-batches is taken in fp32, and so is one over ranks of what is sent in another
     precision than that of the weights."""
     work = DTYPES[precision.name]
     sent = None if precision.communication is None else DTYPES[precision.communication]
     wide = accumulation > 1 or sent not in (None, work)
     sums = torch.float32 if wide else work
-    in_place = sent == torch.float32 or not policy.split_grads  # the sum over micro-batches is taken in `grads`
-    return Dtypes(work, sums if in_place else work, sums, sent, apart=apart)
+    in_place = sent == torch.float32 or not policy.grads_are_sharded  # the sum over micro-batches is taken in `grads`
+    return BucketDtypes(work, sums if in_place else work, sums, sent, masters_are_separate=masters_are_separate)
 
 
-def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
+def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     if not precision.fp16:
         return LossScaleRule()
     return LossScaleRule(

@@ -20,93 +20,94 @@ from megatron.errors import ConfigError
 from megatron.quantize import BitSchedule, Progress, factor_of, shares
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import HOST, WEIGHT
-from megatron.zero.rows import Matrix, Rounded, Strip, Survey, strips_of
+from megatron.zero.rows import MatrixRounding, QuantGroupStats, QuantizedMatrix, QuantRowBlock, row_blocks_of
 from mpu.collectives import Op, all_reduce
 from mpu.draws import rng_key
 from mpu.groups import Group, Groups
 from mpu.layers import VocabParallelEmbedding
 
 
-class Quantisation:
+class MoQState:
     """How far the bits of an engine have fallen."""
 
     def __init__(self, config: QuantizeConfig, schedule: BitSchedule, module: nn.Module,
                  buckets: Sequence[FlatBucket], groups: Groups, seed: int) -> None:
         self.config, self.schedule, self.seed = config, schedule, seed
-        self.blocks = ["", *(_blocks_of(config, module) if config.quantize_eigenvalue else ())]
+        self.blocks = ["", *(_eigenvalue_blocks(config, module) if config.quantize_eigenvalue else ())]
         """Names; the first one is of what is in no other."""
-        self.factors = [1] * len(self.blocks)
+        self.period_factors = [1] * len(self.blocks)
         """What the periods are multiplied by when bits fall."""
-        self.rounded = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots if is_matrix(slot.shape))
+        self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
+                                    if is_matrix(slot.shape))
         self.counter, self.progress = 0, [schedule.begin() for _ in self.blocks]
-        self.is_on = config.quantize_offset == 0
+        self.is_rounding = config.quantize_offset == 0
         """Weights are rounded."""
-        self.news: list[str] = []
+        self.messages: list[str] = []
         """What is to be told of bits that fell, with `quantize_verbose`."""
         tables = frozenset(f"{path}.weight" for path, part in module.named_modules()
                            if isinstance(part, nn.Embedding | VocabParallelEmbedding))
         for bucket in buckets:
-            bucket.rounding = Rounding(self, bucket, groups.tp, tables)
+            bucket.rounding = BucketRounding(self, bucket, groups.tp, tables)
 
     def advance(self, applied: int) -> None:
         """A step is being applied: with it there are so many. Before its weights are published."""
         if applied > self.config.quantize_offset:
             self.counter += 1
             for index, now in enumerate(self.progress):
-                after = self.progress[index] = self.schedule.after(now, self.counter, self.factors[index])
+                after = self.progress[index] = self.schedule.after(now, self.counter, self.period_factors[index])
                 if after is not now and self.config.quantize_verbose:
-                    self.news.append(f"Quantization settings: current bit-precision = {after.bits}, step = "
-                                     f"{self.counter}, quantization period = {after.period}, index = {index}")
-        self.is_on = applied >= self.config.quantize_offset
+                    self.messages.append(f"Quantization settings: current bit-precision = {after.bits}, step = "
+                                         f"{self.counter}, quantization period = {after.period}, index = {index}")
+        self.is_rounding = applied >= self.config.quantize_offset
 
-    def is_due(self, applied: int) -> bool:
+    def bits_fall_next_step(self, applied: int) -> bool:
         """With the next step that is applied, after so many, a bit falls."""
         return applied >= self.config.quantize_offset and any(
             self.schedule.is_due(now, self.counter + 1) for now in self.progress)
 
     @property
-    def is_near(self) -> bool:
+    def bits_may_fall_soon(self) -> bool:
         """With the step after the next one a bit may fall."""
         return any(self.schedule.is_due(now, self.counter + 2) for now in self.progress)
 
-    def learn(self, eigenvalues: Sequence[float]) -> None:
+    def set_eigenvalues(self, eigenvalues: Sequence[float]) -> None:
         """Of every block but the first, before a bit falls."""
-        self.factors = [1, *map(factor_of, shares(list(eigenvalues)))]
+        self.period_factors = [1, *map(factor_of, shares(list(eigenvalues)))]
         if self.config.eigenvalue_verbose:
-            told = ", ".join(f"{name} {value:.4g} (x {factor})" for name, value, factor in
-                             zip(self.blocks[1:], eigenvalues, self.factors[1:], strict=True))
-            self.news.append(f"eigenvalues before step {self.counter + 1}: {told}")
+            values = ", ".join(f"{name} {value:.4g} (x {factor})" for name, value, factor in
+                               zip(self.blocks[1:], eigenvalues, self.period_factors[1:], strict=True))
+            self.messages.append(f"eigenvalues before step {self.counter + 1}: {values}")
 
     def progress_of(self, name: str) -> Progress:
         """Of the block that a parameter is in."""
         return self.progress[block_of(name, self.blocks)]
 
-    def key(self, name: str) -> int | None:
+    def noise_key_of(self, name: str) -> int | None:
         """Of the noise that a matrix is rounded with now, where there is any."""
         return noise_key(self.seed, self.counter, name) if self.config.quantize_rounding == "stochastic" else None
 
-    def take_news(self) -> list[str]:
-        told, self.news = self.news, []
-        return told
+    def take_messages(self) -> list[str]:
+        messages, self.messages = self.messages, []
+        return messages
 
-    def numbers(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know, as JSON values."""
         return {"counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
                 "periods": [now.period for now in self.progress], "fell_at": [now.fell_at for now in self.progress],
-                "factors": self.factors, "rounded": self.rounded}
+                "factors": self.period_factors, "rounded": self.rounded_names}
 
-    def restore(self, saved: Mapping[str, Any] | None, applied: int) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any] | None, applied: int) -> None:
         """Go on from what `numbers` returned; a run that was not quantised begins now."""
         self.counter = 0 if saved is None else saved["counter"]
-        known = {} if saved is None else progress_in(saved)
+        known = {} if saved is None else saved_bit_progress(saved)
         self.progress = [known.get(name, known.get("", self.schedule.begin())) for name in self.blocks]
-        self.factors = [1] * len(self.blocks)
+        self.period_factors = [1] * len(self.blocks)
         if saved is not None and saved["blocks"] == self.blocks:
-            self.factors = list(saved["factors"])
-        self.is_on = applied >= self.config.quantize_offset
+            self.period_factors = list(saved["factors"])
+        self.is_rounding = applied >= self.config.quantize_offset
 
 
-def _blocks_of(config: QuantizeConfig, module: nn.Module) -> list[str]:
+def _eigenvalue_blocks(config: QuantizeConfig, module: nn.Module) -> list[str]:
     """Names of the modules of the list that is meant."""
     lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     wanted = config.eigenvalue_layer_name
@@ -128,7 +129,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) > 1
 
 
-def progress_in(saved: Mapping[str, Any]) -> dict[str, Progress]:
+def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, Progress]:
     """By the name of a block, from what `Quantisation.numbers` gave."""
     return dict(zip(saved["blocks"], map(Progress, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
 
@@ -143,72 +144,77 @@ def noise_key(seed: int, counter: int, name: str) -> int:
     return rng_key(seed, f"rounding {counter} {name}")
 
 
-class Rounding:
+class BucketRounding:
     """Of one bucket."""
 
-    def __init__(self, whole: Quantisation, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
-        self._whole, self._bucket, self._tp = whole, bucket, tp
-        self._device = bucket.device if bucket.is_at_hand else HOST
+    def __init__(self, moq: MoQState, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
+        self._moq, self._bucket, self._tp = moq, bucket, tp
+        self._device = bucket.device if bucket.is_on_device else HOST
         """Where the weights at work are."""
-        self._matrices: dict[str, Matrix] = {}
+        self._matrices: dict[str, QuantizedMatrix] = {}
         count = 0
         for slot in bucket.layout.slots:
             if is_matrix(slot.shape) and slot.numel:
-                made = Matrix.of(slot, whole.config.quantize_groups, count, tp, self._device, slot.name in tables)
+                made = QuantizedMatrix.of(slot, moq.config.quantize_groups, count, tp, self._device, slot.name
+                                          in tables)
                 self._matrices[slot.name], count = made, made.groups.stop
-        self._grids: dict[str, Rounded] = {}
+        self._matrix_roundings: dict[str, MatrixRounding] = {}
         """What the weights at work were rounded by when they were last published."""
 
     def __call__(self) -> None:
         """Round this rank's part of the weights at work, which are those of the masters. Collective."""
-        self._grids = self._found() if self._whole.is_on and self._matrices else {}
-        if self._grids:
-            for part in self._bucket.work.parts:
-                with self._bucket.work.open(part, [WEIGHT], writes=True) as kept:
-                    self._round(part, kept[WEIGHT])
+        self._matrix_roundings = self._make_matrix_roundings() if self._moq.is_rounding and self._matrices else {}
+        if self._matrix_roundings:
+            for chunk in self._bucket.param_shard.parts:
+                with self._bucket.param_shard.open(chunk, [WEIGHT], writes=True) as kept:
+                    self._round(chunk, kept[WEIGHT])
 
-    def of_masters(self, part: slice, masters: Tensor) -> Tensor:
+    def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
         """What a part of the masters became when it was last published."""
-        weights = masters.to(self._device, self._bucket.work.dtype)
-        if not self._grids:
+        weights = masters.to(self._device, self._bucket.param_shard.dtype)
+        if not self._matrix_roundings:
             return weights
         weights = weights.clone() if weights is masters else weights
-        self._round(part, weights)
+        self._round(chunk, weights)
         return weights
 
-    def _round(self, part: slice, weights: Tensor) -> None:
-        for strip in self._strips(part):
-            place = strip.of(weights)
-            place.copy_(self._grids[strip.matrix.slot.name].of(place.float(), strip))
+    def _round(self, chunk: slice, weights: Tensor) -> None:
+        for strip in self._iter_row_blocks(chunk):
+            block = strip.view_in(weights)
+            block.copy_(self._matrix_roundings[strip.matrix.slot.name].round_values(block.float(), strip))
 
-    def _found(self) -> dict[str, Rounded]:
+    def _make_matrix_roundings(self) -> dict[str, MatrixRounding]:
         """Collective."""
-        whole, config, device = self._whole, self._whole.config, self._device
-        now = {name: whole.progress_of(name) for name in self._matrices}
-        survey = Survey(self._matrices, self._walk, self._combined, device, counts_whole=self._tp.rank == 0)
-        grids = survey.grids({name: one.bits for name, one in now.items()},
-                             symmetric=config.quantize_type == "symmetric")
-        return {name: Rounded(grid, whole.schedule.blend(now[name], whole.counter), whole.key(name))
+        moq, config, device = self._moq, self._moq.config, self._device
+        now = {name: moq.progress_of(name) for name in self._matrices}
+        stats = QuantGroupStats(self._matrices,
+                                self._iter_rows,
+                                self._all_reduce,
+                                device,
+                                counts_replicated=self._tp.rank == 0)
+        grids = stats.make_grids({name: one.bits for name, one in now.items()},
+                                 symmetric=config.quantize_type == "symmetric")
+        return {name: MatrixRounding(grid, moq.schedule.blend(now[name], moq.counter), moq.noise_key_of(name))
                 for name, grid in grids.items()}
 
-    def _combined(self, found: Tensor, op: Op) -> Tensor:
+    def _all_reduce(self, found: Tensor, op: Op) -> Tensor:
         """Over the ranks that have other parts of the same tensors."""
         bucket = self._bucket
         if bucket.shard_group.is_solo and self._tp.is_solo:
             return found
-        bucket.log.note(f"scales of {bucket.name}")
+        bucket.log.record_collective(f"scales of {bucket.name}")
         return all_reduce(all_reduce(found.to(bucket.device), bucket.shard_group, op), self._tp, op).to(self._device)
 
-    def _walk(self, matrices: Mapping[str, Matrix]) -> Iterator[tuple[Tensor, Tensor, Matrix]]:
+    def _iter_rows(self, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
         """(numbers [rows, columns] in fp32, the group of each row among those of the bucket, their matrix)."""
-        for part in self._bucket.work.parts:
-            with self._bucket.work.open(part, [WEIGHT]) as kept:
-                for strip in self._strips(part):
+        for chunk in self._bucket.param_shard.parts:
+            with self._bucket.param_shard.open(chunk, [WEIGHT]) as kept:
+                for strip in self._iter_row_blocks(chunk):
                     if strip.matrix.slot.name in matrices:
-                        x = strip.of(kept[WEIGHT]).float()
+                        x = strip.view_in(kept[WEIGHT]).float()
                         yield x, strip.group + strip.matrix.groups.start, strip.matrix
 
-    def _strips(self, part: slice) -> Iterator[Strip]:
-        for segment in self._bucket.layout.segments(self._bucket.shard_group.rank, part):
+    def _iter_row_blocks(self, chunk: slice) -> Iterator[QuantRowBlock]:
+        for segment in self._bucket.layout.segments(self._bucket.shard_group.rank, chunk):
             if (matrix := self._matrices.get(segment.slot.name)) is not None:
-                yield from strips_of(matrix, segment, segment.shard_offset - part.start)
+                yield from row_blocks_of(matrix, segment, segment.shard_offset - chunk.start)

@@ -25,76 +25,86 @@ from megatron.zero.homes.shelf import WEIGHT, Homes, Kept
 
 
 @dataclass(frozen=True)
-class Tile:
+class UpdateTile:
     """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
 
     bucket: FlatBucket
-    part: slice
-    kept: Kept
+    chunk: slice
+    master_state: Kept
     grads: Tensor
-    narrow: Tensor | None
+    lp_out: Tensor | None
     """Where the new weights are wanted as they are at work, on the side of the update."""
 
 
-class Renewal:
-    def __init__(self, homes: Homes, buckets: Sequence[FlatBucket]) -> None:
-        self._ferry = homes.ferry
-        across = [bucket for bucket in buckets if self.crosses(bucket)]
-        self._passing = {on_host: self._from([bucket for bucket in across if bucket.home.walks_on_host == on_host],
-                                             homes.pins) for on_host in {one.home.walks_on_host for one in across}}
-        self._last: Mark | None = None
+class MasterToParamCopier:
+    def __init__(self, engine_storage: Homes, buckets: Sequence[FlatBucket]) -> None:
+        self._copy_streams = engine_storage.ferry
+        across = [bucket for bucket in buckets if self.crosses_devices(bucket)]
+        self._staging = {
+            on_host: self._make_staging([bucket for bucket in across if bucket.storage.walks_on_host == on_host],
+                                        engine_storage.pins)
+            for on_host in {one.storage.walks_on_host
+                            for one in across}
+        }
+        self._last_copy: Mark | None = None
 
-    def _from(self, buckets: Sequence[FlatBucket], pinned: bool) -> Passing:
-        size, first = max(part.stop - part.start for bucket in buckets for part in bucket.kept.parts), buckets[0]
-        return Passing(size, first.work.dtype, None if first.home.walks_on_host else first.device, pinned=pinned)
+    def _make_staging(self, buckets: Sequence[FlatBucket], pinned: bool) -> Passing:
+        size, first = max(part.stop - part.start for bucket in buckets
+                          for part in bucket.master_state.parts), buckets[0]
+        return Passing(size,
+                       first.param_shard.dtype,
+                       None if first.storage.walks_on_host else first.device,
+                       pinned=pinned)
 
-    def tile(self, bucket: FlatBucket, part: slice, kept: Kept, grads: Tensor) -> Tile:
-        return Tile(bucket, part, kept, grads, self._narrow(bucket, part))
+    def make_tile(self, bucket: FlatBucket, chunk: slice, master_state: Kept, grads: Tensor) -> UpdateTile:
+        return UpdateTile(bucket, chunk, master_state, grads, self._lp_out_for(bucket, chunk))
 
-    def _narrow(self, bucket: FlatBucket, part: slice) -> Tensor | None:
-        if not bucket.keeps_masters:
+    def _lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
+        if not bucket.has_separate_masters:
             return None
-        if self.crosses(bucket):
-            return self._passing[bucket.home.walks_on_host].take(part.stop - part.start)
-        weights = bucket.work.in_memory(WEIGHT)
-        return None if weights is None else weights[part]
+        if self.crosses_devices(bucket):
+            return self._staging[bucket.storage.walks_on_host].take(chunk.stop - chunk.start)
+        weights = bucket.param_shard.in_memory(WEIGHT)
+        return None if weights is None else weights[chunk]
 
-    def crosses(self, bucket: FlatBucket) -> bool:
+    def crosses_devices(self, bucket: FlatBucket) -> bool:
         """The weights at work are in memory, on the other side."""
-        return self._ferry is not None and bucket.is_at_hand == bucket.home.walks_on_host \
-            and not bucket.work.is_on_drive
+        return self._copy_streams is not None and bucket.is_on_device == bucket.storage.walks_on_host \
+            and not bucket.param_shard.is_on_drive
 
-    def __call__(self, tiles: Sequence[Tile], *, written: bool) -> None:
+    def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
         """With `written` the rule has filled `narrow`."""
-        to_fill = [(tile.narrow, tile.kept[WEIGHT]) for tile in tiles if tile.narrow is not None and not written]
+        to_fill = [(tile.lp_out, tile.master_state[WEIGHT]) for tile in tiles
+                   if tile.lp_out is not None and not lp_is_written]
         if to_fill:
             narrow, masters = zip(*to_fill)
             torch._foreach_copy_(narrow, masters)
         for tile in tiles:
             bucket = tile.bucket
-            if tile.narrow is None and bucket.keeps_masters:
-                bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT].to(bucket.work.dtype))
-            elif tile.narrow is not None and self.crosses(bucket):
-                self._send(bucket, tile.part, tile.narrow)
+            if tile.lp_out is None and bucket.has_separate_masters:
+                bucket.param_shard.write(WEIGHT, tile.chunk.start,
+                                         tile.master_state[WEIGHT].to(bucket.param_shard.dtype))
+            elif tile.lp_out is not None and self.crosses_devices(bucket):
+                self._copy_across(bucket, tile.chunk, tile.lp_out)
 
-    def _send(self, bucket: FlatBucket, part: slice, narrow: Tensor) -> None:
-        assert self._ferry is not None
-        if isinstance(bucket.work, HostShelf):
-            mark = bucket.work.copy_in({WEIGHT: narrow}, part, self._ferry.down)
+    def _copy_across(self, bucket: FlatBucket, chunk: slice, lp_out: Tensor) -> None:
+        assert self._copy_streams is not None
+        if isinstance(bucket.param_shard, HostShelf):
+            mark = bucket.param_shard.copy_in({WEIGHT: lp_out}, chunk, self._copy_streams.down)
         else:
-            mark = self._last = self._ferry.up.copy(bucket.shard[part], narrow)
-        self._passing[bucket.home.walks_on_host].sent(mark)
+            mark = self._last_copy = self._copy_streams.up.copy(bucket.device_param_shard[chunk], lp_out)
+        self._staging[bucket.storage.walks_on_host].sent(mark)
 
-    def bring(self, bucket: FlatBucket, weights: Tensor) -> Mark | None:
+    def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> Mark | None:
         """All of a bucket's, from the host, where nobody writes to them until the mark."""
-        if self._ferry is not None and bucket.is_at_hand:
-            self._last = self._ferry.up.copy(bucket.shard, weights)
-            return self._last
-        bucket.work.write(WEIGHT, 0, weights)
+        if self._copy_streams is not None and bucket.is_on_device:
+            self._last_copy = self._copy_streams.up.copy(bucket.device_param_shard, weights)
+            return self._last_copy
+        bucket.param_shard.write(WEIGHT, 0, weights)
         return None
 
-    def settle(self) -> None:
+    def join_copies(self) -> None:
         """What went up so far is there, for what the device is asked from now on."""
-        if self._last is not None:
-            self._last.join()
-            self._last = None
+        if self._last_copy is not None:
+            self._last_copy.join()
+            self._last_copy = None

@@ -19,58 +19,57 @@ from enum import Enum
 from typing import TypeGuard
 
 from megatron.errors import ConfigError
-from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.exchanges import CollectiveLog
 from megatron.zero.hooks import Unit
 
-
-TRACES = 2**12
+DIGEST_LIMIT = 2**12
 """Digests are below this, so that sums of their squares over 20,000 ranks are exact in fp64."""
 
 
-class Phase(Enum):
+class UnitPhase(Enum):
     """What a unit is used for."""
 
     FORWARD = "forward"
-    REPLAY = "a forward inside backward: recomputation"
+    RECOMPUTE = "a forward inside backward: recomputation"
     BACKWARD = "backward"
 
 
-class Resident:
+class NoopCoordinator:
     """Of units that are always whole; at most their new values are still to arrive."""
 
-    trace = 0
+    gather_digest = 0
     """A digest of what was gathered in which order: ranks must agree on it."""
 
-    def take_trace(self) -> int:
+    def take_gather_digest(self) -> int:
         """The digest since the last call."""
-        trace, self.trace = self.trace, 0
-        return trace
+        digest, self.gather_digest = self.gather_digest, 0
+        return digest
 
-    def start(self) -> None:
+    def begin_forward(self) -> None:
         """A forward of the whole model begins. What a failed one left in use is released."""
 
-    def expect(self, units: Sequence[Unit]) -> None:
+    def set_forward_order(self, units: Sequence[Unit]) -> None:
         """The forward that has begun goes through these units, in this order, and so does its backward, back."""
 
-    def enter(self, unit: Unit, phase: Phase) -> None:
+    def acquire(self, unit: Unit, phase: UnitPhase) -> None:
         """The unit is about to be used."""
         for bucket in unit.buckets:
-            bucket.await_parameters()
+            bucket.wait_for_param_gather()
 
-    def leave(self, unit: Unit, *, backward_follows: bool) -> None:
+    def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
         """The forward of a unit is over; with `backward_follows` it stays if that comes soon."""
 
-    def pause(self, unit: Unit) -> None:
+    def after_recompute(self, unit: Unit) -> None:
         """A recomputed forward is over: its backward is next, so the unit stays unless the room is needed."""
 
-    def done(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """This pass no longer needs the unit."""
 
-    def done_with_all(self) -> None:
+    def release_all(self) -> None:
         """Nothing is in use any more."""
 
 
-def reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
+def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     """Units whose backward follows their forward with at most so many other elements in between."""
     behind, found = 0, set[Unit]()
     for unit in reversed(units):  # the others' forward and backward come in between
@@ -80,129 +79,129 @@ def reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
     return found
 
 
-class Residency(Resident):
+class ParamCoordinator(NoopCoordinator):
     """Of units that come and go."""
 
-    def __init__(self, units: Sequence[Unit], *, max_live: int, stays: Set[Unit], prefetches: bool,
-                 log: ExchangeLog) -> None:
+    def __init__(self, units: Sequence[Unit], *, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
+                 log: CollectiveLog) -> None:
         """What `stays` is kept from a forward for its backward, where there is room."""
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._in_use: set[Unit] = set()
         self._in_backward: set[Unit] = set()
-        self._over: set[Unit] = set()
+        self._finished_in_backward: set[Unit] = set()
         """Units that this backward has used up."""
-        self._whole: set[Unit] = set()
-        self.live = 0
+        self._gathered: set[Unit] = set()
+        self.gathered_numel = 0
         """Elements that are whole now."""
-        self._stays, self._root, self._all = stays, units[0], frozenset(units)
-        self._left_out: Set[Unit] = frozenset()
+        self._kept_for_backward, self._root, self._all = kept_for_backward, units[0], frozenset(units)
+        self._skipped_units: Set[Unit] = frozenset()
         """Units that the last forward has said it does not use."""
-        self._turn: Unit | None = None
+        self._last_forward_unit: Unit | None = None
         """The unit that it has said is its last: the backward begins there."""
         pairs = list(zip(units[1:], units[2:]))
-        self._followers = {(Phase.FORWARD, unit): after for unit, after in pairs}
-        self._followers |= {(Phase.BACKWARD, after): unit for unit, after in pairs}
-        self._followers |= {(Phase.FORWARD, units[0]): unit for unit in units[1:2]}
-        self._last: tuple[Phase, Unit] | None = None
+        self._next_unit = {(UnitPhase.FORWARD, unit): after for unit, after in pairs}
+        self._next_unit |= {(UnitPhase.BACKWARD, after): unit for unit, after in pairs}
+        self._next_unit |= {(UnitPhase.FORWARD, units[0]): unit for unit in units[1:2]}
+        self._last_use: tuple[UnitPhase, Unit] | None = None
 
-    def start(self) -> None:
+    def begin_forward(self) -> None:
         for unit in [*self._in_use]:
-            self._rest(unit)
-        self._last = self._turn = None
-        self._left_out = frozenset()
+            self._mark_idle(unit)
+        self._last_use = self._last_forward_unit = None
+        self._skipped_units = frozenset()
 
-    def expect(self, units: Sequence[Unit]) -> None:
-        way = [self._root, *units, self._root]
-        self._left_out, self._turn = self._all.difference(way), way[-2]
-        for one, after in zip(way, way[1:]):
-            self._followers[Phase.FORWARD, one] = after
-            self._followers[Phase.BACKWARD, after] = one
+    def set_forward_order(self, units: Sequence[Unit]) -> None:
+        order = [self._root, *units, self._root]
+        self._skipped_units, self._last_forward_unit = self._all.difference(order), order[-2]
+        for one, after in zip(order, order[1:]):
+            self._next_unit[UnitPhase.FORWARD, one] = after
+            self._next_unit[UnitPhase.BACKWARD, after] = one
 
-    def enter(self, unit: Unit, phase: Phase) -> None:
+    def acquire(self, unit: Unit, phase: UnitPhase) -> None:
         self._log.purpose = phase.value
-        if unit not in self._whole:
-            self._make_room_for(unit)
+        if unit not in self._gathered:
+            self._evict_idle_units(unit)
         self._in_use.add(unit)
-        if phase is Phase.BACKWARD:
+        if phase is UnitPhase.BACKWARD:
             self._in_backward.add(unit)
-        self._bring(unit)
+        self._mark_gathered(unit)
         for bucket in unit.buckets:
             bucket.gather()
-        if self._last is not None:
-            self._followers[self._last] = unit
-        self._last = phase, unit
-        follower = self._followers.get(self._last)
+        if self._last_use is not None:
+            self._next_unit[self._last_use] = unit
+        self._last_use = phase, unit
+        follower = self._next_unit.get(self._last_use)
         self._prefetch(follower)
         if follower is not None:
-            self._expect(self._followers.get((phase, follower)))
+            self._prefetch_local_shard(self._next_unit.get((phase, follower)))
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather the unit that is next, if there is room for it."""
-        if self._is_wanted(unit) and self.live + unit.numel <= self._max_live:
-            self._bring(unit)
+        if self._should_prefetch(unit) and self.gathered_numel + unit.numel <= self._max_live:
+            self._mark_gathered(unit)
             for bucket in unit.buckets:
-                bucket.prefetch()
+                bucket.start_gather()
 
-    def _expect(self, unit: Unit | None) -> None:
+    def _prefetch_local_shard(self, unit: Unit | None) -> None:
         """Begin to fetch this rank's part of the unit after the next one, where that is elsewhere."""
-        if self._is_wanted(unit):
+        if self._should_prefetch(unit):
             for bucket in unit.buckets:
-                bucket.work.expect()
+                bucket.param_shard.expect()
 
-    def _is_wanted(self, unit: Unit | None) -> TypeGuard[Unit]:
+    def _should_prefetch(self, unit: Unit | None) -> TypeGuard[Unit]:
         """It is away, and this pass will come to it, as far as is known."""
-        return self._prefetches and unit is not None and unit not in self._whole and unit not in self._over and \
-            unit not in self._left_out
+        return self._prefetches and unit is not None and unit not in self._gathered and unit not in self._finished_in_backward and \
+            unit not in self._skipped_units
 
-    def leave(self, unit: Unit, *, backward_follows: bool) -> None:
+    def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
         if unit not in self._in_backward:
-            self._rest(unit)
-            if not backward_follows or not (unit in self._stays or unit is self._turn):
-                self._away(unit, soon_back=backward_follows)
+            self._mark_idle(unit)
+            if not backward_follows or not (unit in self._kept_for_backward or unit is self._last_forward_unit):
+                self._reshard(unit, keep_secondary_shard=backward_follows)
 
-    def pause(self, unit: Unit) -> None:
+    def after_recompute(self, unit: Unit) -> None:
         if unit not in self._in_backward:
-            self._rest(unit)
+            self._mark_idle(unit)
 
-    def done(self, unit: Unit) -> None:
-        self._over.add(unit)
-        self._rest(unit)
-        self._away(unit)
+    def release(self, unit: Unit) -> None:
+        self._finished_in_backward.add(unit)
+        self._mark_idle(unit)
+        self._reshard(unit)
 
-    def done_with_all(self) -> None:
-        self._over.clear()
+    def release_all(self) -> None:
+        self._finished_in_backward.clear()
         self._in_use.clear()
         self._in_backward.clear()
-        for unit in [*self._whole]:
-            self._away(unit)
-        self._last = None
+        for unit in [*self._gathered]:
+            self._reshard(unit)
+        self._last_use = None
 
-    def _bring(self, unit: Unit) -> None:
-        if unit not in self._whole:
-            self._whole.add(unit)
-            self.live += unit.numel
-        if unit.numel and not unit.is_here:
-            self.trace = (self.trace * 31 + unit.index + 1) % TRACES
+    def _mark_gathered(self, unit: Unit) -> None:
+        if unit not in self._gathered:
+            self._gathered.add(unit)
+            self.gathered_numel += unit.numel
+        if unit.numel and not unit.is_unsharded:
+            self.gather_digest = (self.gather_digest * 31 + unit.index + 1) % DIGEST_LIMIT
 
-    def _rest(self, unit: Unit) -> None:
+    def _mark_idle(self, unit: Unit) -> None:
         self._in_use.discard(unit)
         self._in_backward.discard(unit)
 
-    def _away(self, unit: Unit, *, soon_back: bool = False) -> None:
+    def _reshard(self, unit: Unit, *, keep_secondary_shard: bool = False) -> None:
         for bucket in unit.buckets:
-            bucket.leave(soon_back=soon_back)
-        if unit in self._whole and not unit.is_here:  # what is lent stays
-            self._whole.remove(unit)
-            self.live -= unit.numel
+            bucket.reshard(keep_secondary_shard=keep_secondary_shard)
+        if unit in self._gathered and not unit.is_unsharded:  # what is lent stays
+            self._gathered.remove(unit)
+            self.gathered_numel -= unit.numel
 
-    def _make_room_for(self, unit: Unit) -> None:
-        if self.live + unit.numel <= self._max_live:
+    def _evict_idle_units(self, unit: Unit) -> None:
+        if self.gathered_numel + unit.numel <= self._max_live:
             return
-        for idle in sorted(self._whole - self._in_use, key=lambda other: other.index):
-            self._away(idle)
-            if self.live + unit.numel <= self._max_live:
+        for idle in sorted(self._gathered - self._in_use, key=lambda other: other.index):
+            self._reshard(idle)
+            if self.gathered_numel + unit.numel <= self._max_live:
                 return
-        needed = self.live + unit.numel
+        needed = self.gathered_numel + unit.numel
         raise ConfigError(
             f"{needed} parameters have to be whole at once for {unit.name}, and --stage3-max-live-parameters is "
             f"{self._max_live}: raise it to {needed}, or cut the model finer (blocks in a ModuleList, TiledLinear)")

@@ -28,31 +28,31 @@ from mpu.collectives import Op
 from mpu.draws import StridedSegments, UniformInitializer, strided_segments_of
 from mpu.groups import Group
 
-AT_A_TIME = 1 << 22
+MAX_FP32_NUMEL = 1 << 22
 """Numbers that are in memory in fp32."""
 
-Walk = Callable[[Mapping[str, "Matrix"]], Iterator[tuple[Tensor, Tensor, "Matrix"]]]
+RowIterator = Callable[[Mapping[str, "QuantizedMatrix"]], Iterator[tuple[Tensor, Tensor, "QuantizedMatrix"]]]
 """(numbers [rows, columns] in fp32, the group of each row among those of all matrices, their matrix) of these."""
 
 
 @dataclass(frozen=True)
-class Matrix:
+class QuantizedMatrix:
     """The part of a parameter that a tensor parallel rank has, as rows, and the groups they belong to."""
 
     slot: Slot
     columns: int
     groups: slice
     """Among those of the bucket."""
-    members: list[int]
+    group_numel: list[int]
     """Numbers of each, in the logical tensor."""
     group_of_row: Tensor
     """Counted from 0; one more than there are for padding."""
     blocks: StridedSegments
-    is_cut: bool
+    is_tp_sharded: bool
     """Over tensor parallel ranks."""
 
     @staticmethod
-    def of(slot: Slot, wanted: int, first: int, tp: Group, device: torch.device, is_table: bool) -> Matrix:
+    def of(slot: Slot, wanted: int, first: int, tp: Group, device: torch.device, is_table: bool) -> QuantizedMatrix:
         blocks = strided_segments_of(slot.shape, slot.partition, tp.rank, tp.size)
         rows, columns = slot.shape[0], prod(slot.shape[1:])
         cut_rows = slot.partition is not None and slot.partition.dim % len(slot.shape) == 0
@@ -73,15 +73,15 @@ class Matrix:
         count = -(-logical // each)
         members = [(min(logical, (group + 1) * each) - group * each) * width for group in range(count)]
         index = np.where(is_padding, count, there // each)
-        return Matrix(slot, columns, slice(first, first + count + 1), members, torch.from_numpy(index).to(device),
-                      blocks, slot.partition is not None)
+        return QuantizedMatrix(slot, columns, slice(first, first + count + 1), members,
+                               torch.from_numpy(index).to(device), blocks, slot.partition is not None)
 
 
 @dataclass(frozen=True)
-class Strip:
+class QuantRowBlock:
     """Rows of a matrix, or a part of one, in a part of a shard."""
 
-    matrix: Matrix
+    matrix: QuantizedMatrix
     row: int
     column: int
     rows: int
@@ -89,7 +89,7 @@ class Strip:
     start: int
     """In the part."""
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_in(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
 
     @property
@@ -104,68 +104,69 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Survey:
-    matrices: Mapping[str, Matrix]
-    walk: Walk
-    combined: Callable[[Tensor, Op], Tensor]
+class QuantGroupStats:
+    matrices: Mapping[str, QuantizedMatrix]
+    iter_rows: RowIterator
+    all_reduce: Callable[[Tensor, Op], Tensor]
     device: torch.device
-    counts_whole: bool = True
+    counts_replicated: bool = True
     """Of matrices that all tensor parallel ranks have whole, this one counts the numbers."""
 
     @property
-    def count(self) -> int:
+    def group_count(self) -> int:
         return max((one.groups.stop for one in self.matrices.values()), default=0)
 
-    def grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Grid]:
+    def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Grid]:
         """Of every matrix, by its name."""
         highest, lowest = self._extremes()
         few = {name: one for name, one in self.matrices.items() if bits[name] < EVEN_BITS}
         found: dict[str, Grid] = {name: even_grid(bits[name], highest[one.groups], lowest[one.groups],
                                                   symmetric=symmetric)
                                   for name, one in self.matrices.items() if name not in few}
-        return {**found, **(self._signs(few, torch.maximum(highest, -lowest), bits) if few else {})}
+        return {**found, **(self._low_bit_grids(few, torch.maximum(highest, -lowest), bits) if few else {})}
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
         """The largest and the smallest number of each group."""
-        found = torch.full((2, self.count), -torch.inf, device=self.device)
-        for x, group, _ in self.walk(self.matrices):
+        found = torch.full((2, self.group_count), -torch.inf, device=self.device)
+        for x, group, _ in self.iter_rows(self.matrices):
             found[0].scatter_reduce_(0, group, x.amax(1), "amax")
             found[1].scatter_reduce_(0, group, -x.amin(1), "amax")
-        found = self.combined(found, "max")
+        found = self.all_reduce(found, "max")
         for one in self.matrices.values():
             found[:, one.groups.stop - 1] = 0  # padding
         return found[0], -found[1]
 
-    def _signs(self, few: Mapping[str, Matrix], largest: Tensor, bits: Mapping[str, int]) -> dict[str, Grid]:
-        members = torch.ones(self.count, dtype=torch.int64)
+    def _low_bit_grids(self, few: Mapping[str, QuantizedMatrix], largest: Tensor,
+                       bits: Mapping[str, int]) -> dict[str, Grid]:
+        members = torch.ones(self.group_count, dtype=torch.int64)
         for one in few.values():
-            members[one.groups.start : one.groups.stop - 1] = torch.tensor(one.members)
+            members[one.groups.start : one.groups.stop - 1] = torch.tensor(one.group_numel)
         members = members.to(self.device)
         unit = Unit.of(largest, members)
-        mean = unit.mean(self._sums(few, unit.count), members)
+        mean = unit.mean(self._group_sums(few, unit.count), members)
         ternary = {name: one for name, one in few.items() if bits[name] == 2}
         binary: dict[str, Grid] = {name: binary_grid(mean[one.groups]) for name, one in few.items()
                                    if name not in ternary}
-        return {**binary, **(self._ternary(ternary, unit, threshold_of(mean)) if ternary else {})}
+        return {**binary, **(self._ternary_grids(ternary, unit, threshold_of(mean)) if ternary else {})}
 
-    def _ternary(self, matrices: Mapping[str, Matrix], unit: Unit, threshold: Tensor) -> dict[str, Grid]:
+    def _ternary_grids(self, matrices: Mapping[str, QuantizedMatrix], unit: Unit, threshold: Tensor) -> dict[str, Grid]:
         def beyond(x: Tensor, group: Tensor) -> Tensor:
             return x.abs() > threshold[group].unsqueeze(1)
 
-        sums = self._sums(matrices, lambda x, group: unit.count(x, group).mul_(beyond(x, group)))
-        mean = unit.mean(sums, self._sums(matrices, lambda x, group: beyond(x, group).long()))
+        sums = self._group_sums(matrices, lambda x, group: unit.count(x, group).mul_(beyond(x, group)))
+        mean = unit.mean(sums, self._group_sums(matrices, lambda x, group: beyond(x, group).long()))
         return {name: ternary_grid(threshold[one.groups], mean[one.groups]) for name, one in matrices.items()}
 
-    def _sums(self, matrices: Mapping[str, Matrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        found = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        for x, group, matrix in self.walk(matrices):
-            if matrix.is_cut or self.counts_whole:
+    def _group_sums(self, matrices: Mapping[str, QuantizedMatrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        found = torch.zeros(self.group_count, dtype=torch.int64, device=self.device)
+        for x, group, matrix in self.iter_rows(matrices):
+            if matrix.is_tp_sharded or self.counts_replicated:
                 found.index_add_(0, group, count(x, group).sum(1))
-        return self.combined(found, "sum")
+        return self.all_reduce(found, "sum")
 
 
 @dataclass(frozen=True)
-class Rounded:
+class MatrixRounding:
     """How a matrix is rounded."""
 
     grid: Grid
@@ -173,19 +174,19 @@ class Rounded:
     key: int | None
     """Of the noise, where there is any."""
 
-    def of(self, x: Tensor, strip: Strip) -> Tensor:
+    def round_values(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
         rounded = nearest(self.grid, x, strip.group, self._noise(x, strip))
         return rounded.mul_(1 - self.blend).add_(x * self.blend) if self.blend else rounded
 
-    def levels(self, x: Tensor, strip: Strip) -> Tensor:
+    def levels(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
         """Of the grid, as if there were no blend."""
         return self.grid.levels(x, strip.group, self._noise(x, strip))
 
-    def _noise(self, x: Tensor, strip: Strip) -> Tensor | None:
+    def _noise(self, x: Tensor, strip: QuantRowBlock) -> Tensor | None:
         return None if self.key is None else strip.noise(self.key, x.device)
 
 
-def strips_of(matrix: Matrix, segment: Segment, start: int) -> Iterator[Strip]:
+def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iterator[QuantRowBlock]:
     """A part of a row, whole rows AT_A_TIME, a part of a row."""
     at, end = segment.slot_offset, segment.slot_offset + segment.count
     while at < end:
@@ -193,6 +194,6 @@ def strips_of(matrix: Matrix, segment: Segment, start: int) -> Iterator[Strip]:
         if column or end - at < matrix.columns:
             rows, width = 1, min(matrix.columns - column, end - at)
         else:
-            rows, width = max(1, min((end - at) // matrix.columns, AT_A_TIME // matrix.columns)), matrix.columns
-        yield Strip(matrix, row, column, rows, width, start)
+            rows, width = max(1, min((end - at) // matrix.columns, MAX_FP32_NUMEL // matrix.columns)), matrix.columns
+        yield QuantRowBlock(matrix, row, column, rows, width, start)
         at, start = at + rows * width, start + rows * width

@@ -31,7 +31,7 @@ LinearClass = Callable[..., nn.Module]
 """(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
 
 
-class Tiled(nn.Module, ABC):
+class TiledLinearBase(nn.Module, ABC):
     """The tiles, and their walk; what a tile returns is the business of the two classes below."""
 
     def __init__(
@@ -58,16 +58,16 @@ class Tiled(nn.Module, ABC):
 
     def tiles(self) -> Iterator[nn.Module]:
         """Every tile, in the order of use."""
-        for row in self._rows():
+        for row in self._tile_rows():
             yield from row
 
-    def _rows(self) -> Iterator[list[nn.Module]]:
+    def _tile_rows(self) -> Iterator[list[nn.Module]]:
         """The tiles that make one part of the output."""
         for row in self.linears:
             assert isinstance(row, nn.ModuleList)
             yield list(row)
 
-    def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _split_input(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """[..., in] -> in_splits times [..., part of in]."""
         if isinstance(x, Tensor) and not (self.input_is_already_split and self.in_splits > 1):
             # A row parallel tile takes this rank's share of its features: the sizes are those of what comes in.
@@ -81,38 +81,38 @@ class Tiled(nn.Module, ABC):
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
         """Take the values of one whole layer. Collective where its parameters are cut over tensor parallel."""
-        weight, bias = _whole(other, "weight"), _whole(other, "bias")
+        weight, bias = _full_param(other, "weight"), _full_param(other, "bias")
         if weight is None or weight.shape != (self.out_features, self.in_features):
             raise ConfigError(f"copy_params_from: expected a weight of {(self.out_features, self.in_features)}, found "
                               f"{None if weight is None else tuple(weight.shape)}")
         if (bias is not None) != self.use_bias:
             raise ConfigError(f"copy_params_from: this layer has bias={self.use_bias}, the other {bias is not None}")
-        for row, rows in zip(self._rows(), weight.split(self.out_sizes), strict=True):
+        for row, rows in zip(self._tile_rows(), weight.split(self.out_sizes), strict=True):
             for tile, values in zip(row, rows.split(self.in_sizes, dim=1), strict=True):
-                _set(tile, "weight", values)
-        for row, values in zip(self._rows(), () if bias is None else bias.split(self.out_sizes)):
-            _set(row[-1], "bias", values)
+                _set_tile_param(tile, "weight", values)
+        for row, values in zip(self._tile_rows(), () if bias is None else bias.split(self.out_sizes)):
+            _set_tile_param(row[-1], "bias", values)
 
 
-class TiledLinear(Tiled):
+class TiledLinear(TiledLinearBase):
     """A linear layer whose tiles return their output."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """[..., in], or its parts where `input_is_already_split` -> [..., out], or its parts without
         `combine_out_splits`."""
-        parts = self._parts(x)
-        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._rows()]
+        parts = self._split_input(x)
+        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._tile_rows()]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
 
-class TiledLinearReturnBias(Tiled):
+class TiledLinearReturnBias(TiledLinearBase):
     """A linear layer whose tiles return (output, bias or None), for a caller that adds the bias."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, Any]:
         """As `TiledLinear`, and beside the output its bias, whole or in parts as well."""
-        parts = self._parts(x)
+        parts = self._split_input(x)
         outputs, biases = [], []
-        for row in self._rows():
+        for row in self._tile_rows():
             pairs = [tile(part) for tile, part in zip(row, parts, strict=True)]
             outputs.append(_sum(output for output, _ in pairs))
             biases.append(pairs[-1][1])
@@ -151,21 +151,21 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
     return total
 
 
-def _group(layer: nn.Module) -> Group:
+def _tp_group(layer: nn.Module) -> Group:
     return layer.tp if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else SOLO
 
 
-def _whole(layer: nn.Module, name: str) -> Tensor | None:
+def _full_param(layer: nn.Module, name: str) -> Tensor | None:
     """A parameter as an unsplit layer would hold it."""
     parameter: Tensor | None = getattr(layer, name)
-    partition, tp = None if parameter is None else partition_of(parameter), _group(layer)
+    partition, tp = None if parameter is None else partition_of(parameter), _tp_group(layer)
     if parameter is None or partition is None or tp.is_solo:
         return parameter
     return join_local_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
 
 
-def _set(layer: nn.Module, name: str, values: Tensor) -> None:
+def _set_tile_param(layer: nn.Module, name: str, values: Tensor) -> None:
     """The inverse of `_whole` for one tile."""
-    parameter, tp = getattr(layer, name), _group(layer)
+    parameter, tp = getattr(layer, name), _tp_group(layer)
     partition = partition_of(parameter)
     parameter.copy_(values if partition is None else local_slice(values, partition, tp.rank, tp.size))

@@ -20,69 +20,74 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.zero.exchanges import NOTHING, ExchangeLog
+from megatron.zero.exchanges import NO_ENTRY, CollectiveLog
 from mpu.collectives import all_gather
 from mpu.groups import Group
 
-SECONDS_OF_THE_WATCH = 20.0
+WATCHDOG_REPORT_SECONDS = 20.0
 """It names the places of all ranks sooner than that."""
 
 
-class Owner(Protocol):
+class OwningEngine(Protocol):
     """The engine of a bucket, as far as it is needed here."""
 
-    log: ExchangeLog
+    log: CollectiveLog
 
-    def change(self, what: str) -> AbstractContextManager[None]:
+    def guard_state_change(self, what: str) -> AbstractContextManager[None]:
         """Weights, or states of the optimizer, are written to inside: what ends half way is no base to go on from."""
 
-    def finish_update(self) -> None:
+    def finish_delayed_update(self) -> None:
         """The weights are those of the last step. Collective."""
 
-    def count_new_states(self, bucket: object) -> None:
+    def invalidate_communicated_states(self, bucket: object) -> None:
         """States of a bucket have changed otherwise than by a step. Every rank comes here, where parts are split."""
 
-    def count_new_weights(self) -> None:
+    def increment_weight_version(self) -> None:
         """Weights have changed otherwise than by a step: a backward of a forward before it is refused."""
 
 
-_OWNERS: WeakKeyDictionary[object, ref[Owner]] = WeakKeyDictionary()
+_OWNING_ENGINES: WeakKeyDictionary[object, ref[OwningEngine]] = WeakKeyDictionary()
 
 
-def own(bucket: object, engine: Owner) -> None:
-    _OWNERS[bucket] = ref(engine)
+def register_owning_engine(bucket: object, engine: OwningEngine) -> None:
+    _OWNING_ENGINES[bucket] = ref(engine)
 
 
-def owner_of(bucket: object) -> Owner | None:
-    found = _OWNERS.get(bucket)
+def owning_engine(bucket: object) -> OwningEngine | None:
+    found = _OWNING_ENGINES.get(bucket)
     return None if found is None else found()
 
 
-def meet(log: ExchangeLog, group: Group, where: str, value: Tensor | None = None, details: str = "") -> bool:
+def assert_collective_call(log: CollectiveLog,
+                           group: Group,
+                           call: str,
+                           value: Tensor | None = None,
+                           details: str = "") -> bool:
     """Every rank of `group` is at `where` when this returns, with the same `details`; True where all have the same
     `value`."""
-    log.meet(where)
+    log.record_barrier(call)
     if group.is_solo:
         return True
-    log.entry_awaited = log.count - 1
-    mine = torch.tensor([_number(f"{where} {details}".encode()), 0 if value is None else _number(_bytes(value))])
+    log.awaited_entry = log.entry_count - 1
+    local_digests = torch.tensor(
+        [_digest_int64(f"{call} {details}".encode()), 0 if value is None else _digest_int64(_value_bytes(value))])
     try:
-        all_of_them = all_gather(mine, group, dim=0).view(group.size, 2)
-        if not bool((all_of_them[:, 0] == mine[0]).all()):
-            Event().wait(SECONDS_OF_THE_WATCH)
-            raise ConfigError(f"the ranks do not do the same: this one is at {where}, another one is not; every data "
+        all_digests = all_gather(local_digests, group, dim=0).view(group.size, 2)
+        if not bool((all_digests[:, 0] == local_digests[0]).all()):
+            Event().wait(WATCHDOG_REPORT_SECONDS)
+            raise ConfigError(f"the ranks do not do the same: this one is at {call}, another one is not; every data "
                               "parallel rank must make this call, at the same place")
     except RuntimeError as error:
-        log.explain(error)
+        log.raise_root_cause(error)
         raise
-    log.entry_awaited = NOTHING
-    return bool((all_of_them[:, 1] == mine[1]).all())
+    log.awaited_entry = NO_ENTRY
+    return bool((all_digests[:, 1] == local_digests[1]).all())
 
 
-def _bytes(value: Tensor) -> bytes:
+def _value_bytes(value: Tensor) -> bytes:
     return value.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
 
 
-def _number(data: bytes) -> int:
+def _digest_int64(data: bytes) -> int:
     """A digest, as an int64."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -19,45 +19,46 @@ from megatron.zero.layout import FlatLayout
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class FlatBuffer:
     flat: Tensor
     views: list[Tensor]
     """One for each slot, of its shape."""
 
     @staticmethod
-    def of(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
+    def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         """New; what is between the slots is zero, and stays so."""
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
-        for start, stop in layout.gaps():
+        for start, stop in layout.padding_ranges():
             flat[start:stop].zero_()
-        return Buffer(flat, [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots])
+        return FlatBuffer(flat, [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots])
 
 
-class Turns:
+class BufferPool:
     """The buffers of one engine that nobody uses now."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[object, ...], list[tuple[Buffer, Mark | None]]] = {}
+        self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, Mark | None]]] = {}
 
-    def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
-        free = self._free.get((dtype, layout.form))
+    def acquire(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+        free = self._free.get((dtype, layout.buffer_key))
         if not free:
-            return Buffer.of(layout, dtype, device)
-        buffer, leaves = free.pop(0 if free[0][1] is not None else -1)  # the longest on its way, or else the warmest
-        if leaves is not None:
-            leaves.join()
+            return FlatBuffer.allocate(layout, dtype, device)
+        buffer, pending_copy = free.pop(0 if free[0][1] is not None else
+                                        -1)  # the longest on its way, or else the warmest
+        if pending_copy is not None:
+            pending_copy.join()
         return buffer
 
-    def give(self, layout: FlatLayout, buffer: Buffer, leaves: Mark | None = None) -> None:
+    def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: Mark | None = None) -> None:
         """Nobody reads or writes the buffer any more, in what has been asked of the device so far, but for the copy
         that `leaves`."""
-        self._free.setdefault((buffer.flat.dtype, layout.form), []).append((buffer, leaves))
+        self._free.setdefault((buffer.flat.dtype, layout.buffer_key), []).append((buffer, pending_copy))
 
     def clear(self) -> None:
         """Their memory is given back."""
         self._free.clear()
 
     @property
-    def nbytes(self) -> int:
+    def free_nbytes(self) -> int:
         """Of the buffers that wait for their turn."""
         return sum(buffer.flat.nbytes for free in self._free.values() for buffer, _ in free)

@@ -24,88 +24,94 @@ from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.host import HostShelf
 from megatron.zero.homes.memory import numbers
 from megatron.zero.homes.shelf import HOST, WEIGHT, Home, Homes, Walk
-from megatron.zero.renewal import Renewal, Tile
-from megatron.zero.state import State
-from megatron.zero.wholes import wholes
+from megatron.zero.renewal import MasterToParamCopier, UpdateTile
+from megatron.zero.state import EngineState
+from megatron.zero.wholes import gather_full_params
 from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 from mpu.wire.interface import Op
 
-Hypers = Sequence[Mapping[str, Any]]
+GroupHyperparams = Sequence[Mapping[str, Any]]
 """The hyper-parameters of each group, as they are at this step."""
 
 
-Scalars = Callable[[torch.device], StepScalars]
+ScalarsForDevice = Callable[[torch.device], StepScalars]
 """The numbers of a step, for one side."""
 
 
 @dataclass(frozen=True)
-class _Round:
+class _StorageUpdate:
     """Of a step through one home."""
 
-    home: Home
+    storage: Home
     device: torch.device
     """Where its arithmetic is."""
-    is_together: bool
+    is_batched: bool
     tiles: Sequence[Sequence[tuple[FlatBucket, slice]]]
     """What is updated at a time: everything where launches count, one part where it stays in the cache."""
 
-    def walk(self) -> Walk:
-        return self.home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self.tiles)
+    def iter_tiles(self) -> Walk:
+        return self.storage.walk([(bucket.master_state, part) for bucket, part in tiles] for tiles in self.tiles)
 
 
-class Update:
-    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule,
+class OptimizerUpdate:
+    def __init__(self, state: EngineState, engine_storage: Homes, groups: Groups, rule: Rule,
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
-        self._renewal = Renewal(homes, state.buckets)
-        self._rounds = [self._round(home, [bucket for bucket in state.buckets if bucket.home is home])
-                        for home in sorted({bucket.home for bucket in state.buckets}, key=lambda it: it.is_elsewhere)]
+        self._copier = MasterToParamCopier(engine_storage, state.buckets)
+        self._storage_updates = [
+            self._make_storage_update(home, [bucket for bucket in state.buckets if bucket.storage is home])
+            for home in sorted({bucket.storage
+                                for bucket in state.buckets}, key=lambda it: it.is_elsewhere)
+        ]
         """What is on the device comes first: it works at that beside the host."""
-        self.is_together = all(each.is_together for each in self._rounds)
-        self._is_split = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
-                                               device=bucket.device) for bucket in state.buckets}
+        self.is_batched = all(each.is_batched for each in self._storage_updates)
+        self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
+                                                    device=bucket.device) for bucket in state.buckets}
 
-    def _round(self, home: Home, buckets: Sequence[FlatBucket]) -> _Round:
-        together = on_accelerator(buckets[0].device) and not home.is_elsewhere and \
-            not any(map(self._renewal.crosses, buckets))
-        parts = [(bucket, part) for bucket in buckets for part in bucket.kept.parts]
-        return _Round(home, buckets[0].updates_on, together, [parts] if together else [[part] for part in parts])
+    def _make_storage_update(self, storage: Home, buckets: Sequence[FlatBucket]) -> _StorageUpdate:
+        is_batched = on_accelerator(buckets[0].device) and not storage.is_elsewhere and \
+            not any(map(self._copier.crosses_devices, buckets))
+        chunks = [(bucket, part) for bucket in buckets for part in bucket.master_state.parts]
+        return _StorageUpdate(storage, buckets[0].update_device, is_batched,
+                              [chunks] if is_batched else [[part] for part in chunks])
 
-    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
+    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         """`factor` is 1 / divisor, where the host knows it: a rule that waits needs it."""
-        self._state.changing = "step"
+        self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
-            bucket.await_parameters()  # of a step before, in blocks that no forward has used since
-        hypers, taken = self._hypers(), self._state.counters.optimizer_steps
-        for each in self._rounds:
-            at = scalars(each.device)
-            with closing(each.walk()) as walk:
-                for tiles, kept in zip(each.tiles, walk, strict=True):
-                    new = [self._renewal.tile(bucket, part, numbers, bucket.grads.shard[part])
-                           for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-                    self._renewal(new, written=self._step(new, hypers, at, factor, taken))
-                    self._send([tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel])
-        self._state.changing = None
+            bucket.wait_for_param_gather()  # of a step before, in blocks that no forward has used since
+        hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
+        for storage_update in self._storage_updates:
+            at = scalars(storage_update.device)
+            with closing(storage_update.iter_tiles()) as chunk_iterator:
+                for tiles, chunk_states in zip(storage_update.tiles, chunk_iterator, strict=True):
+                    new = [self._copier.make_tile(bucket, part, numbers, bucket.grads.shard[part])
+                           for (bucket, part), numbers in zip(tiles, chunk_states, strict=True)]
+                    self._copier(new, lp_is_written=self._apply_rule(new, hypers, at, grad_multiplier, taken))
+                    self._start_allgathers(
+                        [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel])
+        self._state.unfinished_change = None
 
-    def _send(self, done: Sequence[FlatBucket]) -> None:
-        if done:
-            self._renewal.settle()
-        for bucket in done:
-            bucket.send()
+    def _start_allgathers(self, updated: Sequence[FlatBucket]) -> None:
+        if updated:
+            self._copier.join_copies()
+        for bucket in updated:
+            bucket.start_allgather_after_step()
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         return False
 
     def finish(self) -> None:
         """It has."""
 
-    def _hypers(self) -> Hypers:
+    def _current_hyperparams(self) -> GroupHyperparams:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
 
-    def _step(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> bool:
+    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars, factor: float | None,
+                    taken: int) -> bool:
         """True: the new weights are where the tiles want them, too."""
         written = not self._rule.waits
         for number, hyper in enumerate(hypers):
@@ -118,92 +124,96 @@ class Update:
                 self._rule.step(span, hyper, factor=factor, steps_taken=taken)
         return written
 
-    def _spans(self, tile: Tile, group: int) -> Iterator[Span]:
+    def _spans(self, tile: UpdateTile, group: int) -> Iterator[Span]:
         """The work of a rule on a tile for one hyper-parameter group: a span, or none."""
-        start, stop = tile.bucket.layout.group_span(tile.bucket.shard_group.rank, group)
-        start, stop = max(start, tile.part.start), min(stop, tile.part.stop)
+        start, stop = tile.bucket.layout.group_range(tile.bucket.shard_group.rank, group)
+        start, stop = max(start, tile.chunk.start), min(stop, tile.chunk.stop)
         if start < stop:
             yield self._span(tile, group, slice(start, stop))
         elif not self._rule.elementwise:
-            yield self._span(tile, group, slice(tile.part.start, tile.part.start))
+            yield self._span(tile, group, slice(tile.chunk.start, tile.chunk.start))
 
-    def _span(self, tile: Tile, group: int, span: slice) -> Span:
+    def _span(self, tile: UpdateTile, group: int, span: slice) -> Span:
         bucket = tile.bucket
         parts = [] if self._rule.elementwise else [
             Part(index, start - span.start, stop - span.start)
-            for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
+            for index, start, stop in bucket.layout.slot_ranges(bucket.shard_group.rank)
             if span.start <= start < span.stop]
         names = () if self._rule.elementwise else tuple(slot.name for slot in bucket.layout.slots)
-        here = slice(span.start - tile.part.start, span.stop - tile.part.start)
-        states = {kind: values[here] for kind, values in tile.kept.items() if kind != WEIGHT}
-        narrow = None if tile.narrow is None else tile.narrow[here]
-        return Span(group, tile.kept[WEIGHT][here], tile.grads[here], states, parts, len(bucket.layout.slots),
-                    partial(self._of_slots, bucket, "sum"), narrow, partial(self._of_slots, bucket, "max"), names,
-                    partial(wholes, bucket, self._groups.tp, group))
+        here = slice(span.start - tile.chunk.start, span.stop - tile.chunk.start)
+        states = {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}
+        narrow = None if tile.lp_out is None else tile.lp_out[here]
+        return Span(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts, len(bucket.layout.slots),
+                    partial(self._reduce_slot_values, bucket, "sum"), narrow,
+                    partial(self._reduce_slot_values, bucket, "max"), names,
+                    partial(gather_full_params, bucket, self._groups.tp, group))
 
-    def _of_slots(self, bucket: FlatBucket, op: Op, of_parts: Tensor) -> Tensor:
+    def _reduce_slot_values(self, bucket: FlatBucket, op: Op, values: Tensor) -> Tensor:
         """Sums or maxima over this rank's part of each parameter -> over the whole parameter."""
         if bucket.shard_group.is_solo and self._groups.tp.is_solo:
-            return of_parts
-        here = all_reduce(of_parts.to(bucket.device), bucket.shard_group, op)
-        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp, op), here).to(of_parts.device)
+            return values
+        here = all_reduce(values.to(bucket.device), bucket.shard_group, op)
+        return torch.where(self._is_tp_sharded[bucket], all_reduce(here, self._groups.tp, op), here).to(values.device)
 
 
-class DelayedUpdate(Update):
+class DelayedOptimizerUpdate(OptimizerUpdate):
     """Of state on the host beside the device, by a rule that looks at one weight at a time."""
 
-    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule,
+    def __init__(self, state: EngineState, engine_storage: Homes, groups: Groups, rule: Rule,
                  param_groups: Sequence[ParamGroup]) -> None:
-        super().__init__(state, homes, groups, rule, param_groups)
+        super().__init__(state, engine_storage, groups, rule, param_groups)
         self._worker = ThreadPoolExecutor(1, "update")
-        self._under_way: Future[None] | None = None
-        self._fresh = {bucket: numbers(bucket.kept.numel, bucket.work.dtype, pinned=homes.pins)
-                       for bucket in state.buckets}
+        self._running: Future[None] | None = None
+        self._new_params = {
+            bucket: numbers(bucket.master_state.numel, bucket.param_shard.dtype, pinned=engine_storage.pins)
+            for bucket in state.buckets
+        }
         """New weights, until nobody uses the ones before."""
-        self._leaving: list[Mark] = []
+        self._pending_copies: list[Mark] = []
         """On their way to the device."""
 
-    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
-        assert self._under_way is None, "an update is under way"
-        shelves = [bucket.kept for bucket in self._state.buckets if isinstance(bucket.kept, HostShelf)]
-        for mark in self._leaving:
+    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
+        assert self._running is None, "an update is under way"
+        shelves = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShelf)]
+        for mark in self._pending_copies:
             mark.wait()
         tiles = []
         for bucket, shelf in zip(self._state.buckets, shelves, strict=True):
-            grads = bucket.grads.hand_over()
-            tiles += [Tile(bucket, part, shelf.taken(part), grads[part], self._fresh[bucket][part])
+            grads = bucket.grads.detach_host_grads()
+            tiles += [UpdateTile(bucket, part, shelf.taken(part), grads[part], self._new_params[bucket][part])
                       for part in shelf.parts]
-        self._under_way = self._worker.submit(self._run, tiles, _kept(self._hypers()), scalars(HOST), factor,
-                                              self._state.counters.optimizer_steps)
+        self._running = self._worker.submit(self._update_tiles, tiles, _copy_hyperparams(self._current_hyperparams()),
+                                            scalars(HOST), grad_multiplier, self._state.counters.optimizer_steps)
         for shelf in shelves:
-            shelf.wait_for(self._under_way)
+            shelf.wait_for(self._running)
 
-    def _run(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> None:
+    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars,
+                      factor: float | None, taken: int) -> None:
         for tile in tiles:
-            if not self._step([tile], hypers, at, factor, taken):
-                assert tile.narrow is not None
-                tile.narrow.copy_(tile.kept[WEIGHT])
+            if not self._apply_rule([tile], hypers, at, factor, taken):
+                assert tile.lp_out is not None
+                tile.lp_out.copy_(tile.master_state[WEIGHT])
 
     @property
-    def is_under_way(self) -> bool:
-        return self._under_way is not None
+    def is_running(self) -> bool:
+        return self._running is not None
 
     def finish(self) -> None:
-        if self._under_way is None:
+        if self._running is None:
             return
-        self._state.changing = "step"
-        under_way, self._under_way = self._under_way, None
+        self._state.unfinished_change = "step"
+        under_way, self._running = self._running, None
         under_way.result()
         marks = []
         for bucket in self._state.buckets:
-            bucket.await_parameters()  # of the update before, if no forward came between
-            marks.append(self._renewal.bring(bucket, self._fresh[bucket]))
-            self._send([bucket])
-        self._leaving = [mark for mark in marks if mark is not None]
-        self._state.changing = None
+            bucket.wait_for_param_gather()  # of the update before, if no forward came between
+            marks.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
+            self._start_allgathers([bucket])
+        self._pending_copies = [mark for mark in marks if mark is not None]
+        self._state.unfinished_change = None
 
 
-def _kept(hypers: Hypers) -> Hypers:
+def _copy_hyperparams(hypers: GroupHyperparams) -> GroupHyperparams:
     """As they are now: a learning rate may be a tensor, which schedulers change in place."""
     return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
             for hyper in hypers]

@@ -19,70 +19,76 @@ from mpu.collectives import all_reduce_into
 from mpu.groups import Group
 from mpu.wire import waits
 
-_OWN = 4
+_RESULT_SCALARS = 4
 """Numbers of the exchange before the riders: squares, digests, squares of digests, objections."""
 
 
-class Found(NamedTuple):
+class HostStepResult(NamedTuple):
     """The verdict on the host."""
 
     norm: float
     """Of the mean gradient over all ranks; inf or nan where any element anywhere is."""
-    factor: float
+    grad_multiplier: float
     """What the sums of gradients are multiplied by: unscaling, averaging and clipping."""
-    alike: bool
+    digests_match: bool
     """All ranks gave the same digest."""
-    objections: bool
+    has_veto: bool
     """Some rank objects to the step."""
-    riders: tuple[float, ...] = ()
+    scalars: tuple[float, ...] = ()
 
     @property
-    def disputed(self) -> bool:
+    def ranks_disagree(self) -> bool:
         """The ranks disagree."""
-        return self.objections or not self.alike
+        return self.has_veto or not self.digests_match
 
     @property
     def applied(self) -> bool:
-        return math.isfinite(self.norm) and not self.disputed
+        return math.isfinite(self.norm) and not self.ranks_disagree
 
 
-class Verdict:
+class StepResult:
     """The tensors are 0-dimensional, on the device of the gradients."""
 
-    def __init__(self, sums: Tensor, ranks: int, *, per_unit: float, limit: float) -> None:
+    def __init__(self, sums: Tensor, ranks: int, *, mean_factor: float, max_norm: float) -> None:
         """From what `exchange` returned. `per_unit` makes the mean gradient of the sum; the norm is clipped to `limit`
         (0: not at all)."""
-        self._ranks, self._per_unit, self._limit = ranks, per_unit, limit
-        squares, digests, squared_digests, objections = sums[:_OWN].unbind()
-        norm = squares.sqrt() * per_unit
-        self.applies = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
-        self._line = HostCopy(torch.cat([norm.view(1), sums]))
+        self._ranks, self._mean_factor, self._max_norm = ranks, mean_factor, max_norm
+        squares, digests, squared_digests, objections = sums[:_RESULT_SCALARS].unbind()
+        norm = squares.sqrt() * mean_factor
+        self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
+        self._host_scalars = HostScalars(torch.cat([norm.view(1), sums]))
         self._norm = norm
 
-    def divisor(self) -> Tensor:
+    def grad_divisor(self) -> Tensor:
         """1 / factor, in fp32."""
-        if not self._limit:
-            return torch.full((), 1.0 / self._per_unit, dtype=torch.float32, device=self._norm.device)
-        clipped = torch.where(self._norm > self._limit, self._limit / (self._norm + 1e-6), 1.0)
-        return (clipped * self._per_unit).reciprocal().float()
+        if not self._max_norm:
+            return torch.full((), 1.0 / self._mean_factor, dtype=torch.float32, device=self._norm.device)
+        clipped = torch.where(self._norm > self._max_norm, self._max_norm / (self._norm + 1e-6), 1.0)
+        return (clipped * self._mean_factor).reciprocal().float()
 
-    def read(self) -> Found:
+    def to_host(self) -> HostStepResult:
         """Waits for the device."""
-        norm, _, digests, squared_digests, objections, *riders = self._line.values()
-        return Found(norm, self._per_unit * clip_factor(norm, self._limit),
-                     squared_digests * self._ranks == digests * digests, objections > 0, tuple(riders))
+        norm, _, digests, squared_digests, vetoes, *scalars = self._host_scalars.values()
+        return HostStepResult(norm, self._mean_factor * clip_factor(norm, self._max_norm),
+                              squared_digests * self._ranks == digests * digests, vetoes > 0, tuple(scalars))
 
 
-def exchange(square: Tensor, world: Group, *, counts: bool = True, digest: int = 0, objects: bool = False,
-             riders: Sequence[Tensor | float] = ()) -> Tensor:
+def all_reduce_step_scalars(norm_squared: Tensor,
+                            world: Group,
+                            *,
+                            counts_norm: bool = True,
+                            digest: int = 0,
+                            has_veto: bool = False,
+                            scalars: Sequence[Tensor | float] = ()) -> Tensor:
     """The sums over the world. `counts` is False on ranks whose gradients another one counts. `digest` has as few bits
     that the sums of it and of its square are exact (settings.py)."""
-    numbers = row_on(square.device, (square if counts else 0, digest, digest * digest, objects, *riders))
+    numbers = scalars_on_device(norm_squared.device,
+                                (norm_squared if counts_norm else 0, digest, digest * digest, has_veto, *scalars))
     all_reduce_into(numbers, world).wait()
     return numbers
 
 
-def row_on(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
+def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
     """The numbers in fp64 on the device. Those of the host are one copy, which neither waits for the device (it is from
     page-locked memory) nor is a kernel; each 0-dimensional tensor is one more."""
     on_host = torch.tensor([0.0 if isinstance(number, Tensor) else number for number in numbers], dtype=torch.float64,
@@ -95,12 +101,12 @@ def row_on(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
     return row
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def clip_factor(norm: float, max_norm: float) -> float:
     """What to multiply gradients by so that their norm is at most `limit` (0: no limit)."""
-    return limit / (norm + 1e-6) if limit and norm > limit else 1.0
+    return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
-class HostCopy:
+class HostScalars:
     """A few numbers on their way from the device to the host."""
 
     def __init__(self, numbers: Tensor) -> None:

@@ -49,7 +49,7 @@ def make_engine(preset: str, device: torch.device, batch: int) -> Engine:
 def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, by name: views of the engine's own state."""
     kinds = ("weight", *engine.core.state_kinds)
-    return {f"{kind}/{slot.name}/{offset}": run for kind, slot, offset, run in engine.core.state_runs(kinds)}
+    return {f"{kind}/{slot.name}/{offset}": run for kind, slot, offset, run in engine.core.state_segments(kinds)}
 
 
 class Contenders:

@@ -40,12 +40,12 @@ def step(engine: Engine) -> float:
     for bucket in engine.core.buckets:
         grads = bucket.grads
         for index in range(len(bucket.parameters)):
-            grads.total(index).fill_(1e-3)
-        grads.reduce()
+            grads.accumulated_grad(index).fill_(1e-3)
+        grads.start_reduction()
         grads.end_backward(ends_step=True)
     begin = time.perf_counter()
     engine.core.step(1e-4)
-    engine.core.homes.settle()
+    engine.core.engine_storage.settle()
     return time.perf_counter() - begin
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     chosen = parser.parse_args()
     here = made(chosen)
     there = made(chosen, offload_optimizer_device="nvme", offload_optimizer_nvme_path=chosen.nvme_path)
-    home = there.core.homes.optimizer
+    home = there.core.engine_storage.optimizer
     assert isinstance(home, Nvme)
     for engine in (here, there):
         step(engine)  # the first one reads nothing

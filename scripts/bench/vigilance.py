@@ -151,8 +151,7 @@ def steps_child(name: str, pairs: int) -> int:
     from megatron.config.tree import build_config
     from megatron.launch import distributed
     from megatron.train import build
-    from megatron.whereabouts import FORWARD
-    from megatron.whereabouts import HERE as PLACE
+    from megatron.whereabouts import FORWARD, HERE as PLACE
     from mpu import groups as mpu_groups
 
     env = distributed.init()
@@ -211,16 +210,16 @@ def fastest(action: Callable[[], object], rounds: int = 200, calls: int = 10) ->
 def settings() -> Iterator[str]:
     import torch
 
-    from megatron.zero.settings import GroupReader, settings_of_a_step
-    from megatron.zero.verdict import row_on
+    from megatron.zero.settings import HyperparamDigest, make_step_settings
+    from megatron.zero.verdict import scalars_on_device
 
     for count in (2, 24):
         groups = [dict(torch.optim.AdamW([torch.zeros(1)], lr=1e-3 * number).param_groups[0], initial_lr=1e-3)
                   for number in range(1, count + 1)]
-        reader = GroupReader(groups)
+        reader = HyperparamDigest(groups)
 
         def compared() -> int:
-            return settings_of_a_step(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
+            return make_step_settings(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
 
         def new_rates() -> int:
             for group in groups:
@@ -230,7 +229,7 @@ def settings() -> Iterator[str]:
         for what, action in (("the same rates", compared), ("a new rate in each", new_rates)):
             yield f"| settings of {count} param groups, {what}: texts and digest | {1e6 * fastest(action):.1f} |"
     device, square = torch.device("cpu"), torch.ones((), dtype=torch.float64)
-    filled = fastest(lambda: row_on(device, (square, 11, 121, 0)))
+    filled = fastest(lambda: scalars_on_device(device, (square, 11, 121, 0)))
     yield f"| the numbers of a step, to the device | {1e6 * filled:.1f} |"
     yield f"| what a save compares, 2 ranks | {float(launched(2, '--child', 'settings').splitlines()[-1]):.1f} |"
 

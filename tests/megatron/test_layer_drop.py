@@ -94,7 +94,7 @@ def test_the_mean_output_of_linear_blocks_is_the_whole_one() -> None:
         whole, mean, sum_of_chances = model.hidden_states(tokens), torch.zeros(()).double(), 0.0
         for runs in product((True, False), repeat=layers):
             with patch.object(layer_drop, "draw", lambda seed, step, block: 0.0 if runs[block] else 1.0):
-                blocks = model._kept_blocks(0, theta)
+                blocks = model._choose_blocks(0, theta)
             chances = [keep_probability(block, layers, theta) for block in range(layers)]
             chance = math.prod(p if run else 1 - p for p, run in zip(chances, runs, strict=True))
             mean, sum_of_chances = mean + chance * model.hidden_states(tokens, blocks=blocks), sum_of_chances + chance

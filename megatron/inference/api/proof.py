@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.inference.api.policy import Plan, is_linear, widths
 from megatron.inference.api.same import check_tensors
 from megatron.launch.exits import is_peer_loss
-from megatron.zero.nested import tensors_in
+from megatron.zero.nested import iter_tensors
 from mpu.groups import Group
 
 ROWS, LENGTH = 2, 8
@@ -83,7 +83,7 @@ class Proof:
         problem = "its first layer takes neither tokens nor features"
         if example is not None:
             self._example = example
-            check_tensors(tensors_in([example.args, example.kwargs]), tp, "example_inputs")
+            check_tensors(iter_tensors([example.args, example.kwargs]), tp, "example_inputs")
             try:
                 self._outputs = self._run(self._keep)
                 unused = [path for path in self._rows() if path not in self._kept]
@@ -113,7 +113,7 @@ class Proof:
 
     def _run(self, hear: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
         with torch.no_grad(), _evaluating(self._model), _heard(self._rows(), hear):
-            return list(tensors_in(self._model(*self._example.args, **self._example.kwargs)))
+            return list(iter_tensors(self._model(*self._example.args, **self._example.kwargs)))
 
     def _rows(self) -> dict[str, nn.Module]:
         """Row layers by their paths; one that is in two places by its first."""

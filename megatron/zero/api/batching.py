@@ -32,12 +32,12 @@ class Batching:
         """Of all optimizer steps, also of those with another batch size."""
         self._mid_step = self._was_set = False
         # Buffers for sums in fp32 are made with the engine.
-        self._may_accumulate = (core.accumulation > 1 or config.precision.fp32_allreduce
+        self._may_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or DTYPES[config.precision.name] == torch.float32)
 
     @property
     def total(self) -> int:
-        return self.micro * self._core.accumulation * self._dp
+        return self.micro * self._core.accumulation_steps * self._dp
 
     def after_step(self, ended: bool) -> None:
         """A call of `step`, which ended an optimizer step or did not."""
@@ -77,7 +77,7 @@ class Batching:
                 f"{self.micro} x data parallel {self._dp} = {unit}")
         require(count == 1 or self._may_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
                 "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
-        self._core.accumulate(count)
+        self._core.set_accumulation_steps(count)
         self._was_set = True
 
     def _check_between_steps(self, what: str) -> None:

@@ -13,38 +13,38 @@ from torch import Tensor
 
 from megatron.config.quantize import QuantizeConfig
 from megatron.errors import ConfigError
-from megatron.zero.curvature import Curvature
+from megatron.zero.curvature import HessianEigensolver
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.quantise import Quantisation
+from megatron.zero.quantise import MoQState
 from mpu.random import capture_rng, restore_rng
 
 
 class Eigenvalues:
-    def __init__(self, core: ZeroEngine, config: QuantizeConfig, quantisation: Quantisation) -> None:
+    def __init__(self, core: ZeroEngine, config: QuantizeConfig, quantisation: MoQState) -> None:
         self._core, self._quantisation = core, quantisation
-        self._curvature = Curvature(core.buckets, core.groups, max_iter=config.eigenvalue_max_iter,
-                                    tol=config.eigenvalue_tol, stability=config.eigenvalue_stability)
+        self._curvature = HessianEigensolver(core.buckets, core.groups, max_iter=config.eigenvalue_max_iter,
+                                             tol=config.eigenvalue_tol, stability=config.eigenvalue_stability)
         self._last: tuple[Sequence[Any], Mapping[str, Any], dict[str, object]] | None = None
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward of training begins, with these."""
-        self._last = (args, kwargs, capture_rng()) if self._quantisation.is_near else None
+        self._last = (args, kwargs, capture_rng()) if self._quantisation.bits_may_fall_soon else None
 
     def after_step(self) -> None:
         """Find them, if they will be wanted by the next step. Collective."""
-        if self._last is None or not self._quantisation.is_due(self._core.applied_steps):
+        if self._last is None or not self._quantisation.bits_fall_next_step(self._core.applied_steps):
             return
         core, (args, kwargs, streams) = self._core, self._last
-        core.conclude()
+        core.finish_step()
         now = capture_rng()
         try:
-            with core.without_a_step() as begin_anew:
+            with core.backwards_without_step() as begin_anew:
                 def run() -> None:
                     begin_anew()
                     restore_rng(streams)
-                    core.backward(_loss(core.module, args, kwargs) * core.accumulation)
+                    core.backward(_loss(core.module, args, kwargs) * core.accumulation_steps)
 
-                self._quantisation.learn([
+                self._quantisation.set_eigenvalues([
                     self._curvature.eigenvalue(block, f"{block} {self._quantisation.counter}", run)
                     for block in self._quantisation.blocks[1:]])
         finally:

@@ -35,9 +35,9 @@ from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
+from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
 from megatron.zero.api.eigenvalues import Eigenvalues
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.profiled import ProfiledStep
@@ -47,10 +47,10 @@ from megatron.zero.api.saved import (Identity, LoadOptions, check_save_call, loa
 from megatron.zero.api.schedule import Moved, Scheduler, ZeroOptimizer, can_go_back
 from megatron.zero.api.status import EngineStatus, drive_use
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
-from megatron.zero.aside import states_of
+from megatron.zero.aside import parse_offload_states
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
-from megatron.zero.nested import mapped
+from megatron.zero.nested import map_tensors
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
 
@@ -62,7 +62,7 @@ class Engine(EngineStatus):
                  watch: Watch = Watch(), mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self._batching = Batching(core, config)
-        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.homes))
+        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.engine_storage))
         self.mpu = mpu
         self.profiled = ProfiledStep(config, core, self)
         """What looks at one step of it, module by module, where that is asked for."""
@@ -70,7 +70,7 @@ class Engine(EngineStatus):
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
         """What tells the model which layers to leave out; None where it leaves out none."""
-        quantisation = core.state.quantisation
+        quantisation = core.state.moq
         self._eigenvalues = Eigenvalues(core, config.quantize, quantisation) if quantisation is not None and \
             config.quantize.quantize_eigenvalue else None
         self.training_dataloader: DataLoader[Any] | None = None
@@ -85,7 +85,7 @@ class Engine(EngineStatus):
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
-        self._background = Background(core.groups.world, core.meet, self._run_id)
+        self._background = Background(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostCopy(self.device)
         self._trash = BehindTheRun()
         self.notes: list[str] = []
@@ -99,7 +99,7 @@ class Engine(EngineStatus):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
-            args, kwargs = mapped((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
+            args, kwargs = map_tensors((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
         if self._eigenvalues is not None and self.training:
             self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:
@@ -124,9 +124,9 @@ class Engine(EngineStatus):
         `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
         with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
             self.conclude()
-            report = self.core.step(riders=riders, aside=self._background.progress)
+            report = self.core.step(extra_scalars=riders, engine_scalars=self._background.progress)
             if self.reads_weights_between_steps:
-                self.core.settle()
+                self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
             with self.config.words.speaking():
                 self._eigenvalues.after_step()
@@ -145,8 +145,8 @@ class Engine(EngineStatus):
 
     def _tell_of_bits(self) -> None:
         """Which fell in this step."""
-        quantisation = self.core.state.quantisation
-        for line in () if quantisation is None else quantisation.take_news():
+        quantisation = self.core.state.moq
+        for line in () if quantisation is None else quantisation.take_messages():
             if self.groups.world.rank == 0:
                 print(line, flush=True)
 
@@ -177,7 +177,7 @@ class Engine(EngineStatus):
 
     def _settle_rate(self) -> None:
         """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""
-        if self._on_trust is not None and (report := self.core.learn()) is not None:
+        if self._on_trust is not None and (report := self.core.read_step_result()) is not None:
             moved, self._on_trust = self._on_trust, None
             if not report.applied:
                 moved.take_back()
@@ -185,7 +185,7 @@ class Engine(EngineStatus):
     def conclude(self) -> None:
         """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
         The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
-        self.core.conclude()
+        self.core.finish_step()
         self._tell()
 
     def _tell(self) -> None:
@@ -194,11 +194,11 @@ class Engine(EngineStatus):
         report, self._untold = self._untold, None
         if report is None:
             return
-        if report.complaint is not None and self.groups.world.rank == 0:
-            print(f"warning: {report.complaint}", file=sys.stderr)
-        if report.remark is not None and self.groups.world.rank == 0:
-            print(report.remark, flush=True)
-        self._background.poll(report.aside)
+        if report.skip_warning is not None and self.groups.world.rank == 0:
+            print(f"warning: {report.skip_warning}", file=sys.stderr)
+        if report.note is not None and self.groups.world.rank == 0:
+            print(report.note, flush=True)
+        self._background.poll(report.engine_scalars)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)
@@ -271,7 +271,7 @@ class Engine(EngineStatus):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The micro-batch under way is the last of its optimizer step."""
-        return self.core.at_boundary
+        return self.core.is_at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
@@ -280,14 +280,14 @@ class Engine(EngineStatus):
 
     def settle(self) -> None:
         """Wait for what is still on its way between ranks; before leaving the process."""
-        self.core.settle()
+        self.core.wait_for_param_gathers()
 
     def offload_states(self, include: Iterable[Any] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
                        non_blocking: bool = False) -> None:
         """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` names
         some of `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
-        self.core.meet("engine.offload_states()")
-        states = agree(lambda: states_of(include, device), self.groups.world)
+        self.core.assert_collective_call("engine.offload_states()")
+        states = agree(lambda: parse_offload_states(include, device), self.groups.world)
         called_alike("offload_states", {"include": states}, self.groups.world)
         wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
         if not wins and not self._told_of_host:
@@ -314,7 +314,7 @@ class Engine(EngineStatus):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of the model; at stage 3 placeholders while their blocks do not run. Beside a delayed update
         they have the values of before it, until `conclude`."""
-        self.core.settle()
+        self.core.wait_for_param_gathers()
         return self.core.module.parameters(recurse)
 
     def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
@@ -372,7 +372,7 @@ class Engine(EngineStatus):
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
         root = folder_of("save_checkpoint", save_dir)
-        self.core.meet(SAVE)
+        self.core.assert_collective_call(SAVE)
         check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
@@ -383,7 +383,7 @@ class Engine(EngineStatus):
         self.finish_save()
         finish_earlier(earlier, self.groups.world)
         who = Identity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
-        in_background &= not self.core.homes.are_elsewhere
+        in_background &= not self.core.engine_storage.are_elsewhere
         epochs = self.training_dataloader
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
@@ -426,7 +426,7 @@ class Engine(EngineStatus):
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
         root = folder_of("load_checkpoint", load_dir)
-        self.core.meet(LOAD)
+        self.core.assert_collective_call(LOAD)
         called_alike("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -447,7 +447,7 @@ class Engine(EngineStatus):
     @HERE.doing(LOAD)
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
-        self.core.meet(LOAD)
+        self.core.assert_collective_call(LOAD)
         called_alike("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
         return self._restore(found, options)
 
@@ -480,7 +480,7 @@ class Engine(EngineStatus):
         `stage3_gather_16bit_weights_on_model_save` allows it; else a warning and False. The folder is rank 0's."""
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
         path = folder_of("save_16bit_model", save_dir) / save_filename
-        self.core.meet("engine.save_16bit_model()")
+        self.core.assert_collective_call("engine.save_16bit_model()")
         called_alike("save_16bit_model", {"save_filename": str(save_filename),
                                           "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:

@@ -33,10 +33,10 @@ from megatron.launch import exits
 from megatron.launch.distributed import read_environment
 from megatron.launch.exits import answer_uncaught, explain
 from megatron.zero.api.offload import name_of_command
-from megatron.zero.holders import Holder, holder_of
+from megatron.zero.holders import ParamOwner, param_owner
 from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable
-from megatron.zero.initial_params import Building, Depot, Drawn, Parked, is_unfilled
-from megatron.zero.together import meet, owner_of
+from megatron.zero.initial_params import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
+from megatron.zero.together import assert_collective_call, owning_engine
 from mpu import groups as mpu_groups
 from mpu.classic import current_groups
 from mpu.draws import initializer_of
@@ -62,13 +62,13 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     if not enabled:
         yield
         return
-    holders: dict[int, Holder] = {}  # in the order given, which is the same on every rank; each once
+    holders: dict[int, ParamOwner] = {}  # in the order given, which is the same on every rank; each once
     names: list[str] = []
     for parameter in given:
-        if (holder := holder_of(parameter)) is not None:
+        if (holder := param_owner(parameter)) is not None:
             holders.setdefault(id(holder), holder)
             names.append(holder.describe(parameter))
-    without_gradients = modifier_rank is not None or any(holder.comes_and_goes for holder in holders.values())
+    without_gradients = modifier_rank is not None or any(holder.params_are_sharded for holder in holders.values())
     with _loan([*holders.values()], modifier_rank, names), torch.no_grad() if without_gradients else nullcontext():
         yield
 
@@ -82,33 +82,33 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterator[None]:
+def _loan(holders: list[ParamOwner], editor: int | None, names: list[str]) -> Iterator[None]:
     """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
     if not holders:
         yield
         return
-    dp, engine = holders[0].dp, owner_of(holders[0])
+    dp, engine = holders[0].dp, owning_engine(holders[0])
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        meet(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
-    for owner in {id(owner): owner for owner in map(owner_of, holders) if owner is not None}.values():
-        owner.finish_update()
+        assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
+    for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
+        owner.finish_delayed_update()
     agree(lambda: _check_before_loan(holders), dp)
     failure: Exception | None = None
     try:
         for holder in holders:
-            holder.lend()
+            holder.gather_for_user()
         try:
             yield
         except Exception as error:
             failure = error
         if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
             if engine is not None:
-                engine.log.meet("the end of GatheredParameters")
+                engine.log.record_barrier("the end of GatheredParameters")
             agree(lambda: _check_before_return(holders, editor, failure), dp)
     except BaseException:
         for holder in holders:
-            holder.cancel_loan()
+            holder.cancel_user_gather()
         if failure is not None:
             raise failure from None
         raise
@@ -116,39 +116,39 @@ def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterat
         _take_back(holders, None)
         return
     with ExitStack() as changes:
-        for owner in filter(None, map(owner_of, holders)):
-            changes.enter_context(owner.change("edit"))
+        for owner in filter(None, map(owning_engine, holders)):
+            changes.enter_context(owner.guard_state_change("edit"))
         agree(lambda: _take_back(holders, editor), dp)
 
 
-def _take_back(holders: list[Holder], editor: int | None) -> None:
+def _take_back(holders: list[ParamOwner], editor: int | None) -> None:
     """All of them, also after one that fails: the peers exchange the edits of the others."""
     failure: TrainerError | None = None
     try:
         for holder in holders:
             try:
-                holder.take_back(editor)
+                holder.reshard_after_user(editor)
             except TrainerError as error:  # of a drive
                 failure = failure or error
         if failure is not None:
             raise failure
     except BaseException:
         for holder in holders:
-            holder.cancel_loan()
+            holder.cancel_user_gather()
         raise
 
 
-def _check_before_loan(holders: list[Holder]) -> None:
+def _check_before_loan(holders: list[ParamOwner]) -> None:
     for holder in holders:
-        holder.check_before_loan()
+        holder.check_before_user_gather()
 
 
-def _check_before_return(holders: list[Holder], editor: int | None, failure: Exception | None) -> None:
+def _check_before_return(holders: list[ParamOwner], editor: int | None, failure: Exception | None) -> None:
     if failure is not None:
         raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
                           "nothing was changed: see its traceback")
     for holder in holders:
-        holder.check_before_return(editor)
+        holder.check_before_user_reshard(editor)
 
 
 class Init:
@@ -196,7 +196,7 @@ class Init:
             self._end()
 
     def _begin(self) -> None:
-        self._building = Building(is_open=True)
+        self._building = InitContext(is_open=True)
         self._where = None if self._asked is None else torch.device("cpu") if self._path is None else depot(self._path)
 
     def _end(self) -> None:
@@ -239,19 +239,24 @@ class Init:
 
     def _park(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            if holder_of(parameter) is not None or is_lazy(parameter):
+            if param_owner(parameter) is not None or is_lazy(parameter):
                 continue
             source = initializer_of(parameter)
-            if not is_unfilled(parameter):
+            if not lacks_values(parameter):
                 self._keep(parameter)
             elif source is not None:
-                Drawn(parameter, source, self._dp, self._building)
+                LazyInitParam(parameter, source, self._dp, self._building)
             else:
                 self._unfilled.append(module)  # it is about to have a source
 
     def _keep(self, parameter: nn.Parameter) -> None:
         self._freed += parameter.nbytes
-        Parked(parameter, self._dp, self._building, dtype=self._dtype, where=self._where, asked=self._asked)
+        InitShardedParam(parameter,
+                         self._dp,
+                         self._building,
+                         dtype=self._dtype,
+                         storage=self._where,
+                         remote_device=self._asked)
         if self._freed > MOST_FREED:
             give_back_freed()
             self._freed = 0
@@ -278,7 +283,7 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
     for child in module.children():
         child.apply(fn)
     waiting = [parameter for parameter in module.parameters(recurse=False)
-               if (holder := holder_of(parameter)) is not None and not holder.is_settled]
+               if (holder := param_owner(parameter)) is not None and not holder.is_engine_owned]
     with GatheredParameters(waiting, modifier_rank=0) if waiting else nullcontext():
         fn(module)
     return module
@@ -341,10 +346,10 @@ def meanwhile(remote_device: str | None, source: str | os.PathLike[str] | Mappin
     return asked, path
 
 
-def depot(path: str) -> Depot:
+def depot(path: str) -> NvmeInitArena:
     """A folder of this rank's own below it."""
     exits.before_leaving(close_all)
-    return Depot(SwapFolder(path, f"{name_of_command()}-init", read_environment().rank, flag=PATH))
+    return NvmeInitArena(SwapFolder(path, f"{name_of_command()}-init", read_environment().rank, flag=PATH))
 
 
 def give_back_freed() -> None:
@@ -358,8 +363,11 @@ def give_back_freed() -> None:
 def notes_of_init(model: nn.Module, config: Config, device: str) -> list[str]:
     """Where `zero.Init` was asked to keep parameters, if they live elsewhere from now on. `device` is the engine's."""
     home = config.offload.offload_param_device
-    holders = [holder_of(parameter) for parameter in model.parameters()]
-    asked = {holder.asked for holder in holders if isinstance(holder, Parked) and holder.asked is not None}
+    holders = [param_owner(parameter) for parameter in model.parameters()]
+    asked = {
+        holder.remote_device
+        for holder in holders if isinstance(holder, InitShardedParam) and holder.remote_device is not None
+    }
     place = device if home == "none" else home
     return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
             f"--offload-param-device {home} says" for other in sorted(asked - {place})]

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.checkpoint.agree import alike
 from megatron.config import ds_file, ds_together
-from megatron.config.problems import Draft
-from megatron.config.ds_together import BATCH
 from megatron.config.ds_reader import Found
+from megatron.config.ds_together import BATCH
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config.problems import Draft
 from megatron.config.tree import Config, ModelConfig
 from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
@@ -48,14 +48,13 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.same import check_argument, check_model, check_parameters, taking
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, ZeroOptimizer, schedule_of
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
-from megatron.zero.hidden import note_of_split, split_groups
+from megatron.zero.hidden import muon_split_note, split_muon_groups
 from megatron.zero.layout import align
-from megatron.zero.policy import notes as zero_notes
+from megatron.zero.policy import ineffective_setting_notes as zero_notes
 from megatron.zero.precision import DTYPES
-from megatron.zero.settings import plain
-from megatron.zero.watch import watch_over
+from megatron.zero.settings import to_plain_values
+from megatron.zero.watch import start_watchdog
 from mpu.groups import Groups
-
 
 DEFAULT_PORT = 29500
 FOREIGN_LAUNCHERS = ("SLURM_", "OMPI_")
@@ -127,10 +126,10 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         _move_buffers(model, device, DTYPES[config.precision.name])
         with config.words.speaking():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                              param_groups=param_groups, device=device, homes=homes,
+                              param_groups=param_groups, device=device, engine_storage=homes,
                               clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
                               quantize=config.quantize, seed=config.train.seed)
-        watch_over(core)
+        start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
         scheduler = _scheduler(settings, lr_scheduler, wrapped)
         alike(_schedule(scheduler), groups.world, "the ranks give zero.initialize different schedules")
@@ -151,14 +150,14 @@ def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {"the rule": type(rule).__name__}
     for number, group in enumerate(param_groups):
-        found |= {f"{name} of param group {number}": plain(value) for name, value in group.items()
+        found |= {f"{name} of param group {number}": to_plain_values(value) for name, value in group.items()
                   if name != "params"}
         found[f"param group {number}"] = _listed([names.get(parameter, "?") for parameter in group["params"]])
     return found
 
 
 def _schedule(scheduler: Scheduler | None) -> dict[str, Any]:
-    state = {} if scheduler is None else plain(scheduler.state_dict())
+    state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
     return {"lr_scheduler": type(scheduler).__name__, **state}
 
 
@@ -227,12 +226,12 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
 
 def _notes(settings: _Settings, core: ZeroEngine) -> Iterator[str]:
     config = settings.config
-    splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+    splits = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
     iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
-    yield from (*offload_notes(config, core.homes, splits=splits), *config.layer_drop.notes(),
+    yield from (*offload_notes(config, core.engine_storage, splits=splits), *config.layer_drop.notes(),
                 *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes())
     if isinstance(core.rule, Muon):
-        yield note_of_split(core.param_groups)
+        yield muon_split_note(core.param_groups)
 
 
 def _warn_of_empty(param_groups: Sequence[ParamGroup]) -> None:
@@ -293,7 +292,7 @@ def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, cli
     defaults = {"lr": config.schedule.lr, **defaults}
     complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
     if isinstance(rule, Muon):
-        complete = split_groups(model, complete, config.schedule.lr)
+        complete = split_muon_groups(model, complete, config.schedule.lr)
     return rule, complete, defaults, None
 
 

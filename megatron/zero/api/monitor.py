@@ -28,7 +28,7 @@ from megatron.zero.api.curves import Curves, storing
 from megatron.zero.api.lines import Lines, csv_line
 from megatron.zero.api.wandb_run import Project, WandbRun
 from megatron.zero.homes.used import DriveUse
-from megatron.zero.verdict import HostCopy
+from megatron.zero.verdict import HostScalars
 from mpu.device import on_accelerator
 
 DEFAULT_STEPS_PER_PRINT = 10
@@ -105,7 +105,7 @@ class Monitor:
         self._used: DriveUse | None = None  # of drives, by the phases since the last line
         self._lap_steps = 0
         self._sinks: list[Sink] = []
-        self._late: tuple[HostCopy, Callable[[float], list[Event]]] | None = None
+        self._late: tuple[HostScalars, Callable[[float], list[Event]]] | None = None
         """The scalars of a step, once its loss is known."""
 
     def open(self) -> None:
@@ -194,7 +194,7 @@ class Monitor:
         if loss is not None:
             self.write_events(with_loss(loss))
         elif self._loss is not None:
-            self._late = HostCopy(self._loss.view(1)), with_loss
+            self._late = HostScalars(self._loss.view(1)), with_loss
             if not on_accelerator(self._loss):
                 self._write_late()
 

@@ -19,7 +19,7 @@ from megatron.launch.distributed import read_environment
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.rule import Rule
 from megatron.zero.api.update import Side, choose_update
-from megatron.zero.holders import shape_of
+from megatron.zero.holders import full_shape
 from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.host import Host
@@ -108,7 +108,7 @@ def _check_room(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> N
     share = offload.offload_optimizer_ratio * (offload.offload_optimizer_device == "cpu")
     each = share * (4 * (1 + len(rule.states)) + work)
     each += work * (offload.offload_param_device == "cpu")
-    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
+    numel = -(-sum(full_shape(parameter).numel() for parameter in model.parameters()) // dp_size)
     flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
                      if getattr(offload, name) == "cpu")
     check_room_on_host(int(each * numel), read_environment().local_world_size, flags)
@@ -166,7 +166,7 @@ class _Use:
 
 def expected_of_drives(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> dict[str, _Use]:
     """By kind of state, but for the padding of shards, and what a share of whole shards is beside it."""
-    sizes = [shape_of(parameter).numel() for parameter in model.parameters()]
+    sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
     numel = -(-sum(sizes) // dp_size)
     state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
     split = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // dp_size)

@@ -23,45 +23,45 @@ from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.errors import CheckpointError
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Slot
-from megatron.zero.own_exchange import OWED, OWED_TO_ALL, Line
+from megatron.zero.own_exchange import SERVER_ERROR, WORKER_ERROR, CompressedBucketExchange
 from mpu.split import Partition
 
 
 def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
     """This rank's."""
     dp, tp = engine.groups.dp, engine.groups.tp
-    for line in engine.exchanged:
+    for line in engine.compressed_exchanges:
         for slot in _slots(line):
             shape, partition = _of_all(slot, dp.size)
-            yield Piece(slot.name, OWED, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                        line.mean.worker_error[slot.offset : slot.end])
+            yield Piece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
+                        line.one_bit_mean.worker_error[slot.offset : slot.end])
         for segment in line.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            yield Piece(slot.name, OWED_TO_ALL, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
-                        line.mean.server_error[start : start + segment.count])
+            yield Piece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
+                        line.one_bit_mean.server_error[start : start + segment.count])
 
 
 def owed_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
     """Of all ranks together."""
     tp = engine.groups.tp.size
-    for line in engine.exchanged:
-        dtype = DTYPE_NAMES[line.mean.worker_error.dtype]
+    for line in engine.compressed_exchanges:
+        dtype = DTYPE_NAMES[line.one_bit_mean.worker_error.dtype]
         for slot in _slots(line):
             shape, partition = _of_all(slot, engine.groups.dp.size)
-            yield TensorEntry(OWED, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
-            yield TensorEntry(OWED_TO_ALL, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
+            yield TensorEntry(WORKER_ERROR, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
+            yield TensorEntry(SERVER_ERROR, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
                               Spread(slot.offset, line.layout.shard_numel))
 
 
 def owed_kinds(engine: ZeroEngine) -> list[str]:
-    return [OWED, OWED_TO_ALL] if engine.exchanged else []
+    return [WORKER_ERROR, SERVER_ERROR] if engine.compressed_exchanges else []
 
 
 def check_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     """What there is of this model's parameters has their shape."""
     for bucket in engine.buckets:
         for slot in (slot for slot in bucket.layout.slots if slot.numel):
-            if (OWED, slot.name) in found.tensors:
+            if (WORKER_ERROR, slot.name) in found.tensors:
                 _ranks_in(engine, found, slot)
 
 
@@ -69,16 +69,16 @@ def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     """After the rule has been told what travels. A run of which nothing but sums had travelled owed nothing."""
     tp = engine.groups.tp
     where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
-    for line in engine.exchanged:
+    for line in engine.compressed_exchanges:
         for slot in _slots(line):
-            if (OWED, slot.name) in found.tensors:  # not strict: who is new owes nothing
-                _load_owed_by_each(engine, found, slot, line.mean.worker_error[slot.offset : slot.end], where)
+            if (WORKER_ERROR, slot.name) in found.tensors:  # not strict: who is new owes nothing
+                _load_owed_by_each(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            if (OWED_TO_ALL, slot.name) not in found.tensors:
+            if (SERVER_ERROR, slot.name) not in found.tensors:
                 continue
-            found.read(OWED_TO_ALL, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
-                       out=line.mean.server_error[start : start + segment.count], **where)
+            found.read(SERVER_ERROR, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
+                       out=line.one_bit_mean.server_error[start : start + segment.count], **where)
 
 
 def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
@@ -86,24 +86,37 @@ def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: T
     ranks = _ranks_in(engine, found, slot)
     shape, partition = _of_all(slot, ranks)
     if ranks == dp.size:
-        found.read(OWED, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out, **where)
+        found.read(WORKER_ERROR,
+                   slot.name,
+                   shape=shape,
+                   partition=partition,
+                   offset=dp.rank * slot.numel,
+                   out=out,
+                   **where)
         return
     out.zero_()
     for rank in range(ranks):
         one = out.new_empty(slot.numel)
-        found.read(OWED, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one, **where)
+        found.read(WORKER_ERROR,
+                   slot.name,
+                   shape=shape,
+                   partition=partition,
+                   offset=rank * slot.numel,
+                   out=one,
+                   **where)
         out.add_(one, alpha=1 / ranks)
 
 
 def _ranks_in(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
-    saved, expected = found.shape(OWED, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
+    saved, expected = found.shape(WORKER_ERROR, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
-        raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {OWED} {slot.name!r}: shape "
-                              f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
+        raise CheckpointError(
+            f"{found.tag} of {found.folder.parent} is of another model: {WORKER_ERROR} {slot.name!r}: shape "
+            f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
     return saved[0]
 
 
-def _slots(line: Line) -> Iterator[Slot]:
+def _slots(line: CompressedBucketExchange) -> Iterator[Slot]:
     return (slot for slot in line.layout.slots if slot.numel)
 
 

@@ -27,8 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.checkpoint.agree import unlike
 from megatron.errors import ConfigError
 from megatron.ranges import ranges
-from megatron.zero.holders import holder_of, shape_of
-from megatron.zero.units import units_of
+from megatron.zero.holders import full_shape, param_owner
+from megatron.zero.units import unit_name_by_param
 from mpu.groups import Group
 
 Row = Sequence[Any]
@@ -40,7 +40,7 @@ WHAT_DOES_IT = ("a model that is built from a set, or from a dict that is filled
 
 def check_model(model: nn.Module, world: Group) -> None:
     """A ConfigError on every rank that names the first parameter or buffer that differs."""
-    unit_of = units_of(model)
+    unit_of = unit_name_by_param(model)
     check_rows({"parameter": [[name, _words(name, parameter, unit_of[parameter])]
                               for name, parameter in model.named_parameters()], **_buffers(model)},
                world, "the ranks give zero.initialize different models")
@@ -83,8 +83,8 @@ def _buffers(model: nn.Module) -> dict[str, list[Row]]:
 
 def _words(name: str, parameter: nn.Parameter, unit: str) -> str:
     """All that decides how it is laid out and how its values come; the unit, where its name does not say it."""
-    text = kind_of(parameter, shape_of(parameter)) + " (frozen)" * (not parameter.requires_grad)
-    text += " of zero.Init" * (holder_of(parameter) is not None)
+    text = kind_of(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+    text += " of zero.Init" * (param_owner(parameter) is not None)
     return text if name.startswith(f"{unit}.") else f"{text} in unit {unit}"
 
 
@@ -115,8 +115,8 @@ def check_parameters(model: nn.Module) -> None:
         if parameter in _SPOILT:
             raise ConfigError(f"{name} is of an engine that failed half way ({_SPOILT[parameter]}), and may be split, "
                               "rounded or gone: build the model anew, with its weights")
-        holder = holder_of(parameter)
-        if holder is not None and holder.is_settled:
+        holder = param_owner(parameter)
+        if holder is not None and holder.is_engine_owned:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
                               "the other first")
         if holder is None and is_lazy(parameter):

@@ -130,22 +130,22 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   trash: BehindTheRun | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
     Collective over the world."""
-    engine.meet(SAVE)
+    engine.assert_collective_call(SAVE)
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
     pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _data_of(run))
-              for slot, offset, run in engine.state_runs(kinds, frozen)]
+              for slot, offset, run in engine.state_segments(kinds, frozen)]
     pieces += owed_pieces(engine) if optimizer else ()
     shared = {
         "run_id": who.run_id,
-        "engine": engine.counters(),
+        "engine": engine.scalar_state(),
         "optimizer": engine.rule.name,
         "owed": owed_kinds(engine) if optimizer else [],
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
-        "tied": tied_names(engine.module, (*engine.buckets, *engine.frozen)),
+        "tied": tied_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
         "loop": dict(loop),
         "client_state": dict(client_state),
     }
@@ -172,7 +172,7 @@ def _data_of(run: Run) -> Tensor | Deferred:
 def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
     """What all ranks together save. Where a bucket is not split, its replicas share the writing as if it were."""
     groups = engine.groups
-    for bucket in (*engine.buckets, *(engine.frozen if frozen else ())):
+    for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
         layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         for kind in kinds if bucket.trainable else ("weight",):
             for slot in layout.slots:
@@ -191,7 +191,7 @@ def _place(groups: Groups) -> int:
 def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
     """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
     scale unless that is switched off. What does not fit is refused before anything is changed."""
-    engine.meet(LOAD)
+    engine.assert_collective_call(LOAD)
     agree(engine.check_before_load, engine.groups.world)
     agree(lambda: check_shared(found), engine.groups.world)
     optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, where_of(found)
@@ -211,12 +211,15 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
                      engine.param_groups, where)
     _load_tensors(engine, found, optimizer)
     if options.counters:
-        own = {} if options.loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
+        own = {} if options.loss_scale else {
+            key: value
+            for key, value in engine.scalar_state().items() if key in SCALER
+        }
         with sense_of(f"{where}: field 'engine'"):
-            engine.restore_counters({**shared["engine"], **own})
+            engine.restore_scalar_state({**shared["engine"], **own})
     if not optimizer:
-        agree(engine.forget_optimizer_steps, engine.groups.world)
-    elif engine.exchanged:
+        agree(engine.reset_optimizer_state, engine.groups.world)
+    elif engine.compressed_exchanges:
         agree(lambda: load_owed(engine, found), engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
@@ -228,7 +231,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: what is not there stays as it is
-    engine.load_runs(known, partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
+    engine.load_segments(known, partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
@@ -248,11 +251,11 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
 
 def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
-    engine.meet(LOAD)
+    engine.assert_collective_call(LOAD)
     same_weights(found, engine.groups.world)
     agree(engine.check_before_load, engine.groups.world)
-    engine.load_runs({"weight": found.shapes}, partial(_read_run, engine, found),
-                     partial(agree, world=engine.groups.world))
+    engine.load_segments({"weight": found.shapes}, partial(_read_run, engine, found),
+                         partial(agree, world=engine.groups.world))
 
 
 def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
@@ -276,7 +279,7 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
     """The model and the checkpoint are made of the same parameters."""
-    model = {slot.name for bucket in (*engine.buckets, *engine.frozen) for slot in bucket.layout.slots}
+    model = {slot.name for bucket in (*engine.buckets, *engine.frozen_buckets) for slot in bucket.layout.slots}
     saved = set(found.names("weight"))
     for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
         if names and strict:
@@ -293,7 +296,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
             raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
                                   f"found {list(saved)}")
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
-    for bucket in (*engine.buckets, *engine.frozen):
+    for bucket in (*engine.buckets, *engine.frozen_buckets):
         for slot in bucket.layout.slots:
             expected = sharding_of(slot.shape, slot.partition, engine.groups.tp.size).shape
             for kind in kinds if bucket.trainable else ("weight",):
@@ -340,7 +343,7 @@ def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     agree(engine.check_before_save, engine.groups.world)
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
-    for bucket in (*engine.buckets, *engine.frozen):
+    for bucket in (*engine.buckets, *engine.frozen_buckets):
         with _lent(bucket):
             for parameter in bucket.parameters:
                 value = _joined(parameter.detach(), partition_of(parameter), engine.groups.tp)
@@ -356,12 +359,12 @@ def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
 def _lent(bucket: FlatBucket) -> Iterator[None]:
     """Its parameters are whole inside, and only looked at; training goes on after Ctrl-C and a lack of memory, too."""
     try:
-        bucket.lend()
+        bucket.gather_for_user()
         yield
     except BaseException:
-        bucket.cancel_loan()
+        bucket.cancel_user_gather()
         raise
-    bucket.take_back(None)
+    bucket.reshard_after_user(None)
 
 
 def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:

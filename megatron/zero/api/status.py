@@ -103,14 +103,14 @@ class EngineStatus:
         return self._batching.micro
 
     def gradient_accumulation_steps(self) -> int:
-        return self.core.accumulation
+        return self.core.accumulation_steps
 
     def train_batch_size(self) -> int:
         return self._batching.total
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, of a micro-batch, and micro-batches of a step."""
-        return self.train_batch_size(), self._batching.micro, self.core.accumulation
+        return self.train_batch_size(), self._batching.micro, self.core.accumulation_steps
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
@@ -118,13 +118,13 @@ class EngineStatus:
     def drive_use(self) -> DriveUse | None:
         """How long this rank's training thread has waited for its drives, and the bytes read and written, since the
         engine began; None where nothing is on a drive."""
-        return drive_use(self.core.homes)
+        return drive_use(self.core.engine_storage)
 
     @property
     def parameters_kept(self) -> int:
         """Elements of parameters that this rank keeps between steps, with padding: at stage 3 its shards."""
-        return sum(bucket.layout.shard_numel if bucket.comes_and_goes else bucket.layout.numel
-                   for bucket in (*self.core.buckets, *self.core.frozen))
+        return sum(bucket.layout.shard_numel if bucket.params_are_sharded else bucket.layout.numel
+                   for bucket in (*self.core.buckets, *self.core.frozen_buckets))
 
     @property
     def layout(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import Rule, Span, StepScalars
-from megatron.zero.holders import shape_of
+from megatron.zero.holders import full_shape
 from megatron.zero.homes.ferry import Ferry
 from megatron.zero.homes.host import Host, HostShelf
 from megatron.zero.homes.memory import numbers
@@ -58,7 +58,7 @@ def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.de
         return "host", [f" offload: the host updates, with {threads} a rank"]
     if device.type != "cuda" or not isinstance(rule, AdamW):
         return "host", [f" offload: the host updates, with {threads} a rank: only Adam is tried on both sides"]
-    numel = int(sum(shape_of(parameter).numel() for parameter in model.parameters()) / groups.dp.size
+    numel = int(sum(full_shape(parameter).numel() for parameter in model.parameters()) / groups.dp.size
                 * offload.offload_optimizer_ratio)
     work = DTYPES[config.precision.name]
     on_host, on_device = (numel * seconds for seconds in trial(rule, device, ferry, work, groups.world,

@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.same import check_buffers
 from megatron.zero.api.saved import whole_weights
-from megatron.zero.buffers import copy_buffers_from_first
+from megatron.zero.buffers import broadcast_module_buffers
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 
@@ -25,13 +25,13 @@ PREFIX = "module."
 def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
                frozen: bool = True) -> dict[str, Any]:
     """In the working precision. At stage 3 gathered: on rank 0's host, and nothing on the others."""
-    core.look_at_newest("engine.module_state_dict()")
+    core.sync_delayed_update("engine.module_state_dict()")
     if zero.zero_stage == 3:
         if not zero.stage3_gather_16bit_weights_on_model_save:
             raise ConfigError("at stage 3 parameters are split, and a state dict would be without them: set "
                               "stage3_gather_16bit_weights_on_model_save to gather them, or call save_checkpoint and "
                               "zero.get_fp32_state_dict_from_zero_checkpoint")
-        core.meet(SAVE)
+        core.assert_collective_call(SAVE)
         called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, core.groups.world)
         return {prefix + name: tensor for name, tensor in whole_weights(core, frozen=frozen).items()}
     state: dict[str, Any] = core.module.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -43,21 +43,21 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
     """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0.
     Collective, one bucket at a time; what does not fit is an error on every rank, and changes nothing."""
     gives = core.groups.dp.rank == 0
-    buckets = [*core.buckets, *core.frozen]
+    buckets = [*core.buckets, *core.frozen_buckets]
 
     def check() -> None:
         for bucket in buckets:
-            bucket.check_before_loan()
+            bucket.check_before_user_gather()
         if gives:
             _check_fits(core, state, strict)
 
-    core.meet(LOAD)
+    core.assert_collective_call(LOAD)
     called_alike("load_module_state_dict", {"strict": strict}, core.groups.world)
     check_buffers(core.module, core.groups.world, "load_module_state_dict")
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
-    with core.change("load of weights"):
+    with core.guard_state_change("load of weights"):
         for bucket in buckets:
             with GatheredParameters(bucket.parameters, modifier_rank=0):
                 for parameter in bucket.parameters:
@@ -67,7 +67,7 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
         for buffer in core.module.buffers():
             if (value := new.get(id(buffer))) is not None:
                 buffer.copy_(value)
-    copy_buffers_from_first(core.module, core.groups)
+    broadcast_module_buffers(core.module, core.groups)
 
 
 def _check_fits(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:

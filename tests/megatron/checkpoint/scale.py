@@ -35,7 +35,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.initial_params import draw_run
+from megatron.zero.initial_params import init_chunk
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import draws, groups
 from mpu.draws import initializer_of
@@ -195,8 +195,8 @@ class Model:
         shards = []
         for layout, sources in self.buckets:
             shards.append(torch.zeros(layout.shard_numel))
-            draw_run(shards[-1], layout, dp_rank, slice(0, layout.shard_numel),
-                     [source for source in sources if source is not None])
+            init_chunk(shards[-1], layout, dp_rank, slice(0, layout.shard_numel),
+                       [source for source in sources if source is not None])
         return shards
 
 

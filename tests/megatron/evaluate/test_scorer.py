@@ -67,7 +67,7 @@ def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
 def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     model, pieces, rows = GPT2(SHAPE), some_pieces(), list[int]()
     whole = Scorer(model, Groups(), 100)(pieces)
-    made = model.own_logits
+    made = model.local_logits
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         rows.append(len(x))

@@ -14,7 +14,7 @@ from megatron.inference import loading
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.saved import whole_weights
-from megatron.zero.quantise import Quantisation
+from megatron.zero.quantise import MoQState
 from mpu import groups
 from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
@@ -84,8 +84,8 @@ def test_the_weights_are_those_at_work_at_any_tensor_parallel_size(run: str, tmp
 def test_where_a_checkpoint_does_not_say_which_all_matrices_are_rounded(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is of an older version."""
-    numbers = Quantisation.numbers
-    monkeypatch.setattr(Quantisation, "numbers",
+    numbers = MoQState.state_dict
+    monkeypatch.setattr(MoQState, "state_dict",
                         lambda self: {name: value for name, value in numbers(self).items() if name != "rounded"})
     expected = trained(tmp_path, quantize_start_bits=8)
     found = joined([loaded(0, 1, str(tmp_path), torch.float32)], expected)

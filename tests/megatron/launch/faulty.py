@@ -75,7 +75,7 @@ def main() -> int:
         from megatron.model.block import Block
         from megatron.train import build
         from megatron.zero.api import engine
-        from megatron.zero.update import Update
+        from megatron.zero.update import OptimizerUpdate
 
         if phase == "index":
             before(build, "open_datasets")
@@ -97,7 +97,7 @@ def main() -> int:
             for name in ("_pieces", "_exchange"):
                 before(mpu.wire.gloo, name, lambda: at_step() and HERE.place.phase == "backward")
         elif phase == "optimizer step":
-            before(Update, "__call__", at_step)
+            before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
             before(engine, "saving_engine")
     return pretrain_gpt2.main(StopRequest().listen())

@@ -16,8 +16,7 @@ from torch import Tensor
 from megatron.optim import adam, adam_kernel
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import Span, StepScalars
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import SOLO, Groups
@@ -263,5 +262,5 @@ def test_a_gradient_that_is_not_finite_changes_no_bit_of_an_engine(precision: st
         step_of(engine)
         before = state(engine)
         step_of(engine, spoilt=True)
-    assert engine.last_report is not None and not engine.last_report.is_known
+    assert engine.last_report is not None and not engine.last_report.is_on_host
     assert all(torch.equal(now, old) for now, old in zip(state(engine), before, strict=True))

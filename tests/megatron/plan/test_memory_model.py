@@ -23,9 +23,7 @@ from megatron.optim import adam
 from megatron.optim.rule import Span, StepScalars
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.memory import moments, peak, step_moments
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.train.build import seed_everything
+from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import LiveBytes
@@ -65,7 +63,7 @@ def peaks(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[int, 
             live.reset_peak()
             for _ in range(2):
                 step(config, engine)
-            engine.settle()
+            engine.wait_for_param_gathers()
         found.append((building, live.peak))
         del engine
     return found

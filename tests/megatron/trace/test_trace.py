@@ -23,7 +23,7 @@ from megatron.trace import files, window
 from megatron.trace.recorder import Recorder
 from megatron.train.loop import Trainer
 from megatron.whereabouts import HERE
-from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.exchanges import CollectiveLog
 from mpu.wire import waits
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, lines, train, train_all
@@ -158,7 +158,7 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
-    assert HERE._words is words and waits.current_counters() is numbers and trainers[0].engine.core.log.follower is None
+    assert HERE._words is words and waits.current_counters() is numbers and trainers[0].engine.core.log.observer is None
     assert not [*tmp_path.iterdir()], "ranks may wait for this one, and the device may never answer"
 
 
@@ -167,7 +167,7 @@ def test_who_is_interrupted_at_the_beginning_of_a_trace_leaves_nothing_switched_
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
     with patch.object(Recorder, "listening", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt), \
             patch("torch.cuda.memory._record_memory_history") as history, patch("torch.cuda.synchronize"), \
-            window.tracing(asked, torch.device(device), ExchangeLog(sums_in_order=True), 0, 5):
+            window.tracing(asked, torch.device(device), CollectiveLog(reductions_in_order=True), 0, 5):
         raise AssertionError("nobody comes here")
     assert not torch.autograd.profiler._is_profiler_enabled
     assert device == "cpu" or history.call_args == call(None)
@@ -178,7 +178,7 @@ def test_a_device_that_fails_at_the_end_of_a_trace_leaves_no_profiler_at_work(
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
     with patch("torch.cuda.memory._record_memory_history"), \
             patch("torch.cuda.synchronize", side_effect=[None, RuntimeError("CUDA error")]), \
-            window.tracing(asked, torch.device("cuda"), ExchangeLog(sums_in_order=True), 0, 5):
+            window.tracing(asked, torch.device("cuda"), CollectiveLog(reductions_in_order=True), 0, 5):
         assert torch.autograd.profiler._is_profiler_enabled
     assert not torch.autograd.profiler._is_profiler_enabled and "CUDA error" in capsys.readouterr().err
 

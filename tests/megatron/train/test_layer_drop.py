@@ -16,13 +16,12 @@ from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.model import GPT2
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.train.compiling import compilation
 from megatron.zero.api.engine import Engine
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Phase, Residency
+from megatron.zero.residency import ParamCoordinator, UnitPhase
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all
@@ -159,14 +158,14 @@ def test_stage_3_gathers_only_what_runs(recomputes: bool) -> None:
 def not_foreseen(rank: int, world: int, recomputes: bool) -> list[list[str]]:
     """Units that were away when a step needed them, in order."""
     found: list[list[str]] = []
-    enter = Residency.enter
+    enter = ParamCoordinator.acquire
 
-    def noted(residency: Residency, unit: Unit, phase: Phase) -> None:
-        if unit not in residency._whole:
+    def noted(residency: ParamCoordinator, unit: Unit, phase: UnitPhase) -> None:
+        if unit not in residency._gathered:
             found[-1].append(unit.name)
         enter(residency, unit, phase)
 
-    Residency.enter = noted  # type: ignore[method-assign]
+    ParamCoordinator.acquire = noted  # type: ignore[method-assign]
     engine = engine_for(3, world, checkpoint_activations=recomputes)
     for _ in range(STEPS):
         found.append([])
@@ -183,13 +182,13 @@ def test_stage_3_gathers_ahead_what_runs_next(recomputes: bool) -> None:
 
 def launched_in_backward(rank: int, world: int, stage: int) -> list[int]:
     """Reductions that were under way when autograd was through, in each step."""
-    found, flush = [], ReductionOrder.flush
+    found, flush = [], ReductionOrder.launch_remaining
 
     def noted(order: ReductionOrder) -> None:
         found.append(order._next)
         flush(order)
 
-    ReductionOrder.flush = noted  # type: ignore[method-assign]
+    ReductionOrder.launch_remaining = noted  # type: ignore[method-assign]
     engine = engine_for(stage, world)
     for _ in range(STEPS):
         one_step(engine)
@@ -251,4 +250,4 @@ def test_each_block_is_compiled_once_for_all_scales(tmp_path: Path) -> None:
 
 def test_the_model_of_the_trainer_tells_the_engine_what_it_leaves_out() -> None:
     engine = engine_for(0, 1)
-    assert isinstance(engine.module, GPT2) and engine.module.before_blocks == engine.core.will_run
+    assert isinstance(engine.module, GPT2) and engine.module.on_blocks_chosen == engine.core.set_forward_modules

@@ -44,10 +44,10 @@ def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], fo
         rows = text(ROWS, 10_000 * (seed + 1) + 2 * step + rank)
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         engine.step()
-        for line in engine.core.exchanged if forgets else ():
-            line.mean.worker_error.zero_()
-            line.mean.server_error.zero_()
-    assert bool(engine.core.exchanged) == (config.optim.optimizer in ONE_BIT)
+        for line in engine.core.compressed_exchanges if forgets else ():
+            line.one_bit_mean.worker_error.zero_()
+            line.one_bit_mean.server_error.zero_()
+    assert bool(engine.core.compressed_exchanges) == (config.optim.optimizer in ONE_BIT)
     engine.eval()
     with torch.no_grad():
         rows = text(256, 5)

@@ -18,8 +18,7 @@ from megatron.config.flags import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.quantize import BitSchedule
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.homes.shelf import WEIGHT
@@ -120,8 +119,8 @@ def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
         for _ in range(4):
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
             engine.step()
-        assert engine.core.state.quantisation is not None
-        assert engine.core.state.quantisation.progress[0].bits == 4
+        assert engine.core.state.moq is not None
+        assert engine.core.state.moq.progress[0].bits == 4
         engine.conclude()
         return whole_weights(engine.core)
 
@@ -147,7 +146,7 @@ def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> Non
     engine = engine_for(quantize_start_bits=bits, quantize_target_bits=bits)
     weights = whole_weights(engine.core)
     masters: dict[str, Tensor] = {}
-    for slot, offset, run in engine.core.state_runs((WEIGHT,)):
+    for slot, offset, run in engine.core.state_segments((WEIGHT,)):
         assert offset == 0 and run.count == slot.numel
         masters[slot.name] = run.fetch().view(slot.shape)
     matrices = [name for name, master in masters.items() if master.dim() > 1]

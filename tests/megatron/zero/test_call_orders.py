@@ -513,7 +513,7 @@ def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[
             engine.backward(engine(rows(rank, 3), -1) + more)
             engine.step()
             engine.settle()
-            entries = list(engine.core.log.record(rank).entries)
+            entries = list(engine.core.log.snapshot(rank).entries)
             seen.append((whole(engine), entries))
     return seen
 

@@ -15,14 +15,15 @@ import torch
 from megatron.zero import edits, placeholder
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.edits import Edits
+from megatron.zero.edits import InPlaceWriteGuard
 from megatron.zero.placeholder import Placeholder
 from mpu import groups
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, engine_around, weights
 
-COME = (FlatBucket.gather, FlatBucket.prefetch, FlatBucket._start_gather, FlatBucket.await_parameters)
-GO = (FlatBucket.leave, FlatBucket._vacate, placeholder.vacate, placeholder.fill, Edits.shift, edits.count_versions)
+COME = (FlatBucket.gather, FlatBucket.start_gather, FlatBucket._launch_gather, FlatBucket.wait_for_param_gather)
+GO = (FlatBucket.reshard, FlatBucket._free_gathered_params, placeholder.replace_by_placeholder,
+      placeholder.set_param_data, InPlaceWriteGuard.shift_versions, edits.shift_version_counters)
 
 Line = tuple[CodeType, int]
 

@@ -22,7 +22,7 @@ from megatron.optim import muon
 from megatron.plan.footprint import Run as Plan
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.hidden import hidden_matrices, split_groups
+from megatron.zero.hidden import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
@@ -33,8 +33,7 @@ from tests.megatron.zero.homes.test_two_sides import REASONS
 from tests.megatron.zero.run import (Run, assemble, configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss,
                                      join_tensor_parallel, master_runs, state)
 from tests.two_sides import DEVICE, two_sides
-from tests.wires import accelerator_side
-from tests.wires import counted as operations
+from tests.wires import accelerator_side, counted as operations
 
 STEPS, LR, DECAY, BETAS, EPS = 4, 2.0**-5, 0.125, (0.875, 0.9375), 1e-4
 SETTINGS: dict[str, Any] = {"optimizer": "muon", "clip_grad": 0.0, "weight_decay": DECAY, "adam_beta1": BETAS[0],
@@ -511,21 +510,21 @@ def group_of(parameters: list[nn.Parameter], **own: Any) -> dict[str, Any]:
 def test_groups_are_split_and_may_decide() -> None:
     model = Model()
     everything = [*model.parameters()]
-    split = split_groups(model, [group_of(everything, muon_lr=4 * LR)], LR)
+    split = split_muon_groups(model, [group_of(everything, muon_lr=4 * LR)], LR)
     assert [(group["use_muon"], group["lr_scale"]) for group in split] == [(True, 4.0), (False, 1.0)]
     assert len(split[0]["params"]) == len(HIDDEN) and sum(len(group["params"]) for group in split) == len(everything)
     assert {"momentum", "ns_steps"} <= split[0].keys() and "betas" not in split[0] and "momentum" not in split[1]
-    chosen = split_groups(model, [group_of([model.head.weight], use_muon=True),
-                                  group_of(everything[:3], use_muon=False)], LR)
+    chosen = split_muon_groups(model, [group_of([model.head.weight], use_muon=True),
+                                       group_of(everything[:3], use_muon=False)], LR)
     assert [group["use_muon"] for group in chosen] == [True, False]
 
 
 def test_what_cannot_be_made_orthogonal_is_refused_by_name() -> None:
     model = Model()
     with pytest.raises(ConfigError, match=r"head\.bias of shape \(37,\) is in a param group that says .use_muon.: "):
-        split_groups(model, [group_of([*model.head.parameters()], use_muon=True)], LR)
+        split_muon_groups(model, [group_of([*model.head.parameters()], use_muon=True)], LR)
     with pytest.raises(ConfigError, match="the model has no hidden matrix"):
-        split_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
+        split_muon_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
     tiled = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": zero.TiledLinear(8, 8, in_splits=2)})])})
     with pytest.raises(ConfigError, match=r"blocks\.0\.up is a linear layer in tiles, whose matrix never exists whole"):
-        split_groups(tiled, [group_of([*tiled.parameters()])], LR)
+        split_muon_groups(tiled, [group_of([*tiled.parameters()])], LR)

@@ -189,8 +189,8 @@ def test_a_checkpoint_holds_exact_masters_and_the_counters(tmp_path: Path) -> No
     for mine, theirs in zip(again.module.parameters(), engine.module.parameters(), strict=True):
         assert mine.equal(theirs)
         assert safe_get_full_fp32_param(mine).equal(safe_get_full_fp32_param(theirs))  # type: ignore
-    quantisation = again.core.state.quantisation
-    assert quantisation is not None and quantisation.numbers() == {
+    quantisation = again.core.state.moq
+    assert quantisation is not None and quantisation.state_dict() == {
         "counter": 3, "blocks": [""], "bits": [4], "periods": [4], "fell_at": [2], "factors": [1],
         "rounded": [name for name, one in engine.module.named_parameters() if one.dim() > 1]}
     step(engine, 2)

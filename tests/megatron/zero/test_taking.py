@@ -102,7 +102,7 @@ def test_one_that_fails_later_leaves_a_model_that_says_so(
 @STAGES
 def test_one_that_runs_out_of_memory_leaves_no_rounded_weights_for_the_next(stage: int) -> None:
     model = Model()
-    with mock.patch.object(mechanism, "State", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(mechanism, "EngineState", side_effect=MemoryError), pytest.raises(MemoryError):
         zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))
     with pytest.raises(ConfigError, match="failed half way"):
         zero.initialize(model=model, config=config(stage))

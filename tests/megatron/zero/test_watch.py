@@ -30,7 +30,7 @@ from megatron import zero
 from megatron.launch import exits
 from megatron.zero import watch
 from megatron.zero.api.engine import Engine
-from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.exchanges import CollectiveLog
 from mpu import groups
 from mpu.wire.board import StoreKV
 from tests.distributed import run_ranks
@@ -325,8 +325,8 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         time.sleep(0.01)
     torch.distributed.init_process_group("gloo", store=_tcp_store(int(port.read_text()), False), rank=rank,
                                          world_size=world)
-    log = ExchangeLog(sums_in_order=True)
-    log.note("blocks.1" if rank == 0 else "blocks.2")
+    log = CollectiveLog(reductions_in_order=True)
+    log.record_collective("blocks.1" if rank == 0 else "blocks.2")
     ends: SimpleQueue[str] = SimpleQueue()
     told: list[str] = []
 
@@ -339,7 +339,7 @@ def stands_still(rank: int, world: int, folder: str) -> str:
     with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
             patch.multiple(exits, write_error=told.append, leave_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
-        watch.Watch(log, groups.build(), StoreKV("watch")).start()
+        watch.DesyncWatchdog(log, groups.build(), StoreKV("watch")).start()
         try:
             return ends.get(timeout=10)
         except Empty:

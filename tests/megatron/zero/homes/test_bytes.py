@@ -13,7 +13,7 @@ from megatron.zero.homes.nvme import Nvme
 from megatron.zero.homes.parts import GRAIN
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import PRECISIONS, everywhere, train, batches
+from tests.megatron.zero.homes.test_equal import PRECISIONS, batches, everywhere, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
 
 NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}
@@ -41,7 +41,7 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
     train(engine, rows[2:])
     after = told(engine)
     seen = {home: {name: after[home][name] - before[home][name] for name in after[home]} for home in after}
-    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.comes_and_goes}
+    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded}
     root, last = come_and_go.get("root", 0), come_and_go.get("blocks.1", 0)
     everything = sum(bucket.layout.shard_numel for bucket in engine.buckets)
     sizes = Sizes(everything, sum(come_and_go.values()) - root, last, root)
@@ -50,8 +50,8 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
 
 
 def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
-    engine.homes.settle()
-    return {name: asdict(home.traffic) for name, home in vars(engine.homes).items() if isinstance(home, Nvme)}
+    engine.engine_storage.settle()
+    return {name: asdict(home.traffic) for name, home in vars(engine.engine_storage).items() if isinstance(home, Nvme)}
 
 
 @pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
@@ -68,7 +68,7 @@ def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: in
     before = told(engine)["params"]
     engine.step(2e-3)
     after = told(engine)["params"]
-    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.comes_and_goes)
+    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded)
     engine.detach()
     assert [after[name] - before[name] for name in ("read_bytes", "written_bytes")] == [0, everything]
 

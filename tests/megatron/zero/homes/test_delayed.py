@@ -14,15 +14,14 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hooks import Unit
-from megatron.zero.passes import Passes
-from megatron.zero.update import DelayedUpdate
+from megatron.zero.passes import PassCoordinator
+from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
@@ -73,9 +72,9 @@ def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
-        assert isinstance(engine._step._update, DelayedUpdate)
+        assert isinstance(engine._optimizer_step._update, DelayedOptimizerUpdate)
         found = train(engine, rows)[::2]
-        engine.conclude()
+        engine.finish_step()
         same = all(map(torch.equal, weights(engine).values(), weights(exact).values()))
         engine.detach()
     return found, wanted, same
@@ -96,7 +95,7 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
-            assert engine._step.has_update_under_way
+            assert engine._optimizer_step.has_delayed_update
             weight = engine.module.wpe.weight
             newest = safe_get_full_fp32_param(weight)
             with GatheredParameters(weight):  # those of the last step are lent
@@ -109,13 +108,13 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
             if bool((safe_get_full_fp32_param(weight) - 0.5).abs().max() > 0.01):
                 wrong.append("an edit")
             safe_set_full_fp32_param(weight, torch.full_like(newest, 0.25))
-            engine.conclude()
+            engine.finish_step()
             with GatheredParameters(weight):
                 if bool((weight - 0.25).abs().max() > 0.0):
                     wrong.append("a setter")
             train(engine, rows[5:6])
             loss = gpt2_loss(engine, rows[6].chunk(world)[rank]).mean()
-            engine.conclude()  # the weights change between a forward and its backward
+            engine.finish_step()  # the weights change between a forward and its backward
             try:
                 engine.backward(loss)
                 wrong.append("a backward of other weights")
@@ -206,25 +205,25 @@ def test_a_rate_that_is_a_tensor_is_that_of_its_step() -> None:
 def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
     """And its evaluations do not."""
     beside: list[tuple[bool, bool]] = []
-    before_forward = Passes.before_forward
+    before_forward = PassCoordinator.before_forward
 
-    def noted(passes: Passes, unit: Unit) -> None:
+    def noted(passes: PassCoordinator, unit: Unit) -> None:
         before_forward(passes, unit)
         if unit.is_root and not passes.in_backward:
             update, = made
-            beside.append((torch.is_grad_enabled(), update.is_under_way))
+            beside.append((torch.is_grad_enabled(), update.is_running))
 
-    made: list[DelayedUpdate] = []
-    begin = DelayedUpdate.__init__
+    made: list[DelayedOptimizerUpdate] = []
+    begin = DelayedOptimizerUpdate.__init__
 
-    def kept(update: DelayedUpdate, *arguments: Any) -> None:
+    def kept(update: DelayedOptimizerUpdate, *arguments: Any) -> None:
         begin(update, *arguments)
         made.append(update)
 
     flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 " \
             "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
-    with accelerator_side(), late_ferry(), patch.object(Passes, "before_forward", noted), \
-            patch.object(DelayedUpdate, "__init__", kept):
+    with accelerator_side(), late_ferry(), patch.object(PassCoordinator, "before_forward", noted), \
+            patch.object(DelayedOptimizerUpdate, "__init__", kept):
         train_by_flags(flags.split())
     training, evaluating = ([is_beside for learns, is_beside in beside if learns is which] for which in (True, False))
     assert training == [False, True, True, False, True, True] and evaluating and not any(evaluating)
@@ -240,7 +239,7 @@ def resumed(rank: int, world: int, folder: Path) -> bool:
         other.load_checkpoint(str(folder), tag="three")
         here, there = (train(engine.core, rows[3:]) for engine in (one, other))
         for engine in (one, other):
-            engine.core.conclude()
+            engine.core.finish_step()
         same = here == there and all(map(torch.equal, weights(one.core).values(), weights(other.core).values()))
         for engine in (one, other):
             engine.destroy()
@@ -265,10 +264,10 @@ def broken(rank: int, world: int) -> list[str]:
     with accelerator_side():
         engine = built(world, zero_stage=1, **DELAYED)
         train(engine, rows[:1])
-        engine.conclude()
+        engine.finish_step()
         with patch.object(engine.rule, "step_many", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._step._update._under_way])
+            wait([engine._optimizer_step._update._under_way])
         for _ in range(2):
             try:
                 train(engine, rows[2:])

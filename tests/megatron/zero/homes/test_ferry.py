@@ -62,9 +62,10 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], ste
             for name, home in homes(folder, cell["zero_stage"], number).items():
                 with late_ferry():
                     engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-                    assert name == "params" or isinstance(engine.homes.optimizer, HOMES[name.partition(",")[0]])
+                    assert name == "params" or isinstance(engine.engine_storage.optimizer,
+                                                          HOMES[name.partition(",")[0]])
                     if "share" in name:
-                        assert len({bucket.home for bucket in engine.buckets}) == 2, name
+                        assert len({bucket.storage for bucket in engine.buckets}) == 2, name
                     if not alike(outcome(engine, rows), expected):
                         wrong.append(f"{name}: {cell}")
                     engine.detach()

@@ -29,7 +29,7 @@ def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[in
         train(engine, rows[2:])  # no step at which weights at work are compared with masters (1, 2, 4, ...)
         after = ferry.up.copied, ferry.down.copied
         sizes = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets
-                 if bucket.home is engine.homes.optimizer}
+                 if bucket.storage is engine.engine_storage.optimizer}
         engine.detach()
     return after[0] - before[0], after[1] - before[1], sizes
 

@@ -15,10 +15,9 @@ import torch
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
-from megatron.zero.holders import holder_of
+from megatron.zero.holders import param_owner
 from megatron.zero.homes.blockfile import BlockFile
 from megatron.zero.homes.nvme import Nvme, NvmeShelf
 from megatron.zero.placeholder import Placeholder
@@ -70,7 +69,7 @@ def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path
                 train(engine.core, rows[:1])
         full[0] = -1
         engine.load_checkpoint(tmp_path / "saved")
-        engine.core.homes.settle()
+        engine.core.engine_storage.settle()
         assert alike(outcome(engine.core, rows[2:]), expected)
     engine.destroy()
 
@@ -85,7 +84,7 @@ def test_a_load_that_fails_is_made_again(tmp_path: Path, full: list[int]) -> Non
     full[0] = 3
     with pytest.raises(StorageError):
         engine.load_checkpoint(tmp_path / "saved")
-        engine.core.homes.settle()
+        engine.core.engine_storage.settle()
     with pytest.raises((StorageError, ConfigError)):
         train(engine.core, rows[:1])
     full[0] = -1
@@ -159,7 +158,7 @@ def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch
         with monkeypatch.context() as patch, pytest.raises(StorageError):
             patch.setattr(BlockFile, "read", fail)
             change(engine)
-        broken.append(engine.core.state.changing)
+        broken.append(engine.core.state.unfinished_change)
         if broken[-1] is not None:  # otherwise nothing had been written of what is changed at a time
             for go_on in (lambda: train(engine.core, rows[:1]), lambda: engine.save_checkpoint(tmp_path / "bad")):
                 with pytest.raises(ConfigError, match="ended half way.*load"):
@@ -193,7 +192,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
         else:
             raise AssertionError("the drive was full")
     gc.collect()
-    if any(isinstance(parameter, Placeholder) and holder_of(parameter) is None for parameter in model.parameters()):
+    if any(isinstance(parameter, Placeholder) and param_owner(parameter) is None for parameter in model.parameters()):
         with pytest.raises(ConfigError, match="engine could not be built.*build the model anew"):
             build_engine(config, model, grid, torch.device("cpu"))
     built(config).destroy()

@@ -9,8 +9,7 @@ import torch
 
 from megatron.config.tree import build_config
 from megatron.plan.footprint import Homes, Run
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.homes.parts import Share
 from mpu import groups
 from tests.late_ferry import late_ferry
@@ -58,7 +57,10 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
     grid = groups.build(1)
     with accelerator_side(), late_ferry():
         core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
-        away = [bucket for bucket in core.buckets if bucket.home is core.homes.optimizer and bucket.home.is_elsewhere]
+        away = [
+            bucket for bucket in core.buckets
+            if bucket.storage is core.engine_storage.optimizer and bucket.storage.is_elsewhere
+        ]
         run = Run(config, 1, "cuda", Homes(optimizer=home))
         assert [leaves for _, leaves in run.leaving] == [bucket in away for bucket in core.buckets]
         assert run.away_numel == sum(bucket.layout.shard_numel for bucket in away)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.tree import Config
 from megatron.optim.adam import AdamW
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import utils
 from megatron.zero.api import offload, update
 from megatron.zero.api.engine import Engine
@@ -71,7 +70,7 @@ def built(config: Config) -> Engine:
 
 def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
     """Of a step."""
-    for number, part in enumerate(rows.chunk(engine.core.accumulation)):
+    for number, part in enumerate(rows.chunk(engine.core.accumulation_steps)):
         if number:
             engine.step()
         engine.backward(engine(part[:, :-1], part[:, 1:], grad_scale=engine.core.backward_scale).mean())
@@ -141,7 +140,7 @@ def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
         try:
             with two_sides() as sides:
                 engine = built(configure_gpt2(**case))
-                rows = torch.randint(64, (2 * engine.core.accumulation, 9), device=DEVICE)
+                rows = torch.randint(64, (2 * engine.core.accumulation_steps, 9), device=DEVICE)
                 waits = {*life(engine, rows, sides, folder / "saved")} - REASONS.keys()
             found += [f"{case}: {wait}" for wait in sorted(waits)]
         except Exception as error:

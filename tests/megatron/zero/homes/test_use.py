@@ -16,8 +16,7 @@ import torch
 from megatron.config.tree import Config
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import Span, StepScalars
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.saved import whole_weights
@@ -92,14 +91,14 @@ def load(engine: Engine) -> None:
 
 
 def forget(engine: Engine) -> None:
-    engine.core.forget_optimizer_steps()
+    engine.core.reset_optimizer_state()
 
 
 def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> bool:
     ends = []
     for home in (None, folder):
         engine = built(configured(home, **cell))
-        assert isinstance(engine.core.homes.optimizer, Nvme) == (home is not None)
+        assert isinstance(engine.core.engine_storage.optimizer, Nvme) == (home is not None)
         train(engine.core, batches(2))
         change(engine)
         ends.append(outcome(engine.core, batches(5)[2:]))
