@@ -64,7 +64,7 @@ def _run(stop: StopRequest) -> int:
     from megatron.recompute import notes as recompute_notes
     from megatron.train import build, facts
     from megatron.train.allocator import keep_freed_memory
-    from megatron.train.log import RunLog, check_places
+    from megatron.train.log import RunLog, check_log_paths
     from megatron.train.loop import Trainer
     from megatron.train.processor import notes as processor_notes
     from megatron.train.resume import Checkpoints
@@ -82,7 +82,7 @@ def _run(stop: StopRequest) -> int:
     config = build.with_vocabulary(config, tokenizer)
     with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
             config.words.speaking(), ExitStack() as closing:
-        on_rank_0(lambda: check_places(config.log), groups.world)
+        on_rank_0(lambda: check_log_paths(config.log), groups.world)
         checkpoints = closing.enter_context(Checkpoints(config, groups, tokenizer.facts))
         datasets = build.datasets(config, tokenizer, groups)
         assert datasets.train is not None, "build.datasets refuses a run without training text"
@@ -92,26 +92,26 @@ def _run(stop: StopRequest) -> int:
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine, datasets.fingerprint)
         log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
-                                           writes=groups.world.rank == 0, aside=recomputation.report,
-                                           outlives_reader=config.save.save is not None))
+                                           writes=groups.world.rank == 0, extra_line=recomputation.report,
+                                           survives_closed_stdout=config.save.save is not None))
         idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
                 *recompute_notes(config.recompute, groups.tp.size, device),
                 *processor_notes(config.precision.name, device))
-        log.begin(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
+        log.start_run(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
         for line in (*engine.notes, *config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
-            log.say(config.in_its_words(line))
+            log.print_line(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
                           checkpoints.saver(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         is_evaluation = config.train.skip_train
         if state.iteration >= config.train.train_iters > 0 and not is_evaluation:
-            log.say(facts.nothing_to_do(config, state.iteration))
+            log.print_line(facts.nothing_to_do(config, state.iteration))
             checkpoints.save_finished(engine, log.saved, state)
         elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
             if is_complete and config.log.sample_tokens and not config.data.mock_data:
-                log.say(f" sample: {printable(generate(engine, tokenizer, config))}")
+                log.print_line(f" sample: {printable(generate(engine, tokenizer, config))}")
         if stop.signal != SIGHUP:  # the terminal has gone with its reader
-            log.check_reader(f"saved step {state.iteration} in {config.save.save}")
+            log.check_console(f"saved step {state.iteration} in {config.save.save}")
     engine.core.engine_storage.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
     distributed.shutdown()
     return 0

@@ -21,11 +21,11 @@ from torch.autograd import _unsafe_preserve_version_counter
 
 from megatron.fsdp import sharding
 from megatron.zero.api import offload
-from megatron.zero.homes.ferry import Ferry, Mark
+from megatron.zero.homes.ferry import CopyEvent, CopyStreams
 
 
-class LateMark:
-    def __init__(self, lane: LateLane, out: Tensor, source: Tensor, after: list[LateMark]) -> None:
+class LateCopyEvent:
+    def __init__(self, lane: LateCopyStream, out: Tensor, source: Tensor, after: list[LateCopyEvent]) -> None:
         self._lane, self._out, self._source, self._after = lane, out, source, after
         self._taken: Tensor | None = None  # what the device had when it went on
         self.is_made = self.is_joined = self._is_over = False
@@ -36,12 +36,12 @@ class LateMark:
         self._behind = lane.other.made()  # whatever the device has joined before it comes to this one
         self._put(torch.full_like(out, _poison(out.dtype)))
 
-    def join(self) -> None:
+    def wait_on_device(self) -> None:
         for mark in self._lane.up_to(self):
             mark.is_joined = True
             mark.take()
 
-    def wait(self) -> None:
+    def wait_on_host(self) -> None:
         for mark in self._lane.up_to(self):
             mark.make()
             mark.end()
@@ -49,7 +49,7 @@ class LateMark:
                 other.end()
             mark._lane.forget(mark)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._is_over
 
     def take(self) -> None:
@@ -103,32 +103,32 @@ class LateMark:
             self._guarded = _bits(self._source).clone()
 
 
-class LateLane:
-    other: LateLane
+class LateCopyStream:
+    other: LateCopyStream
 
     def __init__(self, name: str) -> None:
         self.name, self.ends_on_host = name, name == "down"
-        self._under_way: list[LateMark] = []
+        self._under_way: list[LateCopyEvent] = []
         self.copied = 0
         """Bytes."""
 
-    def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         assert out.dtype == source.dtype and out.shape == source.shape
         self.copied += out.nbytes
-        mark = LateMark(self, out, source, [other for other in after if isinstance(other, LateMark)])
+        mark = LateCopyEvent(self, out, source, [other for other in after if isinstance(other, LateCopyEvent)])
         self._under_way.append(mark)
         return mark
 
-    def up_to(self, mark: LateMark) -> list[LateMark]:
+    def up_to(self, mark: LateCopyEvent) -> list[LateCopyEvent]:
         if mark not in self._under_way:
             return []
         return self._under_way[: self._under_way.index(mark) + 1]
 
-    def forget(self, mark: LateMark) -> None:
+    def forget(self, mark: LateCopyEvent) -> None:
         if mark in self._under_way:
             del self._under_way[: self._under_way.index(mark) + 1]
 
-    def made(self) -> list[LateMark]:
+    def made(self) -> list[LateCopyEvent]:
         return [mark for mark in self._under_way if mark.is_made]
 
     def expect_written(self, place: Tensor) -> None:
@@ -136,7 +136,7 @@ class LateLane:
             mark.expect_written(place)
 
     @contextmanager
-    def leading(self) -> Iterator[None]:
+    def collectives_after_copies(self) -> Iterator[None]:
         for mark in self._under_way:
             mark.take()
         yield
@@ -145,12 +145,12 @@ class LateLane:
 
 
 @contextmanager
-def late_ferry() -> Iterator[Ferry]:
-    up, down = LateLane("up"), LateLane("down")
+def late_copy_streams() -> Iterator[CopyStreams]:
+    up, down = LateCopyStream("up"), LateCopyStream("down")
     up.other, down.other = down, up
-    ferry = Ferry(up, down)
-    with patch.object(offload, "ferry_for", lambda device: ferry), \
-            patch.object(sharding, "_ferry", lambda device: ferry):
+    ferry = CopyStreams(up, down)
+    with patch.object(offload, "create_copy_streams", lambda device: ferry), \
+            patch.object(sharding, "_copy_streams_of", lambda device: ferry):
         yield ferry
 
 

@@ -86,7 +86,7 @@ def of_flags(text: str, capfd: Any) -> str:
 
 def of_console(text: str, capfd: Any) -> str:
     console = Console(1, 1, 0, writes=True)
-    console.say(f" saved global_step1 to {text}")
+    console.print_line(f" saved global_step1 to {text}")
     console.close()
     return str(capfd.readouterr().out)
 

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
-from megatron.zero.homes.ferry import AtOnce, Ferry, Mark, ferry_for
+from megatron.zero.homes.ferry import CopyEvent, CopyStreams, SynchronousCopyStream, create_copy_streams
 from mpu.device import on_accelerator
 from mpu.wire.interface import CollectiveBackend
 
@@ -106,14 +106,14 @@ class Sides:
 @contextmanager
 def two_sides() -> Iterator[Sides]:
     sides = Sides()
-    ferry = Ferry(_Lane(sides, "device"), _Lane(sides, "host"))
+    ferry = CopyStreams(_Lane(sides, "device"), _Lane(sides, "host"))
     with ExitStack() as stack:
         for name, method in _methods(sides).items():
             stack.enter_context(patch.object(Tensor, name, method))
         stack.enter_context(patch.object(torch, "tensor", _tensor(sides)))
         stack.enter_context(patch.object(mpu.collectives, "backend_for", _wire_for(sides)))
         instead = {"on_accelerator": (on_accelerator, _on_device(sides)),
-                   "ferry_for": (ferry_for, lambda device: ferry)}
+                   "ferry_for": (create_copy_streams, lambda device: ferry)}
         for module, (name, (known, other)) in product([*sys.modules.values()], instead.items()):
             if vars(module).get(name) is known:
                 stack.enter_context(patch.object(module, name, other))
@@ -121,11 +121,11 @@ def two_sides() -> Iterator[Sides]:
         yield sides
 
 
-class _Lane(AtOnce):
+class _Lane(SynchronousCopyStream):
     def __init__(self, sides: Sides, to: Side) -> None:
         self._sides, self._to = sides, to
 
-    def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         assert out.dtype == source.dtype and out.shape == source.shape
         if (self._sides.of(out), self._sides.of(source)) != (self._to, _other(self._to)):
             raise MixedSides(f"a copy to the {self._to} goes from the {self._sides.of(source)} to the "

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings, check_dtype
-from megatron.fsdp.sharding import check, device_of, group_of_mesh, members, shard, the_member
+from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
+from megatron.fsdp.sharding import (check_shardable, compute_device_of, group_from_mesh, require_fsdp_state,
+                                    shard_module, sharded_modules)
 from megatron.zero.bucket import FlatBucket
 
 
-class NoCopies:
+class NotCopyable:
     """A mixin for what is bound to its ranks and buffers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -32,33 +33,33 @@ class NoCopies:
                           "for a second model copy the first before it is sharded, and shard both")
 
 
-class FSDPModule(NoCopies, nn.Module):
+class FSDPModule(NotCopyable, nn.Module):
     """A mixin; `fully_shard` makes a module's class one of this."""
 
-    def unshard(self, async_op: bool = False) -> Unsharding | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
         it."""
-        member = the_member(self)
-        if not member.root.is_running:
-            member.root.catch_up()
-        waits = Unsharding(member.unit.buckets)
+        state = require_fsdp_state(self)
+        if not state.root.is_running:
+            state.root.sync_before_access()
+        handle = UnshardHandle(state.unit.buckets)
         if async_op:
-            return waits
-        waits.wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Split the parameters of this module again."""
-        for bucket in the_member(self).unit.buckets:
+        for bucket in require_fsdp_state(self).unit.buckets:
             bucket.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
-        root = the_member(self).root
+        root = require_fsdp_state(self).root
         if root.module is not self or not recurse:
             raise ConfigError("set_requires_gradient_sync is for the outermost sharded module and all in it: gradients "
                               "of a step are summed together")
-        root.syncs = requires_gradient_sync
+        root.reduces_grads = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Changes nothing: every backward ends by itself."""
@@ -78,16 +79,16 @@ class FSDPModule(NoCopies, nn.Module):
         """Changes nothing: there is one group of ranks, and no sum beyond it."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        for member in [one for _, _, one in members(self)] if recurse else [the_member(self)]:
-            member.settings = replace(member.settings, reshards=reshard_after_forward)
-            member.root.set_stays(member.unit, not reshard_after_forward)
+        for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
+            member.settings = replace(member.settings, reshard_after_forward=reshard_after_forward)
+            member.root.keep_for_backward(member.unit, not reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of this module's gradients over the ranks are divided by, in place of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
-        member = the_member(self)
-        member.root.divisors |= dict.fromkeys(member.unit.buckets, factor)
+        member = require_fsdp_state(self)
+        member.root.grad_divisors |= dict.fromkeys(member.unit.buckets, factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -100,7 +101,7 @@ class FSDPModule(NoCopies, nn.Module):
                           "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
 
 
-class Unsharding:
+class UnshardHandle:
     """What `unshard(async_op=True)` returns."""
 
     def __init__(self, buckets: Iterable[FlatBucket]) -> None:
@@ -131,28 +132,28 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
-    group = group_of_mesh(mesh)
-    settings = Settings(
-        reshards=True if reshard_after_forward is None else reshard_after_forward,
+    group = group_from_mesh(mesh)
+    settings = ShardingSettings(
+        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
         param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
         reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
         output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
         input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
-        on_host=hasattr(offload_policy, "pin_memory"), pins=getattr(offload_policy, "pin_memory", False),
-        copies_first=sync_module_states)
+        offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(offload_policy, "pin_memory", False),
+        sync_module_states=sync_module_states)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
-        check(one, settings, group, device_of(one, group), ignored)
+        check_shardable(one, settings, group, compute_device_of(one, group), ignored)
     for one in modules:  # all may be: one that is refused leaves none sharded
-        shard(one, settings, group, device_of(one, group), ignored)
-        one.__class__ = _sharded(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
+        shard_module(one, settings, group, compute_device_of(one, group), ignored)
+        one.__class__ = _fsdp_class(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module
 
 
 @cache
-def _sharded(cls: type[nn.Module]) -> type[nn.Module]:
+def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One for all modules of a class: torch.compile looks at it."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 

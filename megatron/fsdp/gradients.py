@@ -14,64 +14,65 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import Run, Unsummed, gradient_of, local, run_of, runs, set_gradient
+from megatron.fsdp.shard import (ParamSegment, UnreducedGrad, gradient_of, local_tensor, make_segment, param_ranges,
+                                 set_gradient)
 from megatron.zero.bucket import FlatBucket
 
 
-def check_summed(parameters: Iterable[Tensor]) -> None:
+def check_grads_are_reduced(parameters: Iterable[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        if any(isinstance(one.grad, Unsummed) for one in parameters):
-            raise Unsummed.refusal()
+        if any(isinstance(one.grad, UnreducedGrad) for one in parameters):
+            raise UnreducedGrad.error()
 
 
-class ShownGradients:
+class ParamGradViews:
     """Of one bucket."""
 
     def __init__(self, bucket: FlatBucket) -> None:
         self._bucket = bucket
-        self._shown: dict[int, Run] = {}
+        self._views: dict[int, ParamSegment] = {}
 
-    def let_go_of_forgotten(self) -> None:
+    def free_cleared_grads(self) -> None:
         """Before a forward: where all have been forgotten, their memory is for its activations."""
-        if self._shown and all(gradient_of(parameter) is None for parameter in self._bucket.parameters):
-            self._shown = {}
+        if self._views and all(gradient_of(parameter) is None for parameter in self._bucket.parameters):
+            self._views = {}
             self._bucket.grads.discard()
 
-    def take(self) -> None:
+    def take_user_grads(self) -> None:
         """Before a backward: what the user made of them counts from now on."""
         grads, parameters = self._bucket.grads, self._bucket.parameters
-        given = [None if isinstance(one := gradient_of(parameter), Unsummed) and one.is_forgotten else one
-                 for parameter in parameters]
-        shown, self._shown = self._shown, {}
+        user_grads = [None if isinstance(one := gradient_of(parameter), UnreducedGrad) and one.is_cleared else one
+                      for parameter in parameters]
+        shown, self._views = self._views, {}
         for parameter in parameters:
             set_gradient(parameter, None)
-        if all(one is None for one in given):
+        if all(one is None for one in user_grads):
             grads.discard()
             return
-        for index, gradient in enumerate(given):
+        for index, gradient in enumerate(user_grads):
             run = shown.get(index)
             if gradient is None:
                 if run is not None:
                     grads.zero_param_grad(index)
             elif gradient is not run:
-                self._replace(index, run, gradient)
+                self._copy_replacement(index, run, gradient)
 
-    def _replace(self, index: int, run: Run | None, gradient: Tensor) -> None:
-        if run is None or isinstance(run, Unsummed) or local(gradient).shape != local(run).shape:
+    def _copy_replacement(self, index: int, view: ParamSegment | None, gradient: Tensor) -> None:
+        if view is None or isinstance(view, UnreducedGrad) or local_tensor(gradient).shape != local_tensor(view).shape:
             raise ConfigError(
                 f"{self._bucket.layout.slots[index].name}.grad was set by hand to a tensor of shape "
-                f"{list(local(gradient).shape)} that does not replace a gradient of this model: change p.grad in place "
+                f"{list(local_tensor(gradient).shape)} that does not replace a gradient of this model: change p.grad in place "
                 "or multiply it, after a backward")
-        local(run).copy_(local(gradient))
+        local_tensor(view).copy_(local_tensor(gradient))
 
-    def show(self, reached: Collection[int]) -> None:
+    def set_param_grads(self, reached: Collection[int]) -> None:
         """After a backward, with the parameters away: those of the parameters that some rank has `reached`."""
         grads = self._bucket.grads
-        parts, summed = runs(self._bucket), grads.is_reduced
+        ranges, summed = param_ranges(self._bucket), grads.is_reduced
         for index in sorted(reached):
             parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
-            start, stop, offset = parts[index]
-            run = run_of(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
-                         offset) if summed else Unsummed.of(parameter)
+            start, stop, offset = ranges[index]
+            run = make_segment(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
+                               offset) if summed else UnreducedGrad.for_param(parameter)
             set_gradient(parameter, run)
-            self._shown[index] = run
+            self._views[index] = run

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.lineage import Lineage
 from megatron.errors import ConfigError
-from megatron.fsdp.agreement import Agreement, Reached, Scaling
-from megatron.fsdp.gradients import ShownGradients, check_summed
-from megatron.fsdp.shard import Shards, gradient_of, set_gradient
+from megatron.fsdp.agreement import BackwardConsistency, FSDPLossScaler, ReachedParams
+from megatron.fsdp.gradients import ParamGradViews, check_grads_are_reduced
+from megatron.fsdp.shard import ShardedParamViews, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import CollectiveLog
 from megatron.zero.forwards import NoGradForwardChecker
@@ -43,30 +43,36 @@ from mpu.groups import Group, Groups
 UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
 """As `Root.summoned`: nothing that is written inside lasts."""
-_ROOTS: WeakSet[Root] = WeakSet()
+_ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 
-class Root:
+class FSDPRoot:
     """Receives the events of its units; `units[0]` is the outermost module's own."""
 
-    def __init__(self, units: Sequence[Unit], stays: set[Unit], dp: Group, device: torch.device, log: CollectiveLog,
-                 turns: BufferPool) -> None:
+    def __init__(self, units: Sequence[Unit], kept_for_backward: set[Unit], dp: Group, device: torch.device,
+                 log: CollectiveLog, turns: BufferPool) -> None:
         self.units, self.dp, self.device, self.log, self.turns = list(units), dp, device, log, turns
-        self._stays = stays
+        self._kept_for_backward = kept_for_backward
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [bucket.show_sharded for bucket in self.buckets if isinstance(bucket.show_sharded, Shards)]
-        self.syncs = True
-        self.divisors: dict[FlatBucket, float] = {}
+        self._shards = [
+            bucket.show_sharded for bucket in self.buckets if isinstance(bucket.show_sharded, ShardedParamViews)
+        ]
+        self.reduces_grads = True
+        self.grad_divisors: dict[FlatBucket, float] = {}
         """Of the sums over the ranks, where it is not their number."""
-        self._predivided = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
-        self.summoned: str | None = None
+        self._predivide_factors = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
+        self.full_params_holder: str | None = None
         """Who has the parameters whole."""
         self.lent: set[FlatBucket] = set()
         """Those whose parameters `summon_full_params` has made full, for the user to edit."""
-        self._gradients = [ShownGradients(bucket) for bucket in self.trained]
-        residency = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=stays, prefetches=True, log=log)
+        self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
+        residency = ParamCoordinator(units,
+                                     max_live=UNLIMITED,
+                                     kept_for_backward=kept_for_backward,
+                                     prefetches=True,
+                                     log=log)
         self.passes = PassCoordinator(units,
                                       residency,
                                       ReductionOrder(units, 1, log),
@@ -75,38 +81,40 @@ class Root:
                                       allows_unused=True,
                                       params_are_sharded=True,
                                       current_step=lambda: self.steps + 1)
-        self.residency = residency
-        self._running: list[Unit] = []
-        self._is_scaled = False
+        self.param_coordinator = residency
+        self._running_units: list[Unit] = []
+        self._loss_was_scaled = False
         """What the loss scale is for has come by in this backward."""
-        self._backward_goes_on: Callable[[], bool] = lambda: False
+        self._backward_is_running: Callable[[], bool] = lambda: False
         self.steps = 0
         """Optimizer steps, as far as forwards have seen them."""
         self.lineage = Lineage()
         """What its next checkpoint continues from."""
-        self._watched = False
-        self.scaling = Scaling(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
+        self._is_watched = False
+        self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
         self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
-        self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
-        self._known = {id(parameter): parameter for parameter in self.module.parameters()}
+        self._engine_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
+        self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
         if all(bucket.param_shard.dtype == torch.float32
                for bucket in self.trained):  # in 16 bits a sum in place is rounded
             attach_main_grad_writers(self.units)  # otherwise than autograd's, and DistributedDataParallel's
-        self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
-                                    waits=self.scaling.is_on)
-        if self.scaling.is_on:
-            self._handles.append(scale_output_gradients(self.module, self._scale))
-        _ROOTS.add(self)
+        self._backward_consistency = BackwardConsistency(dp,
+                                                         device,
+                                                         log, [len(bucket.parameters) for bucket in self.trained],
+                                                         host_needs_overflow=self.loss_scaler.is_enabled)
+        if self.loss_scaler.is_enabled:
+            self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
+        _ALL_ROOTS.add(self)
 
-    def set_stays(self, unit: Unit, stays: bool) -> None:
-        (self._stays.add if stays else self._stays.discard)(unit)
+    def keep_for_backward(self, unit: Unit, keep: bool) -> None:
+        (self._kept_for_backward.add if keep else self._kept_for_backward.discard)(unit)
 
     @property
     def module(self) -> nn.Module:
         return self.units[0].module
 
-    def release(self) -> list[Unit]:
+    def release_units(self) -> list[Unit]:
         """Another root takes the units over."""
         self.check_idle("a module around it is sharded")
         for handle in self._handles:
@@ -115,11 +123,11 @@ class Root:
         return self.units
 
     def check_idle(self, what: str) -> None:
-        self._leave_failed_backward()
+        self._abort_failed_backward()
         if self.is_running:
             raise ConfigError(f"{what} inside a forward or backward of the model: do it before or after")
-        if self.summoned is not None:
-            raise ConfigError(f"{what} inside {self.summoned}: leave it first")
+        if self.full_params_holder is not None:
+            raise ConfigError(f"{what} inside {self.full_params_holder}: leave it first")
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
@@ -128,18 +136,18 @@ class Root:
         return self.passes.weight_version
 
     def before_forward(self, unit: Unit) -> None:
-        self._leave_failed_backward()
-        for hook in self._last_hooks[unit]:  # those of the user, also later ones, see full parameters
+        self._abort_failed_backward()
+        for hook in self._engine_hooks[unit]:  # those of the user, also later ones, see full parameters
             unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
         if not self.passes.in_backward:
-            if unit.is_root or not self._running:
+            if unit.is_root or not self._running_units:
                 self._begin_forward()
-            self._running.append(unit)
+            self._running_units.append(unit)
         self.passes.before_forward(unit)
 
     def after_forward(self, unit: Unit) -> None:
         if not self.passes.in_backward:
-            while self._running and self._running.pop() is not unit:
+            while self._running_units and self._running_units.pop() is not unit:
                 pass
         self.passes.after_forward(unit)
 
@@ -147,14 +155,14 @@ class Root:
         """One that has raised leaves nothing whole, and neither does one that no backward follows."""
         if self.passes.in_backward:
             return
-        has_raised = unit in self._running
+        has_raised = unit in self._running_units
         if has_raised:
-            del self._running[self._running.index(unit):]
-        if not self._running and (has_raised or not torch.is_grad_enabled()):
-            self.rest()
+            del self._running_units[self._running_units.index(unit):]
+        if not self._running_units and (has_raised or not torch.is_grad_enabled()):
+            self.reshard_all()
 
     def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
-        self._leave_failed_backward()
+        self._abort_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
         self.passes.before_backward(unit, weight_version, call)
@@ -163,7 +171,7 @@ class Root:
         self.passes.input_grads_ready(unit)
 
     def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
-        self._leave_failed_backward()
+        self._abort_failed_backward()
         if not self.passes.in_backward:  # no output of a unit led here, but a tensor that was kept aside
             gradient = gradient_of(bucket.parameters[index])
             set_gradient(bucket.parameters[index], None)  # it is not one that was shown
@@ -174,32 +182,33 @@ class Root:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        self._running.clear()  # of a forward that failed
-        if self.summoned is not None:
-            raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first. (A "
-                              "forward needs none: every rank calls it, and parameters come as they are used.)")
-        if not self._watched:  # until the first forward modules are put together
-            self._watched = True
+        self._running_units.clear()  # of a forward that failed
+        if self.full_params_holder is not None:
+            raise ConfigError(
+                f"a forward inside {self.full_params_holder}: its parameters are lent there; leave it first. (A "
+                "forward needs none: every rank calls it, and parameters come as they are used.)")
+        if not self._is_watched:  # until the first forward modules are put together
+            self._is_watched = True
             start_watchdog(self)
         if torch.is_grad_enabled():
-            self._check_trained()
+            self._check_trainable()
             for shards in self._shards:
                 shards.enter_pass()
-        for shown in self._gradients:
-            shown.let_go_of_forgotten()
-        self.heed_writes()
+        for shown in self._grad_views:
+            shown.free_cleared_grads()
+        self.apply_user_writes()
 
-    def catch_up(self) -> None:
+    def sync_before_access(self) -> None:
         """Before something is taken from the model outside of its passes: what was written to it counts, and what the
         ranks told each other last has been looked at."""
-        self._agreement.conclude()
-        self.heed_writes()
+        self._backward_consistency.check_pending()
+        self.apply_user_writes()
 
     @property
     def is_running(self) -> bool:
-        return self.passes.in_backward or bool(self._running)
+        return self.passes.in_backward or bool(self._running_units)
 
-    def _check_trained(self) -> None:
+    def _check_trainable(self) -> None:
         """Refuse what would be trained on the gradients of one rank."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
@@ -211,39 +220,39 @@ class Root:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
-        if any(id(parameter) not in self._known for parameter in self.module.parameters()):
-            self._check_added()
+        if any(id(parameter) not in self._known_params for parameter in self.module.parameters()):
+            self._check_added_params()
 
-    def _check_added(self) -> None:
+    def _check_added_params(self) -> None:
         """Modules that came after the model was sharded must be sharded themselves."""
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in self._known and not isinstance(param_owner(parameter), FlatBucket):
+            if id(parameter) not in self._known_params and not isinstance(param_owner(parameter), FlatBucket):
                 raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
                                   "sharded, and each rank would train its own: change the model before it is sharded, "
                                   "or shard the new module as well")
 
-    def rest(self) -> None:
+    def reshard_all(self) -> None:
         """Nothing is whole that no pass needs now."""
-        self._leave_pass()
-        self.residency.release_all()
+        self._end_pass()
+        self.param_coordinator.release_all()
 
-    def _leave_pass(self) -> None:
+    def _end_pass(self) -> None:
         for shards in self._shards:
             shards.leave_pass()
 
-    def rest_between(self) -> None:
+    def reshard_between_passes(self) -> None:
         """Before the parameters are used as shards: what a forward without a backward has left whole is split again."""
-        self._leave_failed_backward()
-        if not self.is_running and self.summoned is None:
-            self.rest()
+        self._abort_failed_backward()
+        if not self.is_running and self.full_params_holder is None:
+            self.reshard_all()
 
-    def note_edits(self) -> None:
+    def apply_master_edits(self) -> None:
         """The masters were written to; what was gathered before is of the weights before."""
         for bucket in self.buckets:
             bucket.take_user_writes()
-        self._renew()
+        self._copy_masters_to_params()
 
-    def heed_writes(self) -> None:
+    def apply_user_writes(self) -> None:
         """What was written to the shards counts from now on."""
         written = False
         for bucket in self.buckets:
@@ -251,9 +260,9 @@ class Root:
                 written |= bucket.take_user_writes()
         if written:
             self.steps += 1
-            self._renew()
+            self._copy_masters_to_params()
 
-    def _renew(self) -> None:
+    def _copy_masters_to_params(self) -> None:
         self.passes.weight_version += 1
         for bucket in self.buckets:
             bucket.drop_secondary_shard()
@@ -261,32 +270,33 @@ class Root:
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def _leave_failed_backward(self) -> None:
+    def _abort_failed_backward(self) -> None:
         """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
-        if self.passes.in_backward and not self._backward_goes_on():
-            self._is_scaled = False
+        if self.passes.in_backward and not self._backward_is_running():
+            self._loss_was_scaled = False
             self.passes.fail_backward(RuntimeError("a backward that failed"))
 
     def _begin_backward(self) -> None:
-        self.heed_writes()
-        if self.summoned is not None:
-            raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
-        for shown in self._gradients:
-            shown.take()
-        self.passes.begin_backward(reduces=self.syncs)
+        self.apply_user_writes()
+        if self.full_params_holder is not None:
+            raise ConfigError(
+                f"a backward inside {self.full_params_holder}: its parameters are lent there; leave it first")
+        for shown in self._grad_views:
+            shown.take_user_grads()
+        self.passes.begin_backward(reduces=self.reduces_grads)
         for bucket in self.trained:
-            bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.syncs)
-            divisor = self.divisors.get(bucket, self.dp.size)
-            bucket.grads.sum_multiplier = self._predivided[bucket] / (divisor * self.scaling.scale)
-        self._backward_goes_on = on_backward_end(self._end_backward)
+            bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
+            divisor = self.grad_divisors.get(bucket, self.dp.size)
+            bucket.grads.sum_multiplier = self._predivide_factors[bucket] / (divisor * self.loss_scaler.scale)
+        self._backward_is_running = on_backward_end(self._end_backward)
 
-    def _scale(self) -> float:
-        self._is_scaled = True
-        return self.scaling.scale
+    def _scale_for_backward(self) -> float:
+        self._loss_was_scaled = True
+        return self.loss_scaler.scale
 
     def _check_scaled(self) -> None:
-        is_scaled, self._is_scaled = self._is_scaled, False
-        if self.scaling.is_on and not is_scaled:
+        is_scaled, self._loss_was_scaled = self._loss_was_scaled, False
+        if self.loss_scaler.is_enabled and not is_scaled:
             raise ConfigError("fp16: a backward that does not come from what the outermost sharded module returned: "
                               "its gradients are not scaled. Return what the loss is made of, or use bf16")
 
@@ -294,47 +304,47 @@ class Root:
         try:
             self._check_scaled()
             self.passes.complete_backward(ends_step=True)
-            reached: Reached = [bucket.grads.params_with_grad for bucket in self.trained]
-            if self.syncs:
+            reached: ReachedParams = [bucket.grads.params_with_grad for bucket in self.trained]
+            if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
-                             if bucket.grads.is_reduced] if self.scaling.is_on else []
-                reached, overflow = self._agreement(self.passes.take_run_digest(), reached, overflows)
-                if self.scaling.after(overflow):
-                    reached = self._drop(reached)
+                             if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
+                reached, overflow = self._backward_consistency(self.passes.take_run_digest(), reached, overflows)
+                if self.loss_scaler.update(overflow):
+                    reached = self._discard_overflowed_grads(reached)
         except BaseException as error:
             self.passes.fail_backward(error)
             raise
         self.passes.end_backward(retain_graph=False)
-        self._leave_pass()
+        self._end_pass()
         if on_accelerator(self.device):  # the next forward wants the memory
             self.turns.clear()
-        for shown, indices in zip(self._gradients, reached, strict=True):
-            shown.show(indices)
+        for shown, indices in zip(self._grad_views, reached, strict=True):
+            shown.set_param_grads(indices)
 
-    def _drop(self, reached: Reached) -> Reached:
+    def _discard_overflowed_grads(self, reached: ReachedParams) -> ReachedParams:
         """The gradients have overflowed: the optimizer is to find none, and leaves the weights as they are."""
         for bucket in self.trained:
             bucket.grads.discard()
         if self.dp.rank == 0:
             print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
-                  f"{self.scaling.scale:g}", file=sys.stderr)
+                  f"{self.loss_scaler.scale:g}", file=sys.stderr)
         return [frozenset() for _ in reached]
 
 
-def rest_around(parameters: Iterable[Tensor]) -> None:
+def reshard_models_with(parameters: Iterable[Tensor]) -> None:
     """Of all models that have one of these, before they are used as shards. A forward with gradients leaves the
     outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
-    wanted = {id(one) for one in parameters} if _ROOTS else set()
-    for root in list(_ROOTS):
-        if root.residency.gathered_numel and any(
+    wanted = {id(one) for one in parameters} if _ALL_ROOTS else set()
+    for root in list(_ALL_ROOTS):
+        if root.param_coordinator.gathered_numel and any(
                 id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
-            root.rest_between()
+            root.reshard_between_passes()
 
 
 def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
-    rest_around(parameters)
+    reshard_models_with(parameters)
     if not has_closure:  # which makes other gradients
-        check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
+        check_grads_are_reduced(parameters)  # before an optimizer has changed some weights, or decayed them
 
 
 before_optimizer_steps(_before_step)

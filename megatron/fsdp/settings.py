@@ -38,29 +38,29 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShardingSettings:
     """Of one module and the parameters in it that no module inside has."""
 
-    reshards: bool | int = True
+    reshard_after_forward: bool | int = True
     """Its parameters are split again between forward and backward; a number: among so many neighbouring ranks."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     input_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
-    on_host: bool = False
-    pins: bool = True
-    predivide: float = 1.0
-    copies_first: bool = False
+    offload_to_host: bool = False
+    pin_memory: bool = True
+    grad_predivide_factor: float = 1.0
+    sync_module_states: bool = False
     """All ranks start from the values of the first."""
 
     @property
-    def stays(self) -> bool:
+    def is_kept_for_backward(self) -> bool:
         """The parameters are whole from the forward to the backward."""
-        return self.reshards is False or self.reshards == 1 and self.reshards is not True
+        return self.reshard_after_forward is False or self.reshard_after_forward == 1 and self.reshard_after_forward is not True
 
 
-def cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast_floating_point(value: Any, dtype: torch.dtype | None) -> Any:
     """Floating point tensors as `dtype`, also inside of tuples, lists, dicts and records; the rest as it is."""
     if dtype is None:
         return value
@@ -77,7 +77,7 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class FairScaleArguments:
     """As given, with FairScale's defaults."""
 
     reshard_after_forward: bool | int = True
@@ -106,26 +106,26 @@ class Arguments:
     given: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
-    def work(self) -> torch.dtype | None:
+    def working_dtype(self) -> torch.dtype | None:
         """Parameters and gradients in use."""
         named = getattr(self.mixed_precision, "param_dtype", None)  # torch's FSDP1
         return self.compute_dtype or named or (torch.float16 if self.mixed_precision is True else None)
 
-    def settings(self, ranks: int) -> Settings:
+    def to_settings(self, ranks: int) -> ShardingSettings:
         reduced = getattr(self.mixed_precision, "reduce_dtype", None)
         on_host = bool(self.move_params_to_cpu or getattr(self.cpu_offload, "offload_params", self.cpu_offload))
-        buffers = self.buffer_dtype or getattr(self.mixed_precision, "buffer_dtype", None) or self.work
-        return Settings(
-            reshards=self.reshard_after_forward,
-            param_dtype=check_dtype("compute_dtype", self.work),
+        buffers = self.buffer_dtype or getattr(self.mixed_precision, "buffer_dtype", None) or self.working_dtype
+        return ShardingSettings(
+            reshard_after_forward=self.reshard_after_forward,
+            param_dtype=check_dtype("compute_dtype", self.working_dtype),
             reduce_dtype=torch.float32 if self.fp32_reduce_scatter else check_dtype("reduce_dtype", reduced),
-            input_dtype=self.work or (torch.float32 if self.force_input_to_fp32 else None),
+            input_dtype=self.working_dtype or (torch.float32 if self.force_input_to_fp32 else None),
             buffer_dtype=check_dtype("buffer_dtype", buffers),
-            on_host=on_host,
-            predivide=self._predivide(ranks),
-            copies_first=self.sync_module_states)
+            offload_to_host=on_host,
+            grad_predivide_factor=self._predivide_factor(ranks),
+            sync_module_states=self.sync_module_states)
 
-    def _predivide(self, ranks: int) -> float:
+    def _predivide_factor(self, ranks: int) -> float:
         factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
         if not 0 < factor <= ranks:
             raise ConfigError(f"gradient_predivide_factor {factor}: give a number above 0, at most the number of ranks "
@@ -136,12 +136,14 @@ class Arguments:
         """What was given and can do nothing here."""
         if rank:
             return []
-        default = Arguments()
-        return [f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
-                for name, why in _IDLE.items() if name in self.given and getattr(self, name) != getattr(default, name)]
+        default = FairScaleArguments()
+        return [
+            f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
+            for name, why in _NO_EFFECT.items() if name in self.given and getattr(self, name) != getattr(default, name)
+        ]
 
 
-_IDLE = {
+_NO_EFFECT = {
     "flatten_parameters": "parameters are always in flat buffers, and keep their names",
     "bucket_cap_mb": "the gradients of a wrapped module travel together",
     "disable_reshard_on_root": "the outermost module keeps its parameters until its backward",
@@ -155,7 +157,7 @@ _IDLE = {
 }
 """Arguments that change nothing -> why."""
 
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
     "auto_wrap_policy": "wrap the model with megatron.fsdp.auto_wrap(model, policy) inside enable_wrap()",
     "backward_prefetch": "what is gathered ahead is what followed in the pass before",
@@ -174,13 +176,13 @@ _ELSEWHERE = {
 """Arguments of torch's FSDP1 and DistributedDataParallel -> what to do."""
 
 
-def read_arguments(given: Mapping[str, Any]) -> Arguments:
-    known = {item.name for item in fields(Arguments)} - {"given"}
+def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:
+    known = {item.name for item in fields(FairScaleArguments)} - {"given"}
     for name in given:
-        if name in _ELSEWHERE:
-            raise ConfigError(f"FullyShardedDataParallel({name}=...) is not an argument here: {_ELSEWHERE[name]}")
+        if name in _UNSUPPORTED:
+            raise ConfigError(f"FullyShardedDataParallel({name}=...) is not an argument here: {_UNSUPPORTED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ConfigError(f"FullyShardedDataParallel has no argument {name!r}" +
                               (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}"))
-    return Arguments(**given, given=frozenset(given))
+    return FairScaleArguments(**given, given=frozenset(given))

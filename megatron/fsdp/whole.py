@@ -16,36 +16,36 @@ from megatron.zero.placeholder import set_param_data
 from mpu.collectives import all_gather_into, broadcast_into
 
 
-def joined(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
+def gather_shards(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
     """What `shard` is this rank's part of: one tensor for each parameter, on the bucket's device. Collective."""
     flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.device)
     all_gather_into(flat, shard.to(bucket.device), bucket.shard_group).wait()
     return [flat[slot.offset : slot.end].view(slot.shape) for slot in bucket.layout.slots]
 
 
-def own_masters(bucket: FlatBucket) -> Tensor:
+def local_masters(bucket: FlatBucket) -> Tensor:
     """This rank's part of them, themselves."""
-    shard = bucket.master_state.in_memory(WEIGHT)
+    shard = bucket.master_state.memory_view(WEIGHT)
     assert shard is not None, "on a drive"
     return shard
 
 
-def masters(bucket: FlatBucket) -> list[Tensor]:
+def gather_masters(bucket: FlatBucket) -> list[Tensor]:
     """Collective."""
-    return joined(bucket, own_masters(bucket))
+    return gather_shards(bucket, local_masters(bucket))
 
 
-def keep(bucket: FlatBucket, whole: list[Tensor]) -> None:
+def store_masters(bucket: FlatBucket, full_values: list[Tensor]) -> None:
     """This rank's part of new masters."""
-    shard = own_masters(bucket)
+    shard = local_masters(bucket)
     for segment in bucket.layout.segments(bucket.shard_group.rank):
-        value = whole[next(index for index, slot in enumerate(bucket.layout.slots) if slot is segment.slot)]
+        value = full_values[next(index for index, slot in enumerate(bucket.layout.slots) if slot is segment.slot)]
         run = value.detach().flatten()[segment.slot_offset : segment.slot_offset + segment.count]
         shard[segment.shard_offset : segment.shard_offset + segment.count].copy_(run)
 
 
 @contextmanager
-def replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def temporarily_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Inside, these dictionaries (of a module's parameters, or buffers) have these values."""
     before = [(of, name, of[name]) for of, name, _ in entries]
     try:
@@ -57,20 +57,20 @@ def replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
             of[name] = value
 
 
-def from_first(bucket: FlatBucket, given: list[Tensor | None]) -> None:
+def broadcast_masters_from_rank0(bucket: FlatBucket, new_values: list[Tensor | None]) -> None:
     """New masters: those that the first rank was given; where it has none, they stay. Collective."""
-    whole = masters(bucket)
-    for value, new in zip(whole, given, strict=True):
+    whole = gather_masters(bucket)
+    for value, new in zip(whole, new_values, strict=True):
         if new is not None:
             value.copy_(new.detach())
     flat = whole[0].untyped_storage()
     everything = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(flat)
     broadcast_into(everything, 0, bucket.dp).wait()
-    keep(bucket, whole)
+    store_masters(bucket, whole)
 
 
-def bring_back(bucket: FlatBucket) -> None:
+def restore_full_params(bucket: FlatBucket) -> None:
     """The parameters are ordinary tensors again, whole, in their own precision, and nobody's. Collective."""
-    for parameter, value in zip(bucket.parameters, masters(bucket), strict=True):
+    for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
         set_param_data(parameter, value.clone())
         release_param(parameter)

@@ -22,8 +22,8 @@ from torch import nn
 
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.fsdp.sharding import members
-from megatron.fsdp.whole import replaced
+from megatron.fsdp.sharding import sharded_modules
+from megatron.fsdp.whole import temporarily_replaced
 from megatron.fsdp.wrapper import FullyShardedDataParallel
 from megatron.recompute import Recomputation
 from megatron.zero.holders import full_shape
@@ -33,7 +33,8 @@ Policy = Callable[..., bool]
 EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
 
-_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar("wrap", default=None)
+_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar("wrap",
+                                                                                                     default=None)
 
 
 @contextmanager
@@ -41,16 +42,16 @@ def enable_wrap(auto_wrap_policy: Policy | None = None, wrapper_cls: type[nn.Mod
                 **wrapper_kwargs: Any) -> Iterator[None]:
     """Inside, `wrap` and `auto_wrap` wrap, with these arguments of `wrapper_cls`; elsewhere they return what they are
     given."""
-    token = _CONTEXT.set((auto_wrap_policy, wrapper_cls, wrapper_kwargs))
+    token = _WRAP_CONTEXT.set((auto_wrap_policy, wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
-        _CONTEXT.reset(token)
+        _WRAP_CONTEXT.reset(token)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """The module, wrapped inside `enable_wrap`; a `wrapper_config` attribute of it and the overrides here win."""
-    context = _CONTEXT.get()
+    context = _WRAP_CONTEXT.get()
     if context is None:
         return module
     _, wrapper_cls, kwargs = context
@@ -60,24 +61,24 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any) -> nn.Module:
     """The module with all modules inside wrapped that the policy names, and itself if it does; needs `enable_wrap`."""
-    context = _CONTEXT.get()
+    context = _WRAP_CONTEXT.get()
     if context is None:
         return module
     policy = auto_wrap_policy or context[0] or default_auto_wrap_policy
-    if next(members(module), None) is not None:
+    if next(sharded_modules(module), None) is not None:
         raise ConfigError("auto_wrap of a module in which something is wrapped: give it one in which nothing is")
-    return _wrapped(module, policy, kwargs, is_root=True)[0]
+    return _wrap_recursively(module, policy, kwargs, is_root=True)[0]
 
 
-def _wrapped(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
-             ) -> tuple[nn.Module, int]:
+def _wrap_recursively(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
+                      ) -> tuple[nn.Module, int]:
     """The module, and how many elements of it were wrapped."""
     count = sum(full_shape(parameter).numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
     done = 0
     for name, child in module.named_children():
-        new, inside = _wrapped(child, policy, kwargs)
+        new, inside = _wrap_recursively(child, policy, kwargs)
         if new is not child:
             setattr(module, name, new)
         done += inside
@@ -114,33 +115,33 @@ def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_par
 
 # ---- activation checkpointing ---------------------------------------------------------------------------------------
 
-M = TypeVar("M", bound=nn.Module)
-_MARK = "_fsdp_checkpointed"
-_DISABLED = ContextVar("checkpointing is disabled", default=False)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_CHECKPOINTED_ATTRIBUTE = "_fsdp_checkpointed"
+_CHECKPOINTING_IS_DISABLED = ContextVar("checkpointing is disabled", default=False)
 
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
     """Forwards inside keep their activations, and are not run again."""
-    token = _DISABLED.set(True)
+    token = _CHECKPOINTING_IS_DISABLED.set(True)
     try:
         yield
     finally:
-        _DISABLED.reset(token)
+        _CHECKPOINTING_IS_DISABLED.reset(token)
 
 
-def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
+def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT:
     """The module itself, whose forward now keeps its inputs alone and runs again in backward, by megatron/recompute;
     with `offload_to_cpu` the inputs wait on the host. It runs again with the buffers as they were in the forward, and
     does not change them, so that a batch norm counts a batch once. Before or after the module is sharded."""
-    if vars(module).get(_MARK):
+    if vars(module).get(_CHECKPOINTED_ATTRIBUTE):
         raise ConfigError(f"this {type(module).__name__} has a checkpoint_wrapper already")
     recomputation = Recomputation(RecomputeConfig(checkpoint_activations=True, cpu_checkpointing=offload_to_cpu))
     forward = module.forward
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if _DISABLED.get() or not torch.is_grad_enabled():
+        if _CHECKPOINTING_IS_DISABLED.get() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         runs, buffers = 0, [(child._buffers, name, buffer.detach().clone()) for child in module.modules()
                             for name, buffer in child._buffers.items() if buffer is not None]
@@ -149,11 +150,12 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
             nonlocal runs
             runs += 1
             # Each replay changes copies of its own: with retain_graph there are several.
-            with nullcontext() if runs == 1 else replaced([(of, name, old.clone()) for of, name, old in buffers]):
+            with nullcontext() if runs == 1 else temporarily_replaced([(of, name, old.clone())
+                                                                       for of, name, old in buffers]):
                 return forward(*args, **kwargs)
 
         return recomputation.checkpoint(run, *args, **kwargs)
 
-    module.__dict__[_MARK] = True
+    module.__dict__[_CHECKPOINTED_ATTRIBUTE] = True
     module.forward = checkpointed
     return module

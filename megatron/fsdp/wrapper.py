@@ -20,44 +20,36 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from megatron.fsdp.clip import clip_grad_norm_
-from megatron.fsdp.fully_shard import NoCopies
+from megatron.fsdp.fully_shard import NotCopyable
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.settings import Arguments, read_arguments
-from megatron.fsdp.sharding import WRAPPED, check, device_of, group_of, shard, the_member
-from megatron.fsdp.state_dict import (
-    buckets_of,
-    consolidate_shard_weights,
-    full_state_dict,
-    load_local_state_dict,
-    local_metadata_dict,
-    local_state_dict,
-    ready,
-    summon_full_params,
-)
+from megatron.fsdp.settings import FairScaleArguments, parse_arguments
+from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, compute_device_of, require_fsdp_state,
+                                    resolve_group, shard_module)
+from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
+                                      local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
 
-
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
-           "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SHARED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
+                      "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 """What of torch's modules the wrapper has of the module inside."""
 
 
-class FullyShardedDataParallel(NoCopies, nn.Module):
+class FullyShardedDataParallel(NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
         """`given` are the arguments of settings.py. Every rank of the group makes it."""
         super().__init__()
-        self.arguments: Arguments = read_arguments(given)
-        group = group_of(process_group)
-        settings, device = self.arguments.settings(group.size), device_of(module, group)
-        check(module, settings, group, device)
-        shard(module, settings, group, device)
-        self.__dict__ |= {WRAPPED: module} | {name: getattr(module, name) for name in _SHARED}
+        self.arguments: FairScaleArguments = parse_arguments(given)
+        group = resolve_group(process_group)
+        settings, device = self.arguments.to_settings(group.size), compute_device_of(module, group)
+        check_shardable(module, settings, group, device)
+        shard_module(module, settings, group, device)
+        self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
         for line in self.arguments.notes(group.rank):
             print(line, flush=True)
 
     @property
     def module(self) -> nn.Module:
         """The model inside."""
-        inside: nn.Module = self.__dict__[WRAPPED]
+        inside: nn.Module = self.__dict__[WRAPPED_ATTRIBUTE]
         return inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +60,7 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.arguments if name in Arguments.__dataclass_fields__ else self.module, name)
+            return getattr(self.arguments if name in FairScaleArguments.__dataclass_fields__ else self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -126,7 +118,7 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """The state dict that `optim` would have over the model unwrapped, on one rank's host (None: on all), and None
         on the others. Every rank calls it."""
-        ready(self.module, "gather_full_optim_state_dict()")
+        prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         return gather_full_optim_state_dict(buckets_of(self.module), optim, recipient_rank, names)
 
@@ -140,12 +132,12 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside leave whole gradients on the rank, to be summed by the first backward outside. Of the
         outermost wrapper."""
-        root = the_member(self.module).root
-        before, root.syncs = root.syncs, False
+        root = require_fsdp_state(self.module).root
+        before, root.reduces_grads = root.reduces_grads, False
         try:
             yield
         finally:
-            root.syncs = before
+            root.reduces_grads = before
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Changes nothing: sharding a module finds the parameters that several of those inside use."""

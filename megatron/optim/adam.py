@@ -19,33 +19,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optim.rule import Span, StepScalars, Summed
+from megatron.optim.rule import AllReducedRule, StepScalars, UpdateSegment
 from mpu.collectives import all_reduce_scalar
 from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
 
-LARGEST_TILE = 2**24
+MAX_TILE_NUMEL = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
 
-IN_CACHE = 2**17
+CACHE_TILE_NUMEL = 2**17
 """Elements that a thread of a CPU works on at a time. What is read again, the wide gradient and the new masters, is
 1 MB; a multiple of the kernel's vectors, so that cuts change no bit."""
 
-Batch = tuple[list[Tensor], ...]
+KernelBatch = tuple[list[Tensor], ...]
 """Masters, fp32 gradients and both moments, for one call of the kernel."""
 
 
 @dataclass
-class AdamW(Summed):
+class AdamW(AllReducedRule):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
-    tile: int = LARGEST_TILE
+    tile: int = MAX_TILE_NUMEL
     """Elements widened at a time."""
     bias_correction: bool = True
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
     """False: weight decay is added to the gradient."""
-    _places: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict,
+                                                                  init=False,
+                                                                  repr=False,
+                                                                  compare=False)
     """Hyper-parameter group, and bucket where they come one by one -> where the kernel finds the spans."""
     _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
     """Ours, where it works on all ranks."""
@@ -53,61 +56,67 @@ class AdamW(Summed):
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
-    waits = False
+    needs_host_scalars = False
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
+    def bind_device(self, device: torch.device, world: Group) -> None:
         """The two kernels round differently."""
-        kernel = _kernel_on(device) if on_accelerator(device) else None
+        kernel = _load_kernel(device) if on_accelerator(device) else None
         everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        self.step_many([segment], hyper, StepScalars.for_applied_step(factor, steps_taken, segment.master.device))
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         kernel = self._kernel
         if kernel is not None:
-            places = self._places.setdefault((spans[0].group, spans[0].names), kernel.Places())
-            if kernel.update(spans, places, hyper, at, bias_correction=self.bias_correction, decoupled=self.decoupled):
+            table = self._segment_tables.setdefault((segments[0].group, segments[0].param_names), kernel.Places())
+            if kernel.update(segments,
+                             table,
+                             hyper,
+                             scalars,
+                             bias_correction=self.bias_correction,
+                             decoupled=self.decoupled):
                 return True
-        in_cache = not on_accelerator(spans[0].master)
-        self._by_torch(self._in_cache(spans) if in_cache else self._batches(spans), hyper, at)
+        in_cache = not on_accelerator(segments[0].master)
+        self._step_with_torch(
+            self._cache_sized_batches(segments) if in_cache else self._large_batches(segments), hyper, scalars)
         return in_cache
 
-    def _by_torch(self, batches: Iterator[Batch], hyper: Mapping[str, Any], at: StepScalars) -> None:
+    def _step_with_torch(self, batches: Iterator[KernelBatch], hyper: Mapping[str, Any], scalars: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         # beta^inf is 0
-        count = at.count if self.bias_correction else torch.full_like(at.count, math.inf)
+        count = scalars.count if self.bias_correction else torch.full_like(scalars.count, math.inf)
         for masters, grads, averages, squares in batches:
             kernel(masters, grads, averages, squares, [], [count] * len(masters), lr=hyper["lr"], beta1=beta1,
                    beta2=beta2, weight_decay=hyper["weight_decay"], eps=hyper["eps"], amsgrad=False, maximize=False,
-                   grad_scale=at.divisor, found_inf=at.skip)
+                   grad_scale=scalars.divisor, found_inf=scalars.skip)
 
-    def _in_cache(self, spans: Sequence[Span]) -> Iterator[Batch]:
+    def _cache_sized_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
         """A tile at a time, whose narrow weights are written when the next one is asked for."""
-        size = min(self.tile, IN_CACHE * torch.get_num_threads())
-        staged = torch.empty(max(min(size, _widened(span)) for span in spans))
-        for span in spans:
+        size = min(self.tile, CACHE_TILE_NUMEL * torch.get_num_threads())
+        staged = torch.empty(max(min(size, _numel_to_widen(span)) for span in segments))
+        for span in segments:
             averages, squares = span.states["exp_avg"], span.states["exp_avg_sq"]
-            if span.narrow is None and not _widened(span):
+            if span.lp_out is None and not _numel_to_widen(span):
                 yield [span.master], [span.grad], [averages], [squares]
                 continue
-            narrows = repeat(None) if span.narrow is None else span.narrow.split(size)
+            narrows = repeat(None) if span.lp_out is None else span.lp_out.split(size)
             tiles = zip(*(flat.split(size) for flat in (span.master, span.grad, averages, squares)))
             for (master, grad, average, square), narrow in zip(tiles, narrows):
-                wide = staged[:len(grad)].copy_(grad) if _widened(span) else grad
+                wide = staged[:len(grad)].copy_(grad) if _numel_to_widen(span) else grad
                 yield [master], [wide], [average], [square]
                 if narrow is not None:
                     narrow.copy_(master)
 
-    def _batches(self, spans: Sequence[Span]) -> Iterator[Batch]:
+    def _large_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
         """As few as can be."""
-        wide = [span for span in spans if span.grad.dtype == torch.float32]
+        wide = [span for span in segments if span.grad.dtype == torch.float32]
         if wide:
             yield ([span.master for span in wide], [span.grad for span in wide],
                    [span.states["exp_avg"] for span in wide], [span.states["exp_avg_sq"] for span in wide])
-        for tiles in self._tiles([span for span in spans if span.grad.dtype != torch.float32]):
+        for tiles in self._tiles([span for span in segments if span.grad.dtype != torch.float32]):
             narrow = [span.grad[part] for span, part in tiles]
             staged = torch.empty(sum(map(len, narrow)), dtype=torch.float32, device=narrow[0].device)
             grads = list(staged.split([len(grad) for grad in narrow]))
@@ -116,30 +125,30 @@ class AdamW(Summed):
                    [span.states["exp_avg"][part] for span, part in tiles],
                    [span.states["exp_avg_sq"][part] for span, part in tiles])
 
-    def _tiles(self, spans: Sequence[Span]) -> Iterator[list[tuple[Span, slice]]]:
+    def _tiles(self, segments: Sequence[UpdateSegment]) -> Iterator[list[tuple[UpdateSegment, slice]]]:
         """The spans, cut and packed so that together at most a tile's elements are worked on at a time."""
-        tiles: list[tuple[Span, slice]] = []
-        room = self.tile
-        for span in spans:
+        tiles: list[tuple[UpdateSegment, slice]] = []
+        numel_left = self.tile
+        for span in segments:
             start = 0
             while start < len(span.grad):
-                stop = min(len(span.grad), start + room)
+                stop = min(len(span.grad), start + numel_left)
                 tiles.append((span, slice(start, stop)))
-                room -= stop - start
+                numel_left -= stop - start
                 start = stop
-                if not room:
+                if not numel_left:
                     yield tiles
-                    tiles, room = [], self.tile
+                    tiles, numel_left = [], self.tile
         if tiles:
             yield tiles
 
 
-def _widened(span: Span) -> int:
+def _numel_to_widen(segment: UpdateSegment) -> int:
     """Elements of its gradient that the kernel wants in fp32."""
-    return 0 if span.grad.dtype == torch.float32 else len(span.grad)
+    return 0 if segment.grad.dtype == torch.float32 else len(segment.grad)
 
 
-def _kernel_on(device: torch.device) -> ModuleType | None:
+def _load_kernel(device: torch.device) -> ModuleType | None:
     def load() -> ModuleType:
         from megatron.optim import adam_kernel
         return adam_kernel

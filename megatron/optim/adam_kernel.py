@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.rule import StepScalars, UpdateSegment
 
-KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _BLOCK = 2048
 _WARPS = 8
@@ -40,7 +40,7 @@ _LENGTH, _FIRST, _ROW = 5, 6, 7
 
 
 @triton.jit
-def _place(row, number: tl.constexpr, kind: tl.constexpr):
+def _load_pointer(row, number: tl.constexpr, kind: tl.constexpr):
     address = tl.load(row + number).to(tl.pointer_type(kind), bitcast=True)
     return tl.multiple_of(address, 4 * kind.primitive_bitwidth // 8)
 
@@ -63,11 +63,11 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
         length = tl.where(tl.load(skip) == 0, length, 0)
     here = at < tl.multiple_of(length, 16)
 
-    masters = _place(row, 0, tl.float32) + at
-    averages = _place(row, 2, tl.float32) + at
-    squares = _place(row, 3, tl.float32) + at
+    masters = _load_pointer(row, 0, tl.float32) + at
+    averages = _load_pointer(row, 2, tl.float32) + at
+    squares = _load_pointer(row, 3, tl.float32) + at
     weight = tl.load(masters, mask=here, other=0.0)
-    grad = tl.load(_place(row, 1, GRAD) + at, mask=here, other=0.0).to(tl.float32)
+    grad = tl.load(_load_pointer(row, 1, GRAD) + at, mask=here, other=0.0).to(tl.float32)
     average = tl.load(averages, mask=here, other=0.0)
     square = tl.load(squares, mask=here, other=0.0)
 
@@ -87,7 +87,7 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
     tl.store(averages, average, mask=here)
     tl.store(squares, square, mask=here)
     if NARROW is not None:
-        tl.store(_place(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
+        tl.store(_load_pointer(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
@@ -101,41 +101,46 @@ def runs_on(device: torch.device) -> bool:
 def try_out(device: torch.device) -> None:
     """Run the smallest case, so that what does not work here says so."""
     master, grad, *states = torch.zeros(4, 16, device=device)
-    span = Span(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
+    span = UpdateSegment(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
     hyper = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1.0, "weight_decay": 0.0}
-    update([span], Places(), hyper, StepScalars.of(0.5, 0, device), bias_correction=True, decoupled=True)
+    update([span],
+           SegmentTable(),
+           hyper,
+           StepScalars.for_applied_step(0.5, 0, device),
+           bias_correction=True,
+           decoupled=True)
 
 
-class Places:
+class SegmentTable:
     """Where the spans of a hyper-parameter group are, on the device. Masters and moments stay, and gradients mostly do:
     the tables are kept, and made anew, without a wait of the host, only where something has moved."""
 
     def __init__(self) -> None:
-        self._found: list[list[int]] = []
-        self._blocks: list[int] = []
-        self.rows = self.row_of = torch.empty(0)
+        self._current_rows: list[list[int]] = []
+        self._blocks_per_row: list[int] = []
+        self.rows = self.row_of_block = torch.empty(0)
         """A row for each span; for each block the number of its row."""
 
-    def find(self, spans: Sequence[Span]) -> bool:
+    def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
         """Whether these spans can be read; then the tables are theirs."""
-        found = [[*_addresses(span), len(span.master)] for span in spans]
-        if found != self._found:
+        found = [[*_addresses(span), len(span.master)] for span in segments]
+        if found != self._current_rows:
             if any(number % _ALIGNED for row in found for number in row):
                 return False
-            self._lay_out(found, spans[0].master.device)
+            self._build(found, segments[0].master.device)
         return True
 
-    def _lay_out(self, found: list[list[int]], device: torch.device) -> None:
-        blocks = [-(-length // _BLOCK) for *_, length in found]
-        if blocks != self._blocks:
-            self.row_of = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
+    def _build(self, rows: list[list[int]], device: torch.device) -> None:
+        blocks = [-(-length // _BLOCK) for *_, length in rows]
+        if blocks != self._blocks_per_row:
+            self.row_of_block = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
         firsts = accumulate(blocks[:-1], initial=0)
-        self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(found, firsts, strict=True)]))
-        self._found, self._blocks = found, blocks
+        self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=True)]))
+        self._current_rows, self._blocks_per_row = rows, blocks
 
 
-def _addresses(span: Span) -> list[int]:
-    tensors = (span.master, span.grad, span.states["exp_avg"], span.states["exp_avg_sq"], span.narrow)
+def _addresses(segment: UpdateSegment) -> list[int]:
+    tensors = (segment.master, segment.grad, segment.states["exp_avg"], segment.states["exp_avg_sq"], segment.lp_out)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -143,23 +148,35 @@ def _to(device: torch.device, numbers: Tensor) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-def update(spans: Sequence[Span], places: Places, hyper: Mapping[str, Any], at: StepScalars, *, bias_correction: bool,
-           decoupled: bool) -> bool:
+def update(segments: Sequence[UpdateSegment], table: SegmentTable, hyper: Mapping[str, Any], scalars: StepScalars, *,
+           bias_correction: bool, decoupled: bool) -> bool:
     """One step of all these spans, by one launch. False: it cannot read them, or all of them alike; nothing is done."""
-    if len({(span.grad.dtype, span.narrow is None or span.narrow.dtype) for span in spans}) > 1:
+    if len({(span.grad.dtype, span.lp_out is None or span.lp_out.dtype) for span in segments}) > 1:
         return False
-    if not places.find(spans):
+    if not table.refresh(segments):
         return False
-    betas = [number for beta in hyper["betas"] for number in _of_beta(beta, bias_correction)]
-    narrow = spans[0].narrow
-    update_block[(len(places.row_of),)](
-        places.rows, places.row_of, at.count, at.divisor, at.skip, float(hyper["lr"]), float(hyper["weight_decay"]),
-        float(hyper["eps"]), *betas, GRAD=KINDS[spans[0].grad.dtype],
-        NARROW=None if narrow is None else KINDS[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH, FIRST=_FIRST,
-        ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
+    betas = [number for beta in hyper["betas"] for number in _beta_constants(beta, bias_correction)]
+    narrow = segments[0].lp_out
+    update_block[(len(table.row_of_block), )](table.rows,
+                                              table.row_of_block,
+                                              scalars.count,
+                                              scalars.divisor,
+                                              scalars.skip,
+                                              float(hyper["lr"]),
+                                              float(hyper["weight_decay"]),
+                                              float(hyper["eps"]),
+                                              *betas,
+                                              GRAD=TRITON_DTYPES[segments[0].grad.dtype],
+                                              NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype],
+                                              DECOUPLED=decoupled,
+                                              LENGTH=_LENGTH,
+                                              FIRST=_FIRST,
+                                              ROW=_ROW,
+                                              BLOCK=_BLOCK,
+                                              num_warps=_WARPS)
     return True
 
 
-def _of_beta(beta: float, bias_correction: bool) -> tuple[float, float, float]:
+def _beta_constants(beta: float, bias_correction: bool) -> tuple[float, float, float]:
     """(beta, 1 - beta, ln beta): taken here in double precision. beta^t is 0 where nothing is to be corrected."""
     return beta, 1 - beta, math.log(beta) if beta and bias_correction else -math.inf

@@ -16,14 +16,14 @@ from megatron.optim.lion import Lion
 from megatron.optim.muon import Muon
 from megatron.optim.one_bit import OneBitAdam
 from megatron.optim.one_bit_lamb import OneBitLamb
-from megatron.optim.rule import Rule
+from megatron.optim.rule import UpdateRule
 from megatron.optim.torch_rule import from_torch
 
-FUSED = ("Adam", "AdamW", "SGD")
+FUSED_CLASSES = ("Adam", "AdamW", "SGD")
 """Classes with a kernel that makes one pass over everything, on each kind of device."""
 
 
-def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
+def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any]]:
     """The rule, and what a param group says before anything is changed: all hyper-parameters but the learning rate,
     which is the schedule's."""
     hyper = optim.hyper_parameters()
@@ -45,7 +45,7 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
     if decoupled and not hyper["amsgrad"]:
         return AdamW(tile), hyper
     name = "AdamW" if decoupled else OPTIMIZERS[optim.optimizer].torch_name
-    if name in FUSED:
+    if name in FUSED_CLASSES:
         hyper["fused"] = True
     try:
         optimizer = getattr(torch.optim, name)([Parameter(torch.zeros(2))], lr=1e-3, **hyper)

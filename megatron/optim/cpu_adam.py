@@ -39,10 +39,10 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     @property
     def bias_correction(self) -> bool:
         """One for all groups."""
-        said = {group["bias_correction"] for group in self.param_groups}
-        if len(said) > 1:
+        values = {group["bias_correction"] for group in self.param_groups}
+        if len(values) > 1:
             raise ConfigError("DeepSpeedCPUAdam: bias_correction differs between param groups; give all the same")
-        return bool(said.pop())
+        return bool(values.pop())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Without an engine."""

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from megatron.quantize import EVEN_BITS
 
-THRESHOLD = 0.7
+TERNARY_THRESHOLD = 0.7
 """Of a ternary grid, in mean|w|."""
 
 
-class Grid(Protocol):
+class Quantizer(Protocol):
     """Of the groups of one matrix: level k of a group is the number k * scale."""
 
     @property
@@ -45,7 +45,7 @@ class Grid(Protocol):
 
 
 @dataclass(frozen=True)
-class Even:
+class UniformQuantizer:
     scale: Tensor
     """[groups], and so are the others."""
     low: Tensor
@@ -64,7 +64,7 @@ class Even:
 
 
 @dataclass(frozen=True)
-class Signs:
+class SignQuantizer:
     """Ternary and binary."""
 
     scale: Tensor
@@ -76,56 +76,56 @@ class Signs:
         return x.sign().mul_(x.abs() > self.threshold[group].unsqueeze(1))
 
 
-def nearest(grid: Grid, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+def quantize_to_levels(quantizer: Quantizer, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
     """The numbers of the grid that x is rounded to."""
-    return grid.levels(x, group, noise).mul_(grid.scale[group].unsqueeze(1))
+    return quantizer.levels(x, group, noise).mul_(quantizer.scale[group].unsqueeze(1))
 
 
-def even_grid(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: bool) -> Even:
+def uniform_quantizer(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: bool) -> UniformQuantizer:
     """From the largest and the smallest number of each group, in fp32."""
     assert bits >= EVEN_BITS
     count = 2.0 ** bits
     if symmetric:
         largest = torch.maximum(highest, -lowest)
         low = torch.full_like(largest, -count / 2)
-        return Even(largest * (2 / count), low, low + (count - 1))
+        return UniformQuantizer(largest * (2 / count), low, low + (count - 1))
     spread = highest - lowest
     is_spread = spread > 0
     scale = torch.where(is_spread, spread / count, highest)
     low = torch.where(is_spread, (lowest / torch.where(is_spread, scale, 1.0)).round(), 1.0)
-    return Even(scale, low, torch.where(is_spread, low + (count - 1), low))
+    return UniformQuantizer(scale, low, torch.where(is_spread, low + (count - 1), low))
 
 
 @dataclass(frozen=True)
-class Unit:
+class MagnitudeUnit:
     """In what the magnitudes of each group are counted: a power of two, so small that a count of `members` fits."""
 
-    one: Tensor
+    size: Tensor
     """[groups] in fp64."""
 
     @staticmethod
-    def of(largest: Tensor, members: Tensor) -> Unit:
+    def for_groups(largest: Tensor, members: Tensor) -> MagnitudeUnit:
         """`largest` |w| of each group, and how many it has."""
         exponent = torch.frexp(largest.double())[1]
         room = 62 - torch.frexp(members.double())[1]
-        return Unit(torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - room))
+        return MagnitudeUnit(torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - room))
 
-    def count(self, x: Tensor, group: Tensor) -> Tensor:
+    def to_units(self, x: Tensor, group: Tensor) -> Tensor:
         """|x| in units, int64: what is below one is dropped."""
-        return (x.double().abs_() / self.one[group].unsqueeze(1)).long()
+        return (x.double().abs_() / self.size[group].unsqueeze(1)).long()
 
     def mean(self, counts: Tensor, members: Tensor) -> Tensor:
         """fp32 of what was counted over so many; 0 of none."""
-        return (counts.double() * self.one / members.double().clamp(min=1)).float()
+        return (counts.double() * self.size / members.double().clamp(min=1)).float()
 
 
-def threshold_of(mean: Tensor) -> Tensor:
-    return mean * THRESHOLD
+def ternary_threshold(mean: Tensor) -> Tensor:
+    return mean * TERNARY_THRESHOLD
 
 
-def binary_grid(mean: Tensor) -> Signs:
-    return Signs(mean, torch.full_like(mean, -1.0))
+def binary_quantizer(mean: Tensor) -> SignQuantizer:
+    return SignQuantizer(mean, torch.full_like(mean, -1.0))
 
 
-def ternary_grid(threshold: Tensor, mean_beyond: Tensor) -> Signs:
-    return Signs(mean_beyond, threshold)
+def ternary_quantizer(threshold: Tensor, mean_beyond: Tensor) -> SignQuantizer:
+    return SignQuantizer(mean_beyond, threshold)

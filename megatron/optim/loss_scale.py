@@ -18,18 +18,18 @@ class LossScaleRule:
     hysteresis: int = 2
     minimum: float = 1.0
     dynamic: bool = False
-    scales: bool = False
+    is_enabled: bool = False
     """False where nothing is scaled (fp32, bf16): a non-finite gradient is then no overflow but an error."""
 
-    def start(self) -> LossScaleState:
+    def initial_state(self) -> LossScaleState:
         return LossScaleState(self.initial, 0, self.hysteresis)
 
-    def after(self, state: LossScaleState, overflow: bool) -> LossScaleState:
+    def next_state(self, state: LossScaleState, overflow: bool) -> LossScaleState:
         if not self.dynamic:
             return state
         return self._after_overflow(state) if overflow else self._after_clean_step(state)
 
-    def exhausted(self, state: LossScaleState) -> bool:
+    def is_exhausted(self, state: LossScaleState) -> bool:
         """An overflow now could not be answered by a smaller scale."""
         return not self.dynamic or (state.scale <= self.minimum and state.hysteresis_left <= 1)
 

@@ -19,77 +19,79 @@ from typing import Any, final
 
 import torch
 
-from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars
+from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
+from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
-SETTLED = 0.96
+STABLE_VARIANCE_RATIO = 0.96
 """Of the two sums of v, the smaller is at least so much of the larger."""
 
 
 @dataclass
-class OneBit:
+class OneBitRule:
     """Part of a rule with states `exp_avg` and `exp_avg_sq`: when the second freezes, and what is said of the first."""
 
     freeze_step: int | None
     """Steps of the warm-up; None: until v has settled."""
     frozen_at: int | None = field(default=None, init=False)
     """Steps before the first one that v does not see any more, once it is frozen."""
-    _sum: float = field(default=0.0, init=False)
-    _looked_after: int = field(default=0, init=False)
+    _variance_sum: float = field(default=0.0, init=False)
+    _measured_after_steps: int = field(default=0, init=False)
     """The sum of v when it was last looked at, and after how many steps."""
-    _rate: float = field(default=0.0, init=False)
-    _rose: bool = field(default=False, init=False)
+    _last_lr: float = field(default=0.0, init=False)
+    _lr_rose: bool = field(default=False, init=False)
     """The learning rate of the last step, and whether one rose since then."""
 
-    has_exchange = True
-    speaks_where = "exp_avg_sq"
+    supports_compression = True
+    compression_mask_state = "exp_avg_sq"
 
-    remark = "the variance is frozen and the momentum travels at one bit a number"
+    compression_note = "the variance is frozen and the momentum travels at one bit a number"
 
     @property
     def is_compressed(self) -> bool:
         return self.frozen_at is not None
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         if self.frozen_at is not None:
             return
         if self.freeze_step is None:
-            ends = self._has_settled(taken, groups, size_of)
+            ends = self._variance_is_stable(steps_taken, groups, sum_of_state)
         else:
-            ends = taken >= self.freeze_step
+            ends = steps_taken >= self.freeze_step
         if ends:
-            self.frozen_at = taken
+            self.frozen_at = steps_taken
 
-    def _has_settled(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> bool:
-        span = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
+    def _variance_is_stable(self, steps_taken: int, groups: Sequence[ParamGroup],
+                            sum_of_state: Callable[[str], float]) -> bool:
+        window = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
         rate = max(float(group["lr"]) for group in groups)
-        self._rose, self._rate = self._rose or rate > self._rate, rate
-        if taken == self._looked_after or taken % span:
+        self._lr_rose, self._last_lr = self._lr_rose or rate > self._last_lr, rate
+        if steps_taken == self._measured_after_steps or steps_taken % window:
             return False
-        before, rose = self._sum, self._rose
-        self._sum, self._looked_after, self._rose = size_of("exp_avg_sq"), taken, False
-        return not rose and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
+        before, rose = self._variance_sum, self._lr_rose
+        self._variance_sum, self._measured_after_steps, self._lr_rose = sum_of_state("exp_avg_sq"), steps_taken, False
+        return not rose and min(before,
+                                self._variance_sum) >= STABLE_VARIANCE_RATIO * max(before, self._variance_sum) > 0
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
-        what.owed.add_(what.before(), alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
+        target.error_buffer.add_(target.read_first_state(), alpha=beta1).add_(target.grad, alpha=(1 - beta1) * factor)
 
     def scalars(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "rose": self._rose,
-                "looked_after": self._looked_after}
+        return {"frozen_at": self.frozen_at, "sum": self._variance_sum, "rate": self._last_lr, "rose": self._lr_rose,
+                "looked_after": self._measured_after_steps}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self.frozen_at = scalars.get("frozen_at")
-        self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
-        self._looked_after, self._rose = scalars.get("looked_after", 0), scalars.get("rose", False)
+        self._variance_sum, self._last_lr = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
+        self._measured_after_steps, self._lr_rose = scalars.get("looked_after", 0), scalars.get("rose", False)
 
 
 @final
 @dataclass
-class OneBitAdam(OneBit):
-    tile: int = LARGEST_TILE
+class OneBitAdam(OneBitRule):
+    tile: int = MAX_TILE_NUMEL
     bias_correction: bool = True
 
     name = "OneBitAdam"
@@ -100,31 +102,33 @@ class OneBitAdam(OneBit):
         self._adam = AdamW(self.tile, bias_correction=self.bias_correction)
 
     @property
-    def waits(self) -> bool:
+    def needs_host_scalars(self) -> bool:
         return self.frozen_at is not None
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        self._adam.settle_on(device, world)
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        self._adam.bind_device(device, world)
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
-        return self._adam.step_many(spans, hyper, at)
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        return self._adam.step_many(segments, hyper, scalars)
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         if self.frozen_at is None:
-            self._adam.step(span, hyper, factor=factor, steps_taken=steps_taken)
+            self._adam.step(segment, hyper, factor=factor, steps_taken=steps_taken)
             return
-        size = self.tile if on_accelerator(span.master) else min(self.tile, IN_CACHE * torch.get_num_threads())
-        for start in range(0, len(span.master), size):
-            self._step(span, slice(start, start + size), hyper, factor, steps_taken)
+        size = self.tile if on_accelerator(segment.master) else min(self.tile, CACHE_TILE_NUMEL *
+                                                                    torch.get_num_threads())
+        for start in range(0, len(segment.master), size):
+            self._step_tile(segment, slice(start, start + size), hyper, factor, steps_taken)
 
-    def _step(self, span: Span, tile: slice, hyper: Mapping[str, Any], factor: float, taken: int) -> None:
-        of_m, of_v = 1.0, 1.0
+    def _step_tile(self, segment: UpdateSegment, tile: slice, hyper: Mapping[str, Any], factor: float,
+                   steps_taken: int) -> None:
+        m_correction, v_correction = 1.0, 1.0
         if self.bias_correction:
             beta1, beta2 = hyper["betas"]
             assert self.frozen_at is not None
-            of_m, of_v = 1 - beta1 ** (taken + 1), 1 - beta2 ** self.frozen_at
-        momentum = span.states["exp_avg"][tile].copy_(span.grad[tile]).mul_(factor)
-        denominator = (span.states["exp_avg_sq"][tile] / of_v).sqrt_().add_(hyper["eps"])
-        weights = span.master[tile]
+            m_correction, v_correction = 1 - beta1 ** (steps_taken + 1), 1 - beta2 ** self.frozen_at
+        momentum = segment.states["exp_avg"][tile].copy_(segment.grad[tile]).mul_(factor)
+        denominator = (segment.states["exp_avg_sq"][tile] / v_correction).sqrt_().add_(hyper["eps"])
+        weights = segment.master[tile]
         weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
-        weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / of_m)
+        weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / m_correction)

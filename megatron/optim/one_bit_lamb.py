@@ -24,17 +24,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megatron.optim.adam import IN_CACHE, LARGEST_TILE
-from megatron.optim.lamb import Lamb, corrections, denominator, tiles
-from megatron.optim.one_bit import OneBit
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL
+from megatron.optim.lamb import Lamb, bias_corrections, denominator, iter_tiles
+from megatron.optim.one_bit import OneBitRule
+from megatron.optim.rule import StepScalars, UpdateSegment
 from mpu.device import on_accelerator
 from mpu.grads import sum_of_squares
 from mpu.groups import Group
 
 
 @dataclass
-class _Trust:
+class _TrustState:
     """What is known of the parameters of a bucket: [slots], in fp64, the same on all ranks that hold parts of them."""
 
     average: Tensor
@@ -45,115 +45,117 @@ class _Trust:
 
 @final
 @dataclass
-class OneBitLamb(OneBit):
-    tile: int = LARGEST_TILE
+class OneBitLamb(OneBitRule):
+    tile: int = MAX_TILE_NUMEL
     """Elements updated at a time: a temporary has as many."""
-    _trust: dict[tuple[str, ...], _Trust] = field(default_factory=dict, init=False)
+    _trust: dict[tuple[str, ...], _TrustState] = field(default_factory=dict, init=False)
     """By the names of a bucket's parameters."""
-    _restored: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
     """Parameter -> average and factor, before they were looked at."""
 
     name = "OneBitLamb"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
     elementwise = False
-    waits = True
+    needs_host_scalars = True
 
     def __post_init__(self) -> None:
         self._lamb = Lamb(self.tile)
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
+    def bind_device(self, device: torch.device, world: Group) -> None:
         """There is one way."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         raise AssertionError("1-bit Lamb steps one span at a time, by numbers on the host")
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        trust = self._trust_in(span)
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        trust = self._trust_of(segment)
         if self.frozen_at is None:
-            ratios = self._lamb.take(span, hyper, factor=factor, steps_taken=steps_taken)
+            ratios = self._lamb.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
             after = trust.average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
             trust.average = torch.where(ratios == 1, trust.average, after)
             return
         if steps_taken == self.frozen_at:
-            span.states["exp_avg_sq_fresh"].copy_(span.states["exp_avg_sq"])
-        update = _Update(span, hyper, self.frozen_at, steps_taken, self.tile)
-        trust.factor = _factors(trust.factor, *update.measure(factor), hyper)
+            segment.states["exp_avg_sq_fresh"].copy_(segment.states["exp_avg_sq"])
+        update = _FrozenVarianceUpdate(segment, hyper, self.frozen_at, steps_taken, self.tile)
+        trust.factor = _next_factors(trust.factor, *update.measure(factor), hyper)
         update.apply(torch.where(trust.average == 0, 1.0, trust.average) * trust.factor)
 
-    def _trust_in(self, span: Span) -> _Trust:
-        names = tuple(span.names)
+    def _trust_of(self, segment: UpdateSegment) -> _TrustState:
+        names = tuple(segment.param_names)
         if names not in self._trust:
-            known = torch.tensor([self._restored.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
-                                 device=span.master.device)
-            self._trust[names] = _Trust(*known.view(-1, 2).unbind(1))
+            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
+                                 device=segment.master.device)
+            self._trust[names] = _TrustState(*known.view(-1, 2).unbind(1))
         return self._trust[names]
 
     def scalars(self) -> dict[str, Any]:
         """All ranks know those of all parameters."""
-        known = dict(self._restored)
+        known = dict(self._restored_trust)
         for names, trust in self._trust.items():
             known |= zip(names, map(list, zip(trust.average.tolist(), trust.factor.tolist())))
         return {**super().scalars(), "trust": known}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         super().restore(scalars)
-        self._trust, self._restored = {}, dict(scalars.get("trust", {}))
+        self._trust, self._restored_trust = {}, dict(scalars.get("trust", {}))
 
 
-class _Update:
+class _FrozenVarianceUpdate:
     """Of one span, once v is frozen. Two passes, so that nothing of the size of the span is kept between them."""
 
-    def __init__(self, span: Span, hyper: Mapping[str, Any], frozen_at: int, taken: int, tile: int) -> None:
-        size = tile if on_accelerator(span.master) else min(tile, IN_CACHE)
-        self._span, self._hyper, self._tiles = span, hyper, list(tiles(span, size))
-        self._of_m, self._of_fresh = corrections(hyper, taken + 1)
-        self._of_v = corrections(hyper, frozen_at)[1]
+    def __init__(self, segment: UpdateSegment, hyper: Mapping[str, Any], frozen_at: int, steps_taken: int,
+                 tile: int) -> None:
+        size = tile if on_accelerator(segment.master) else min(tile, CACHE_TILE_NUMEL)
+        self._segment, self._hyper, self._tiles = segment, hyper, list(iter_tiles(segment, size))
+        self._m_correction, self._fresh_v_correction = bias_corrections(hyper, steps_taken + 1)
+        self._v_correction = bias_corrections(hyper, frozen_at)[1]
 
     def measure(self, factor: float) -> tuple[Tensor, Tensor]:
         """New moments; then [slots]: the largest ratio of denominators, 0 where there is nothing to look at, and the
         update's share without decay."""
-        span = self._span
-        alone = torch.zeros(span.slots, dtype=torch.float64, device=span.master.device)
-        with_decay, largest = torch.zeros_like(alone), torch.zeros_like(alone)
+        segment = self._segment
+        norms_without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
+        with_decay, largest = torch.zeros_like(norms_without_decay), torch.zeros_like(norms_without_decay)
         for slot, tile in self._tiles:
-            self._move(tile, factor)
-            update = self._without_decay(tile)
-            alone[slot] += sum_of_squares(update)
-            with_decay[slot] += sum_of_squares(self._decay(update, tile))
-            largest[slot] = torch.maximum(largest[slot], self._ratios(tile).max())
-        share = (span.total(alone) / span.total(with_decay)).sqrt()
-        return span.largest(largest), share.nan_to_num(1.0).clamp(max=1.0)
+            self._update_moments(tile, factor)
+            update = self._update_without_decay(tile)
+            norms_without_decay[slot] += sum_of_squares(update)
+            with_decay[slot] += sum_of_squares(self._add_decay(update, tile))
+            largest[slot] = torch.maximum(largest[slot], self._denominator_ratios(tile).max())
+        share = (segment.sum_over_shards(norms_without_decay) / segment.sum_over_shards(with_decay)).sqrt()
+        return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)
 
-    def _move(self, tile: slice, factor: float) -> None:
+    def _update_moments(self, tile: slice, factor: float) -> None:
         beta1, beta2 = self._hyper["betas"]
-        states = self._span.states
-        said = self._span.grad[tile].to(torch.float32).mul_(factor)
-        grad = states["exp_avg"][tile].mul_(-beta1).add_(said).div_(1 - beta1)
+        states = self._segment.states
+        momentum = self._segment.grad[tile].to(torch.float32).mul_(factor)
+        grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
         states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        grad.copy_(said)
+        grad.copy_(momentum)
 
-    def _without_decay(self, tile: slice) -> Tensor:
-        states = self._span.states
-        return (states["exp_avg"][tile] / self._of_m).div_(
-            denominator(states["exp_avg_sq"][tile], self._of_v, self._hyper))
+    def _update_without_decay(self, tile: slice) -> Tensor:
+        states = self._segment.states
+        return (states["exp_avg"][tile] / self._m_correction).div_(
+            denominator(states["exp_avg_sq"][tile], self._v_correction, self._hyper))
 
-    def _decay(self, update: Tensor, tile: slice) -> Tensor:
-        return update.add_(self._span.master[tile], alpha=self._hyper["weight_decay"])
+    def _add_decay(self, update: Tensor, tile: slice) -> Tensor:
+        return update.add_(self._segment.master[tile], alpha=self._hyper["weight_decay"])
 
-    def _ratios(self, tile: slice) -> Tensor:
-        frozen, fresh = self._span.states["exp_avg_sq"][tile], self._span.states["exp_avg_sq_fresh"][tile]
-        ratios = denominator(frozen, self._of_v, self._hyper).div_(denominator(fresh, self._of_fresh, self._hyper))
+    def _denominator_ratios(self, tile: slice) -> Tensor:
+        frozen, fresh = self._segment.states["exp_avg_sq"][tile], self._segment.states["exp_avg_sq_fresh"][tile]
+        ratios = denominator(frozen, self._v_correction,
+                             self._hyper).div_(denominator(fresh, self._fresh_v_correction, self._hyper))
         return ratios.masked_fill_(frozen == 0, 0.0)
 
     def apply(self, coefficients: Tensor) -> None:
         """To the weights."""
         for slot, tile in self._tiles:
-            update = self._decay(self._without_decay(tile), tile)
-            self._span.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
+            update = self._add_decay(self._update_without_decay(tile), tile)
+            self._segment.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
 
 
-def _factors(before: Tensor, largest: Tensor, share: Tensor, hyper: Mapping[str, Any]) -> Tensor:
+def _next_factors(before: Tensor, largest: Tensor, share: Tensor, hyper: Mapping[str, Any]) -> Tensor:
     """[slots] each."""
     blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
-    near = hyper["factor_threshold"]
-    return torch.where(largest > 0, blended.clamp(before * (1 - near), before * (1 + near)), before)
+    threshold = hyper["factor_threshold"]
+    return torch.where(largest > 0, blended.clamp(before * (1 - threshold), before * (1 + threshold)), before)

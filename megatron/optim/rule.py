@@ -28,17 +28,16 @@ from torch import Tensor
 
 from mpu.groups import Group
 
-
 ParamGroup = dict[str, Any]
 """As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
 
 
-def _of_one_rank(of_parts: Tensor) -> Tensor:
+def _identity(of_parts: Tensor) -> Tensor:
     return of_parts
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotRange:
     """Elements [start, stop) of a span are of the parameter number `slot` of the bucket."""
 
     slot: int
@@ -47,35 +46,35 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullParam:
     """Numbers of all of a parameter, of which the span has the `part`."""
 
     name: str
-    part: slice
+    local_range: slice
     """In the span; never empty."""
     values: Tensor
     """In the shape that the parameter has before it is cut or padded. May be changed in place."""
-    joined: int
+    num_fused: int
     """So many tensors of one shape are one behind the other along `dim`: q, k and v of a fused projection."""
     dim: int
-    _own: Callable[[], Tensor]
+    _read_local_values: Callable[[], Tensor]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Each of those that are joined, as views of `values`."""
-        return self.values.chunk(self.joined, self.dim)
+        return self.values.chunk(self.num_fused, self.dim)
 
-    def own(self) -> Tensor:
+    def local_values(self) -> Tensor:
         """Of the values as they are now, those of the part; on the device of the span."""
-        return self._own()
+        return self._read_local_values()
 
 
-def _never_cut(values: Tensor) -> Iterator[Whole]:
+def _no_full_params(values: Tensor) -> Iterator[FullParam]:
     raise AssertionError("a span that nobody can bring together")
 
 
 @dataclass(frozen=True)
-class Span:
+class UpdateSegment:
     """One piece of work for a rule; the tensors are one-dimensional, of one length, and updated in place."""
 
     group: int
@@ -83,18 +82,18 @@ class Span:
     master: Tensor
     grad: Tensor
     states: Mapping[str, Tensor]
-    parts: Sequence[Part]
-    slots: int
+    slot_ranges: Sequence[SlotRange]
+    num_slots: int
     """Parameters of the bucket: the length of what `total` takes."""
-    total: Callable[[Tensor], Tensor]
+    sum_over_shards: Callable[[Tensor], Tensor]
     """[slots] sums over this rank's parts -> sums over whole parameters. Collective."""
-    narrow: Tensor | None = None
+    lp_out: Tensor | None = None
     """Where the new weights are wanted in 16 bits, if that is on the same device. Only `step_many` may write there."""
-    largest: Callable[[Tensor], Tensor] = _of_one_rank
+    max_over_shards: Callable[[Tensor], Tensor] = _identity
     """[slots] maxima over this rank's parts -> maxima over whole parameters. Collective."""
-    names: Sequence[str] = ()
+    param_names: Sequence[str] = ()
     """Those of the bucket's parameters, where the rule looks at whole ones."""
-    wholes: Callable[[Tensor], Iterator[Whole]] = _never_cut
+    gather_full_params: Callable[[Tensor], Iterator[FullParam]] = _no_full_params
     """A number for each of the span's -> all numbers of every parameter that the span has a part of, one parameter
     after the other. Collective, by the call and not by what comes of it: a rank with an empty span calls it, too. The
     numbers travel as they are given, in as many bytes as weights of their precision that are gathered: of P numbers in
@@ -113,25 +112,25 @@ class StepScalars:
     """1 where nothing is to change, 0 otherwise; None where the step is known to be taken."""
 
     @staticmethod
-    def of(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
+    def for_applied_step(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
         """For a step that is known to be taken."""
         divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=device)
         return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
 
 
 @dataclass(frozen=True)
-class Saying:
+class CompressionInput:
     """A part of a bucket whose parameters share their hyper-parameters, as one rank has it: whole."""
 
-    owed: Tensor
+    error_buffer: Tensor
     """fp32; what is to travel is added to it."""
     grad: Tensor
     """What this rank made, of any precision."""
-    before: Callable[[], Tensor]
+    read_first_state: Callable[[], Tensor]
     """The first of the rule's states, in fp32. It may have to be fetched, and is not to be written to."""
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """`states` names the tensors kept beside each weight."""
 
     @property
@@ -146,11 +145,11 @@ class Rule(Protocol):
         """Spans may be cut anywhere, and empty ones left out."""
 
     @property
-    def waits(self) -> bool:
+    def needs_host_scalars(self) -> bool:
         """It wants the numbers of a step on the host: `step_many` raises."""
 
     @property
-    def has_exchange(self) -> bool:
+    def supports_compression(self) -> bool:
         """Something else than the sum may travel some day; its states are then on the device."""
 
     @property
@@ -158,28 +157,28 @@ class Rule(Protocol):
         """What each rank says of its gradients travels, not their sum: at this step, and at all that follow."""
 
     @property
-    def remark(self) -> str:
+    def compression_note(self) -> str:
         """What travels now, and why."""
 
     @property
-    def speaks_where(self) -> str:
+    def compression_mask_state(self) -> str:
         """The state that is 0 where there never was a gradient; nothing is said there."""
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         """Another step begins, after `taken` ones: decide what travels. `size_of` a state is its sum over the whole
         model; collective, so all ranks ask it or none. A step that was skipped begins again."""
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
+    def bind_device(self, device: torch.device, world: Group) -> None:
         """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
         would drift apart. Collective."""
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         """Update the span after `steps_taken` steps before this one."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         """Update spans of one hyper-parameter group, at least one, with as few operations as can be. True: the new
         weights are in `narrow` too. False: whoever wants them there copies them."""
 
@@ -189,11 +188,11 @@ class Rule(Protocol):
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
 
 
-class Summed:
+class AllReducedRule:
     """Part of a rule whose gradients are summed over the ranks, at every step."""
 
-    has_exchange = is_compressed = False
-    speaks_where = remark = ""
+    supports_compression = is_compressed = False
+    compression_mask_state = compression_note = ""
 
     def scalars(self) -> dict[str, Any]:
         return {}
@@ -201,20 +200,20 @@ class Summed:
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """There is nothing to restore."""
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         """Nothing changes."""
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         raise AssertionError(f"the gradients of {type(self).__name__} are summed")
 
 
-class OneByOne(Summed):
+class SegmentwiseRule(AllReducedRule):
     """Part of a rule that steps one span after the other, by numbers on the host."""
 
-    waits = True
+    needs_host_scalars = True
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
+    def bind_device(self, device: torch.device, world: Group) -> None:
         """There is one way."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")

@@ -18,26 +18,26 @@ from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 from megatron.errors import ConfigError
-from megatron.optim.schedule import Schedule, warmup_share
+from megatron.optim.schedule import LRSchedule, warmup_fraction
 
-Rates = float | Sequence[float]
+LRValues = float | Sequence[float]
 """One for all param groups, or one for each."""
 
 
-class HasGroups(Protocol):
+class HasParamGroups(Protocol):
     """An optimizer, or what looks like one to a scheduler."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class Scheduler(ABC):
+class DeepSpeedScheduler(ABC):
     """Counts calls of `step`, and writes the rates of `get_lr` into the param groups."""
 
-    def __init__(self, optimizer: HasGroups, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
         self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         if last_batch_iteration == -1:
-            self._publish()
+            self._write_to_groups()
 
     @abstractmethod
     def get_lr(self) -> list[float]:
@@ -51,111 +51,112 @@ class Scheduler(ABC):
         """Go on by one, or to this iteration."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
-        self._publish()
+        self._write_to_groups()
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_batch_iteration = state_dict["last_batch_iteration"]
-        self._publish()
+        self._write_to_groups()
 
-    def _publish(self) -> None:
+    def _write_to_groups(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
 
-class _Warmup(Scheduler):
+class _WarmupScheduler(DeepSpeedScheduler):
     """Moves each group's rate from `lows` (share 0) to `highs` (share 1); `_after` is the decay."""
 
-    def __init__(self, optimizer: HasGroups, lows: Rates, highs: Rates | None, warmup_num_steps: int, warmup_type: str,
-                 last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_num_steps: int,
+                 warmup_type: str, last_batch_iteration: int) -> None:
         """`highs` None: each group's own rate."""
         _check_steps("warmup_num_steps", warmup_num_steps)
         if warmup_type not in ("log", "linear"):
             raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.lows = _for_each_group(optimizer, lows)
-        self.highs = own if highs is None else _for_each_group(optimizer, highs)
+        self.lows = _one_per_group(optimizer, lows)
+        self.highs = own if highs is None else _one_per_group(optimizer, highs)
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     @abstractmethod
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         """The share after the warm-up."""
 
-    def _warming(self, step: int) -> float:
-        return warmup_share(self.warmup_type, step, self.warmup_num_steps)
+    def _fraction_in_warmup(self, step: int) -> float:
+        return warmup_fraction(self.warmup_type, step, self.warmup_num_steps)
 
     def get_lr(self) -> list[float]:
         step = self.last_batch_iteration
-        share = 0.0 if step < 0 else self._warming(step) if step < self.warmup_num_steps else self._after(step)
+        share = 0.0 if step < 0 else self._fraction_in_warmup(
+            step) if step < self.warmup_num_steps else self._fraction_after_warmup(step)
         return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
 
 
 @final
-class WarmupLR(_Warmup):
+class WarmupLR(_WarmupScheduler):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
-    def __init__(self, optimizer: HasGroups, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = 0.001,
+    def __init__(self, optimizer: HasParamGroups, warmup_min_lr: LRValues = 0.0, warmup_max_lr: LRValues | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         return 1.0
 
 
 @final
-class WarmupDecayLR(_Warmup):
+class WarmupDecayLR(_WarmupScheduler):
     """As WarmupLR, then down in a straight line, to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_lr: Rates = 0.0,
-                 warmup_max_lr: Rates | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
+    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
+                 warmup_max_lr: LRValues | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 @final
-class WarmupCosineLR(_Warmup):
+class WarmupCosineLR(_WarmupScheduler):
     """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then along a cosine to `cos_min_ratio`."""
 
-    def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
+    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
                  warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _warming(self, step: int) -> float:
-        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._warming(step)
+    def _fraction_in_warmup(self, step: int) -> float:
+        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._fraction_in_warmup(step)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         progress = (step - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-class _Scheduled(Scheduler):
+class _LRScheduleScheduler(DeepSpeedScheduler):
     """Follows the trainer's `Schedule`, each group its own: step 0 is the one before the first call of `step`."""
 
     stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
 
-    def __init__(self, optimizer: HasGroups, schedules: Sequence[Schedule], last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, schedules: Sequence[LRSchedule], last_batch_iteration: int) -> None:
         self.schedules = schedules
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [schedule(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+        return [schedule(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group, where they are cycled."""
-        found = [schedule.betas(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+        found = [schedule.betas(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
         return None if None in found else [betas for betas in found if betas is not None]
 
-    def _step(self) -> float:
+    def _schedule_step(self) -> float:
         """The next one; on stairs, where the straight line is as high as the stair. Only the first of all is 0."""
         step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
         start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
@@ -163,22 +164,32 @@ class _Scheduled(Scheduler):
             return step
         return start + (step - start) * stairs // length * length / stairs or 1e-300
 
-    def _publish(self) -> None:
-        super()._publish()
+    def _write_to_groups(self) -> None:
+        super()._write_to_groups()
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
             group["betas"] = betas
 
 
 @final
-class OneCycle(_Scheduled):
+class OneCycle(_LRScheduleScheduler):
     """Up from `cycle_min_lr` to `cycle_max_lr` and down again; then divided by 1 + `decay_lr_rate` every
     `decay_step_size` steps. Where all groups have betas, the first goes the other way, and grows afterwards."""
 
-    def __init__(self, optimizer: HasGroups, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
-                 cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
-                 cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
-                 decay_step_size: int = 0, cycle_momentum: bool = True, cycle_min_mom: Rates = 0.8,
-                 cycle_max_mom: Rates = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1) -> None:
+    def __init__(self,
+                 optimizer: HasParamGroups,
+                 cycle_min_lr: LRValues,
+                 cycle_max_lr: LRValues,
+                 decay_lr_rate: float = 0.0,
+                 cycle_first_step_size: int = 2000,
+                 cycle_second_step_size: int | None = None,
+                 cycle_first_stair_count: int = 0,
+                 cycle_second_stair_count: int | None = None,
+                 decay_step_size: int = 0,
+                 cycle_momentum: bool = True,
+                 cycle_min_mom: LRValues = 0.8,
+                 cycle_max_mom: LRValues = 0.9,
+                 decay_mom_rate: float = 0.0,
+                 last_batch_iteration: int = -1) -> None:
         first, per_step = cycle_first_step_size, 1 / decay_step_size if decay_step_size else 0.0
         second = first if cycle_second_step_size is None else cycle_second_step_size
         _check_steps("cycle_first_step_size", first)
@@ -186,27 +197,32 @@ class OneCycle(_Scheduled):
         stairs = cycle_first_stair_count
         self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        limits = (_for_each_group(optimizer, limit)
+        limits = (_one_per_group(optimizer, limit)
                   for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
         super().__init__(optimizer, [
-            Schedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
-                     least if cycles else None, most, decay_mom_rate * per_step)
+            LRSchedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
+                       least if cycles else None, most, decay_mom_rate * per_step)
             for high, low, least, most in zip(*limits, strict=True)], last_batch_iteration)
 
 
 @final
-class LRRangeTest(_Scheduled):
+class LRRangeTest(_LRScheduleScheduler):
     """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps: in a
     straight line, or at once."""
 
-    def __init__(self, optimizer: HasGroups, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
-                 lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+    def __init__(self,
+                 optimizer: HasParamGroups,
+                 lr_range_test_min_lr: LRValues = 1e-3,
+                 lr_range_test_step_size: int = 2000,
+                 lr_range_test_step_rate: float = 1.0,
+                 lr_range_test_staircase: bool = False,
                  last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
         style = "range-test-stairs" if lr_range_test_staircase else "range-test"
-        lows = _for_each_group(optimizer, lr_range_test_min_lr)
-        super().__init__(optimizer, [Schedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate)
-                                     for low in lows], last_batch_iteration)
+        lows = _one_per_group(optimizer, lr_range_test_min_lr)
+        super().__init__(optimizer, [
+            LRSchedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate) for low in lows
+        ], last_batch_iteration)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:
@@ -214,7 +230,7 @@ def _check_steps(name: str, steps: object, least: int = 1) -> None:
         raise ConfigError(f"{name} is {steps}: expected an integer of at least {least}")
 
 
-def _for_each_group(optimizer: HasGroups, rates: Rates) -> list[float]:
+def _one_per_group(optimizer: HasParamGroups, rates: LRValues) -> list[float]:
     count = len(optimizer.param_groups)
     given = list(rates) if isinstance(rates, Sequence) else [rates] * count
     if len(given) != count:

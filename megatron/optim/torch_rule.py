@@ -26,93 +26,95 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.cpu_adam import DeepSpeedCPUAdam
-from megatron.optim.rule import OneByOne, Rule, Span
+from megatron.optim.rule import SegmentwiseRule, UpdateRule, UpdateSegment
 
-State = dict[str, Any]
+ParamState = dict[str, Any]
 """What torch.optim keeps for one parameter, or the numbers among it."""
 
 
-def from_torch(optimizer: Optimizer, tile: int = LARGEST_TILE) -> Rule:
+def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
     """The rule of this optimizer, for the hyper-parameters in its param groups; ConfigError if there can be none."""
     try:
-        ours = _as_ours(optimizer, tile)
+        ours = _native_rule(optimizer, tile)
         if ours is not None:
             _initial_state(optimizer)  # refuses one that has taken steps
             return ours
-        return _tried(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
+        return _tested_rule(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
     except ConfigError:
         raise
     except Exception as error:  # whatever the optimizer's code raises where a parameter is one-dimensional
-        raise _refusal(optimizer, f"{type(error).__name__}: {error}") from error
+        raise _unsupported(optimizer, f"{type(error).__name__}: {error}") from error
 
 
 @final
-class TorchRule(OneByOne):
+class TorchRule(SegmentwiseRule):
     elementwise = True
 
     def __init__(self, optimizer: Optimizer, states: Iterable[str], tile: int) -> None:
         self.name, self.states = type(optimizer).__name__, tuple(states)
-        self._worker = _Worker(optimizer)
+        self._optimizer = _ParameterlessOptimizer(optimizer)
         self._tile = tile
-        self._numbers: dict[int, dict[int, State]] = {}
+        self._scalars_by_group: dict[int, dict[int, ParamState]] = {}
         """Group -> steps taken -> numbers. Every span of a group starts from the same ones, so the last are kept."""
-        self._kinds: dict[tuple[int, torch.device], State] = {}
+        self._scalar_templates: dict[tuple[int, torch.device], ParamState] = {}
         """What the optimizer has where we keep numbers: 0-dimensional tensors, on one device or another."""
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        before = self._before(span, hyper, steps_taken) if steps_taken else {}
-        for start in range(0, span.master.numel(), self._tile):
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        before = self._scalars_before_step(segment, hyper, steps_taken) if steps_taken else {}
+        for start in range(0, segment.master.numel(), self._tile):
             tile = slice(start, start + self._tile)
-            master, kept = span.master[tile], {name: flat[tile] for name, flat in span.states.items()}
-            state = {**kept, **_copies(before)} if steps_taken else self._worker.fresh(master)
-            self._worker.step(master, span.grad[tile].to(torch.float32).mul_(factor), state, hyper)
-            for name, run in kept.items():
-                if state.get(name, run) is not run:
-                    run.copy_(state[name])
-            self._after(span, state, steps_taken)
+            master, flat_states = segment.master[tile], {name: flat[tile] for name, flat in segment.states.items()}
+            state = {**flat_states, **_clone_scalars(before)} if steps_taken else self._optimizer.initial_state(master)
+            self._optimizer.step(master, segment.grad[tile].to(torch.float32).mul_(factor), state, hyper)
+            for name, state_tile in flat_states.items():
+                if state.get(name, state_tile) is not state_tile:
+                    state_tile.copy_(state[name])
+            self._store_scalars(segment, state, steps_taken)
 
-    def _before(self, span: Span, hyper: Mapping[str, Any], steps_taken: int) -> State:
+    def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
         """The group's numbers after so many steps, as the optimizer has them."""
-        place = span.group, span.master.device
-        if place not in self._kinds:  # restored: see what a first step makes
-            seed = torch.zeros(1, device=span.master.device)
-            state = self._worker.fresh(seed)
-            self._worker.step(seed, torch.zeros_like(seed), state, hyper)
-            self._kinds[place] = self._numbers_of(state)
-        kinds, known = self._kinds[place], self._numbers.get(span.group, {}).get(steps_taken, {})
+        place = segment.group, segment.master.device
+        if place not in self._scalar_templates:  # restored: see what a first step makes
+            seed = torch.zeros(1, device=segment.master.device)
+            state = self._optimizer.initial_state(seed)
+            self._optimizer.step(seed, torch.zeros_like(seed), state, hyper)
+            self._scalar_templates[place] = self._scalars_in(state)
+        kinds, known = self._scalar_templates[place], self._scalars_by_group.get(segment.group, {}).get(steps_taken, {})
         missing = [name for name in kinds if name not in known]
         if missing:
             raise CheckpointError(
-                f"{', '.join(missing)} of parameter group {span.group} after {steps_taken} steps is not known: the "
+                f"{', '.join(missing)} of parameter group {segment.group} after {steps_taken} steps is not known: the "
                 "checkpoint is of another optimizer; go on without its optimizer state (--no-load-optim)")
-        return {name: _like(kind, known[name]) for name, kind in kinds.items()}
+        return {name: _to_type_of(kind, known[name]) for name, kind in kinds.items()}
 
-    def _after(self, span: Span, state: State, steps_taken: int) -> None:
-        known = self._numbers.get(span.group, {})
-        numbers = self._numbers_of(state)
+    def _store_scalars(self, segment: UpdateSegment, state: ParamState, steps_taken: int) -> None:
+        known = self._scalars_by_group.get(segment.group, {})
+        numbers = self._scalars_in(state)
         if numbers and steps_taken + 1 not in known:  # once a step is enough: reading waits for the device
-            self._numbers[span.group] = {steps: known[steps] for steps in known if steps == steps_taken}
-            self._numbers[span.group][steps_taken + 1] = {name: _number(value) for name, value in numbers.items()}
-            self._kinds[span.group, span.master.device] = numbers
+            self._scalars_by_group[segment.group] = {steps: known[steps] for steps in known if steps == steps_taken}
+            self._scalars_by_group[segment.group][
+                steps_taken + 1] = {name: _to_python_number(value)
+                                    for name, value in numbers.items()}
+            self._scalar_templates[segment.group, segment.master.device] = numbers
 
-    def _numbers_of(self, state: State) -> State:
+    def _scalars_in(self, state: ParamState) -> ParamState:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}
 
     def scalars(self) -> dict[str, Any]:
         """Numbers by "GROUP/STEPS", for the groups that this rank has spans of. The whole is the union over ranks:
         what an idle rank still remembers has a smaller number of steps as its key, and does no harm."""
-        return {f"{group}/{max(known)}": known[max(known)] for group, known in self._numbers.items()}
+        return {f"{group}/{max(known)}": known[max(known)] for group, known in self._scalars_by_group.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        self._numbers = {}
+        self._scalars_by_group = {}
         for key, numbers in scalars.items():
             group, steps = map(int, key.split("/"))
-            self._numbers.setdefault(group, {})[steps] = dict(numbers)
+            self._scalars_by_group.setdefault(group, {})[steps] = dict(numbers)
 
 
-def _as_ours(optimizer: Optimizer, tile: int) -> AdamW | None:
+def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
     """The rule of ours that does the same, as a configuration would have it (build.py)."""
     if _has_extras(optimizer):
         return None
@@ -128,21 +130,21 @@ def _has_extras(optimizer: Optimizer) -> bool:
 
 
 @final
-class _Worker:
+class _ParameterlessOptimizer:
     """An optimizer without parameters: it steps what it is lent."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         no_hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
         vars(self._optimizer).update({**vars(optimizer), **no_hooks})
-        self._fills, self._numbers = _initial_state(optimizer)
+        self._initial_fills, self._initial_scalars = _initial_state(optimizer)
 
-    def fresh(self, weights: Tensor) -> State:
+    def initial_state(self, weights: Tensor) -> ParamState:
         """The state before the first step. Nearly every optimizer makes it in `step`, and then this is empty."""
-        return {**{name: torch.full_like(weights, fill) for name, fill in self._fills.items()},
-                **_copies(self._numbers)}
+        return {**{name: torch.full_like(weights, fill) for name, fill in self._initial_fills.items()},
+                **_clone_scalars(self._initial_scalars)}
 
-    def step(self, weights: Tensor, grad: Tensor, state: State, hyper: Mapping[str, Any]) -> None:
+    def step(self, weights: Tensor, grad: Tensor, state: ParamState, hyper: Mapping[str, Any]) -> None:
         """Update weights and state in place, or leave other tensors in the state."""
         parameter = Parameter(weights)
         parameter.grad = grad
@@ -154,10 +156,10 @@ class _Worker:
         self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
 
 
-def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
+def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], ParamState]:
     """What the optimizer's constructor keeps for every parameter (Adagrad's does): a number for each weight, the same
     for all, and numbers."""
-    found: list[tuple[dict[str, float], State]] = []
+    found: list[tuple[dict[str, float], ParamState]] = []
     shown = [(parameter, state) for parameter, state in optimizer.state.items()
              if parameter.numel() and parameter.dim()]  # of a parameter that is a number all state is numbers
     for parameter, state in shown or optimizer.state.items():  # where there is no other, any number will do
@@ -167,7 +169,8 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
         numbers = {name: value for name, value in state.items() if name not in tensors}
         even = all(bool((value == fills[name]).all()) for name, value in tensors.items())
         if not even or found and (fills, numbers) != found[0]:
-            raise _refusal(optimizer, "it has taken steps already, or starts parameters differently; give a new one")
+            raise _unsupported(optimizer,
+                               "it has taken steps already, or starts parameters differently; give a new one")
         found.append((fills, numbers))
     return found[0] if found else ({}, {})
 
@@ -179,18 +182,18 @@ TRIAL_STEPS = 8
 """Enough for every branch on the number of steps (RAdam's is after the fifth)."""
 
 
-def _tried(optimizer: Optimizer, tile: int) -> TorchRule:
-    groups = [_for_trial(group) for group in optimizer.param_groups]
-    wholes = [_whole(_Worker(optimizer), hyper) for hyper in groups]
-    states = dict.fromkeys(name for _, state in wholes for name in _names(optimizer, state))
-    for hyper, (weights, state) in zip(groups, wholes, strict=True):
-        if not _same(_in_two(TorchRule(optimizer, states, tile), hyper), {**state, "": weights}):
-            raise _refusal(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
-                           "becomes another one, and ranks hold cut parameters")
+def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
+    groups = [_trial_hyper_parameters(group) for group in optimizer.param_groups]
+    unsplit = [_step_unsplit(_ParameterlessOptimizer(optimizer), hyper) for hyper in groups]
+    states = dict.fromkeys(name for _, state in unsplit for name in _elementwise_state_names(optimizer, state))
+    for hyper, (weights, state) in zip(groups, unsplit, strict=True):
+        if not _is_bitwise_equal(_step_in_halves(TorchRule(optimizer, states, tile), hyper), {**state, "": weights}):
+            raise _unsupported(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
+                               "becomes another one, and ranks hold cut parameters")
     return TorchRule(optimizer, states, tile)
 
 
-def _for_trial(group: Mapping[str, Any]) -> dict[str, Any]:
+def _trial_hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The group's hyper-parameters, with a learning rate that shows something: warm-ups start at 0."""
     return {**{key: value for key, value in group.items() if key != "params"}, "lr": float(group.get("lr", 0)) or 1e-3}
 
@@ -202,60 +205,62 @@ def _random_matrices() -> tuple[Tensor, Tensor]:
             torch.randn((TRIAL_STEPS, *TRIAL_SHAPE), generator=generator))
 
 
-def _whole(worker: _Worker, hyper: Mapping[str, Any]) -> tuple[Tensor, State]:
+def _step_unsplit(optimizer: _ParameterlessOptimizer, hyper: Mapping[str, Any]) -> tuple[Tensor, ParamState]:
     weights, grads = _random_matrices()
-    state = worker.fresh(weights)
+    state = optimizer.initial_state(weights)
     for grad in grads:
-        worker.step(weights, grad, state, hyper)
+        optimizer.step(weights, grad, state, hyper)
     return weights, state
 
 
-def _in_two(rule: TorchRule, hyper: Mapping[str, Any]) -> State:
+def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
     """The same, flat and in two spans: states, numbers, and the weights under ""."""
     weights, grads = _random_matrices()
     flats = {"": weights.view(-1), **{name: torch.zeros(weights.numel()) for name in rule.states}}
     middle = weights.numel() // 2
     for steps_taken, grad in enumerate(grads):
         for half in (slice(0, middle), slice(middle, None)):
-            span = Span(0, flats[""][half], grad.view(-1)[half], {name: flats[name][half] for name in rule.states},
-                        (), 1, lambda sums: sums)
+            span = UpdateSegment(0, flats[""][half],
+                                 grad.view(-1)[half], {name: flats[name][half]
+                                                       for name in rule.states}, (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=steps_taken)
     return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 
 
-def _same(flat: State, whole: State) -> bool:
+def _is_bitwise_equal(flat: ParamState, unsplit: ParamState) -> bool:
     """To the bit: where each weight is updated by itself, nothing is rounded differently."""
     return all(torch.allclose(torch.as_tensor(flat[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0, atol=0,
                               equal_nan=True)
-               for name, value in whole.items() if value is not None)
+               for name, value in unsplit.items() if value is not None)
 
 
-def _names(optimizer: Optimizer, state: State) -> list[str]:
+def _elementwise_state_names(optimizer: Optimizer, state: ParamState) -> list[str]:
     """The states that are one number for each weight."""
     names = []
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == TRIAL_SHAPE and value.dtype == torch.float32:
             names.append(name)
         elif not (value is None or isinstance(value, int | float) or isinstance(value, Tensor) and value.numel() == 1):
-            raise _refusal(optimizer, f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a "
-                           "number")
+            raise _unsupported(
+                optimizer, f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a "
+                "number")
     return names
 
 
-def _refusal(optimizer: Optimizer, why: str) -> ConfigError:
+def _unsupported(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(f"the optimizer {type(optimizer).__name__} cannot be used here: {why}")
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-def _copies(numbers: State) -> State:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in numbers.items()}
+def _clone_scalars(scalars: ParamState) -> ParamState:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
 
 
-def _number(value: Any) -> Any:
+def _to_python_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _like(kind: Any, number: Any) -> Any:
-    return torch.full_like(kind, number) if isinstance(kind, Tensor) else type(kind)(number)
+def _to_type_of(template: Any, number: Any) -> Any:
+    return torch.full_like(template, number) if isinstance(template, Tensor) else type(template)(number)

@@ -17,8 +17,8 @@ from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import (PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights,
-                                       sets_of_weights)
+from megatron.zero.homes.parts import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
+                                       param_buffer_sets, param_chunk_numel, split_into_chunks, step_chunk_numel)
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import StagePolicy, stage_policy
 from mpu.split import pad_vocab
@@ -236,9 +236,9 @@ class Run:
     @cached_property
     def leaving(self) -> Sequence[tuple[FlatLayout, bool]]:
         """Each bucket, and whether its optimizer state leaves the device."""
-        share = Share(0.0 if self.away.optimizer == "none" else self.config.offload.offload_optimizer_ratio)
+        share = OffloadRatio(0.0 if self.away.optimizer == "none" else self.config.offload.offload_optimizer_ratio)
         buckets = [self.root, *[self.resident] * bool(self.resident.numel), *[self.block] * self.layers]
-        return [(layout, share.leaves(layout.shard_numel)) for layout in buckets]
+        return [(layout, share.offloads_next(layout.shard_numel)) for layout in buckets]
 
     @cached_property
     def away_numel(self) -> int:
@@ -304,7 +304,7 @@ class Run:
         found = {"parameters": 0, "gradients": self.away_numel * self.sums if self.gradients_leave else 0,
                  "optimizer": self.optimizer_away if self.away.optimizer == "cpu" else 0, "buffers": 0}
         if self.away.optimizer == "nvme":
-            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
+            found["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
         if self.gradients_leave and self.away.optimizer == "cpu" and offload.delayed_param_update:
             found["gradients"] *= 2  # of the update under way, and of the next one
             found["buffers"] += self.shard_numel * self.work
@@ -315,24 +315,24 @@ class Run:
         elif self.away.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._on_drive
             of_step = self._part_of_step if self.away.optimizer != "none" else None
-            part = part_of_weights(size, of_step)
-            parts = [one for layout in on_drive for one in cut(layout.shard_numel, part, of_step)]
-            sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part), len(parts))
+            part = param_chunk_numel(size, of_step)
+            parts = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, part, of_step)]
+            sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, part), len(parts))
             found["parameters"] = (self._split - sum(layout.shard_numel for layout in on_drive)) * self.work
-            found["buffers"] += sets * largest(parts) * self.work
+            found["buffers"] += sets * largest_chunk(parts) * self.work
         return found
 
     @property
     def _part_of_step(self) -> int:
         """Of state that is not on the device."""
         if self.away.optimizer == "cpu":
-            return min(PART_ON_HOST, self.tile)
-        return part_of_step(self.tile, self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
+            return min(HOST_CHUNK_NUMEL, self.tile)
+        return step_chunk_numel(self.tile, self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
 
     @property
     def part_at_a_time(self) -> int:
         """The largest of them."""
-        return max(largest(cut(layout.shard_numel, self._part_of_step)) if layout.shard_numel else 0
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._part_of_step)) if layout.shard_numel else 0
                    for layout in (self.root, self.resident, self.block))
 
     @property

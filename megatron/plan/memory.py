@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE, Run
-from megatron.zero.homes.parts import STEP_SETS
+from megatron.zero.homes.parts import STEP_BUFFER_SETS
 from megatron.zero.layout import FlatLayout, Slot
 
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
@@ -277,7 +277,7 @@ def _update(run: Run) -> Moment:
     waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
     passing = 0
     if run.streams:
-        passing += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * run.part_at_a_time * FP32
+        passing += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * run.part_at_a_time * FP32
     here = any(not leaves for _, leaves in run.leaving)
     if run.device == "cuda" and run.away.params != "none" and (run.streams or here):
         passing += 2 * (span if here else run.part_at_a_time) * run.work

@@ -27,7 +27,7 @@ from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.whereabouts import HERE, START_UP
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.api.schedule import schedule_of
+from megatron.zero.api.schedule import build_lr_schedule
 from megatron.zero.holders import full_shape
 from megatron.zero.initial_params import defer_param_init
 from megatron.zero.tiling import tile_linears
@@ -143,8 +143,8 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
     set_products(config, device)
     compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
-                       lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
-    built.reads_weights_between_steps = False
+                       lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
+    built.block_until_params_gathered = False
     model.on_blocks_chosen = built.core.set_forward_modules
     return built
 

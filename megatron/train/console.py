@@ -19,23 +19,23 @@ from data.cli import format_count
 from data.storage import escape_to_one_line
 from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
-from megatron.zero.homes.used import DriveUse
+from megatron.zero.homes.used import NvmeStats
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
-LEAST_LINES = 10
+MIN_LINES = 10
 """Of a run whose --log-interval was not given: as many, or one for each step."""
 
 ERASE_LINE = "\r\x1b[K"
-ROOM_FOR_ECHO = 8
+ECHO_COLUMNS = 8
 """Columns right of the bar, so that the terminal's ^C does not begin a new line."""
 
 
 def default_interval(steps: int) -> int:
     """A round number of steps between lines that gives a run of so many steps at least LEAST_LINES of them."""
-    return next((interval for interval in ROUND_INTERVALS if interval * LEAST_LINES <= steps), 1)
+    return next((interval for interval in ROUND_INTERVALS if interval * MIN_LINES <= steps), 1)
 
 
-def no_line(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
+def no_lines_note(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
     """A note, where an interval that was asked for leaves a run of such steps without a line."""
     if not interval or start >= train_iters or train_iters // interval > start // interval:
         return ()
@@ -44,7 +44,7 @@ def no_line(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
             f"make it smaller, or leave it out for a line every {usual}",)
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class _ProgressBar(tqdm):  # type: ignore[misc]
     """tqdm's bar. Clearing it also removes what the terminal has echoed behind it."""
 
     def clear(self, nolock: bool = False) -> None:
@@ -66,56 +66,56 @@ class Console:
     console is mute from then on."""
 
     def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
-                 aside: Callable[[], str] = str, outlives_reader: bool = False) -> None:
-        self.lost: OSError | None = None
-        self._outlives_reader = outlives_reader
-        self._writes, self._aside, self._train_iters = writes, aside, train_iters
+                 extra_line: Callable[[], str] = str, survives_closed_stdout: bool = False) -> None:
+        self.write_error: OSError | None = None
+        self._survives_closed_stdout = survives_closed_stdout
+        self._writes, self._extra_line, self._train_iters = writes, extra_line, train_iters
         self._interval = default_interval(train_iters - start) if interval is None else interval
-        self._ends_with_a_line = interval is None
-        self.notes = () if interval is None else no_line(interval, start, train_iters)
+        self._prints_last_step = interval is None
+        self.notes = () if interval is None else no_lines_note(interval, start, train_iters)
         self._window: list[StepMetrics] = []
-        width = shutil.get_terminal_size().columns - ROOM_FOR_ECHO
-        self._bar: Any = _Bar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,
-                              ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
+        width = shutil.get_terminal_size().columns - ECHO_COLUMNS
+        self._bar: Any = _ProgressBar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,
+                                      ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._draw()
+    def log_step(self, metrics: StepMetrics) -> None:
+        self._advance_bar()
         if not self._writes or not self._interval:
             return
         self._window.append(metrics)
-        if metrics.iteration % self._interval == 0 or self._ends_with_a_line and metrics.iteration == self._train_iters:
-            self.say(console_line(self._window, self._train_iters))
+        if metrics.iteration % self._interval == 0 or self._prints_last_step and metrics.iteration == self._train_iters:
+            self.print_line(console_line(self._window, self._train_iters))
             self._window.clear()
-            if line := self._aside():
-                self.say(line)
+            if line := self._extra_line():
+                self.print_line(line)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """One line, above the progress bar."""
         if self._writes:
-            with self._reader():
-                _Bar.write(escape_to_one_line(line), file=sys.stdout)
+            with self._catch_write_errors():
+                _ProgressBar.write(escape_to_one_line(line), file=sys.stdout)
                 sys.stdout.flush()
 
     def close(self) -> None:
-        if self.lost is None:
-            with self._reader():
+        if self.write_error is None:
+            with self._catch_write_errors():
                 self._bar.close()
 
-    def _draw(self) -> None:
+    def _advance_bar(self) -> None:
         """The bar, a step further."""
-        if self.lost is None:
-            with self._reader():
+        if self.write_error is None:
+            with self._catch_write_errors():
                 self._bar.update()
 
     @contextmanager
-    def _reader(self) -> Iterator[None]:
+    def _catch_write_errors(self) -> Iterator[None]:
         """Of what the block writes."""
         try:
             yield
         except OSError as error:  # it has left, and its terminal may have gone with it
-            if not self._outlives_reader:
+            if not self._survives_closed_stdout:
                 raise
-            self.lost, self._writes, self._bar.disable = error, False, True
+            self.write_error, self._writes, self._bar.disable = error, False, True
             discard_output()
 
 
@@ -140,18 +140,18 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
         *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
-        *_of_dropping(window),
-        *_of_drive(window),
+        *_layer_drop_text(window),
+        *_nvme_text(window),
         *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else []),
     ]
     return " | ".join(parts)
 
 
-def _of_dropping(window: Sequence[StepMetrics]) -> list[str]:
+def _layer_drop_text(window: Sequence[StepMetrics]) -> list[str]:
     told = [m.dropping for m in window if m.dropping is not None]
     return [f"theta {told[-1].theta:.3f}, {sum(one.blocks for one in told) / len(told):.1f} blocks"] if told else []
 
 
-def _of_drive(window: Sequence[StepMetrics]) -> list[str]:
+def _nvme_text(window: Sequence[StepMetrics]) -> list[str]:
     used = [m.drive for m in window if m.drive is not None]
-    return [sum(used, DriveUse()).a_step(len(used))] if used else []
+    return [sum(used, NvmeStats()).format_per_step(len(used))] if used else []

@@ -10,21 +10,22 @@ from typing import Any
 
 from megatron.train.board import evaluation_scalars, step_scalars
 from megatron.train.metrics import StepMetrics
-from megatron.zero.api.wandb_run import Project, WandbRun
+from megatron.zero.api.wandb_run import WandbProject, WandbRun
 
 
-class Dashboard:
-    def __init__(self, project: Project) -> None:
-        self._run = WandbRun("--wandb-project", project, axis="iteration")
+class WandbLogger:
+    def __init__(self, project: WandbProject) -> None:
+        self._run = WandbRun("--wandb-project", project, step_metric="iteration")
 
-    def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
+    def log_config(self, sections: Mapping[str, Mapping[str, Any]], run_header: str, iteration: int) -> None:
         self._run.configure(sections)
 
-    def step(self, metrics: StepMetrics, tokens: int) -> None:
+    def log_step(self, metrics: StepMetrics, tokens: int) -> None:
         self._run.log({"iteration": metrics.iteration, "tokens": tokens, **step_scalars(metrics)})
 
-    def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:
-        self._run.log({"iteration": iteration, "tokens": tokens, **evaluation_scalars(name, loss, of_text)})
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
+                                                                                                        float]) -> None:
+        self._run.log({"iteration": iteration, "tokens": tokens, **evaluation_scalars(name, loss, text_metrics)})
 
     def close(self, *, failed: bool = False) -> None:
         self._run.close(failed=failed)

@@ -31,7 +31,7 @@ from megatron.train.metrics import Dropping, Lap, Rates, StepMetrics, Stopwatch,
 from megatron.train.rate import RateWatch, idle_steps
 from megatron.whereabouts import EVALUATION, HERE, TRAINING
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.schedule import FollowSchedule
+from megatron.zero.api.schedule import LRScheduleAdapter
 from megatron.zero.step import StepReport
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import set_timeout
@@ -95,7 +95,7 @@ class Trainer:
             self._rescue_save(error)
             raise
         if reason:
-            self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
+            self.log.print_line(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
         return not reason
 
     def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
@@ -155,8 +155,8 @@ class Trainer:
                 self.engine.finish_save()
         else:
             is_late = self.engine.abandon_save()
-            self.log.say(" the save under way is complete" if is_late else
-                         " the save under way is not complete; the tag before it is the newest")
+            self.log.print_line(" the save under way is complete" if is_late else
+                                " the save under way is not complete; the tag before it is the newest")
 
     def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         asked, core = self.config.profile, self.engine.core
@@ -171,9 +171,9 @@ class Trainer:
 
     def _rate_watch(self, state: TrainState) -> RateWatch:
         follows = self.engine.lr_scheduler
-        assert isinstance(follows, FollowSchedule), "build.engine gives the engine the schedule of the flags"
+        assert isinstance(follows, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
         idle = idle_steps(self.config, follows.schedule, follows.steps, state.iteration)
-        return RateWatch(idle, self.engine.get_lr()[0], self.log.say)
+        return RateWatch(idle, self.engine.get_lr()[0], self.log.print_line)
 
     def _reason_to_leave(self, iteration: int, asked: Asked) -> str:
         if asked.stop:
@@ -191,8 +191,8 @@ class Trainer:
                 self.stop.is_heeded = True
                 if self.save is None:
                     raise Interrupted(_unsaved(state.iteration))
-                self.log.say(f" {self._reason_to_leave(state.iteration, self._to_stop())}, saved "
-                             f"{self.config.save.save}; the evaluations after the last step are not complete")
+                self.log.print_line(f" {self._reason_to_leave(state.iteration, self._to_stop())}, saved "
+                                    f"{self.config.save.save}; the evaluations after the last step are not complete")
                 return False
         return True
 
@@ -241,14 +241,14 @@ class Trainer:
             loss = forward_loss(self.engine, batch.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
-            report = self.engine.step(riders=[total, *self._asked()] if number == len(batches) else ())
+            report = self.engine.step(extra_scalars=[total, *self._asked()] if number == len(batches) else ())
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
         return report
 
     def _asked(self) -> Asked:
         """Of this rank."""
         late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
-        return Asked(bool(self.stop) or self.log.is_lost, self.stop.signal == SIGINT, late)
+        return Asked(bool(self.stop) or self.log.console_is_lost, self.stop.signal == SIGINT, late)
 
     def _must_know(self, iteration: int) -> bool:
         """What comes after this step depends on what it did: it is the last one, or something is saved or measured."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.zero.accelerator import peak_resident_bytes
-from megatron.zero.homes.used import DriveUse
+from megatron.zero.homes.used import NvmeStats
 
 
 class Dropping(NamedTuple):
@@ -43,7 +43,7 @@ class StepMetrics:
     tflops: float
     mfu: float | None
     max_memory_bytes: int
-    drive: DriveUse | None = None
+    drive: NvmeStats | None = None
     """Of rank 0; None where nothing is on a drive."""
     dropping: Dropping | None = None
     """None where every step runs all blocks."""
@@ -59,7 +59,7 @@ class StepMetrics:
     def of_drive(self) -> dict[str, float]:
         if self.drive is None:
             return {}
-        return {"drive_wait_ms": self.drive.seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
+        return {"drive_wait_ms": self.drive.wait_seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
                 "drive_written_bytes": self.drive.written_bytes}
 
 
@@ -88,13 +88,13 @@ def max_memory_bytes(device: torch.device) -> int:
 
 class Lap(NamedTuple):
     seconds: float
-    drive: DriveUse | None
+    drive: NvmeStats | None
 
 
 class Stopwatch:
     """Seconds since the last reading, and what drives were used for meanwhile."""
 
-    def __init__(self, drive_use: Callable[[], DriveUse | None]) -> None:
+    def __init__(self, drive_use: Callable[[], NvmeStats | None]) -> None:
         self._drive_use = drive_use
         self._last = self._now()
 
@@ -103,5 +103,5 @@ class Stopwatch:
         (end, used), (begin, used_before) = self._last, before
         return Lap(end - begin, None if used is None or used_before is None else used - used_before)
 
-    def _now(self) -> tuple[float, DriveUse | None]:
+    def _now(self) -> tuple[float, NvmeStats | None]:
         return time.perf_counter(), self._drive_use()

@@ -29,12 +29,12 @@ from megatron.config.hf_shape import shape_in
 from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.optim.schedule import Schedule
+from megatron.optim.schedule import LRSchedule
 from megatron.train.loop import TrainState
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions, load_foreign_weights
-from megatron.zero.api.schedule import FollowSchedule
-from megatron.zero.api.shared import check_shared, where_of
+from megatron.zero.api.saved import LoadOptions, load_external_weights
+from megatron.zero.api.schedule import LRScheduleAdapter
+from megatron.zero.api.shared import check_shared_state, shared_state_label
 from mpu.groups import Groups
 
 MUST_MATCH = (
@@ -114,7 +114,7 @@ class Checkpoints:
         found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
         with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
             _check_model(self.config, found)
-        agree(lambda: check_shared(found), self.groups.world)
+        agree(lambda: check_shared_state(found), self.groups.world)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
         self._check_tokenizer(found.tag, saved)
@@ -122,14 +122,15 @@ class Checkpoints:
             raise CheckpointError(f"{found.tag} of {section.load} was not saved by the trainer and states no position "
                                   "of a run: give --finetune to start from its weights")
         scheduler = _follows(engine)
-        position = None if section.finetune else position_in(saved, f"{where_of(found)}: field 'client_state'")
+        position = None if section.finetune else position_in(saved,
+                                                             f"{shared_state_label(found)}: field 'client_state'")
         if position is not None:  # the rate is set by the schedule in force: it has to be chosen before
             scheduler.schedule = _agreed_schedule(self.config, position.schedule, scheduler.schedule)
         same_precision = _precision(found.config) == self.config.precision.name
         engine.restore(found, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                           rng=not (section.finetune or section.no_load_rng),
                                           loss_scale=same_precision,
-                                          hyper=False))  # the flags' own
+                                          hyper_parameters=False))  # the flags' own
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
         if position is None:
@@ -169,7 +170,7 @@ class Checkpoints:
         """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
         source = self.config.save.load_hf
         if source is not None:
-            load_foreign_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
+            load_external_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
         return self._start_at(TrainState())
 
@@ -210,7 +211,7 @@ class Checkpoints:
         engine.save_checkpoint(folder, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
-                               then=lambda report: tell(report, step, folder))
+                               on_complete=lambda report: tell(report, step, folder))
 
     def save_finished(self, engine: Engine, tell: Tell, state: TrainState) -> None:
         """A run that was complete when it was loaded: it is saved as well, if --save is another folder than --load."""
@@ -244,9 +245,9 @@ def _steps_in(root: Path) -> dict[str, int]:
         raise StorageError(f"--save: {error}") from error
 
 
-def _follows(engine: Engine) -> FollowSchedule:
+def _follows(engine: Engine) -> LRScheduleAdapter:
     scheduler = engine.lr_scheduler
-    assert isinstance(scheduler, FollowSchedule), "build.engine gives the engine the schedule of the flags"
+    assert isinstance(scheduler, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
     return scheduler
 
 
@@ -315,7 +316,7 @@ def _open_hf(config: Config, folder: Path) -> Foreign:
     return found
 
 
-def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:
+def _agreed_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> LRSchedule:
     """The checkpoint's schedule and the flags' must agree unless a flag says which one wins."""
     if saved == present or config.schedule.override_lr_scheduler:
         return present
@@ -344,7 +345,7 @@ OWN = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
 @dataclass(frozen=True)
 class Position:
     state: TrainState
-    schedule: Schedule
+    schedule: LRSchedule
     data: str
     """The fingerprint of the text."""
 
@@ -360,10 +361,10 @@ def position_in(saved: Mapping[str, Any], where: str) -> Position:
     return Position(state, schedule, record.take("data", str))
 
 
-def _schedule(said: Record) -> Schedule:
+def _schedule(said: Record) -> LRSchedule:
     """Fields of later versions may be missing; one that is not known would be ignored, and is refused."""
     values: dict[str, Any] = {}
-    for item in fields(Schedule):
+    for item in fields(LRSchedule):
         if item.name not in said.fields:
             if item.default is MISSING:
                 raise CheckpointError(f"{said.where}: field {item.name!r} is missing")
@@ -376,7 +377,7 @@ def _schedule(said: Record) -> Schedule:
         else:
             values[item.name] = said.number(item.name)
     said.done()
-    return Schedule(**values)
+    return LRSchedule(**values)
 
 
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------

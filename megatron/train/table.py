@@ -15,37 +15,38 @@ from typing import Any
 
 from megatron.errors import StorageError
 from megatron.train.metrics import StepMetrics
-from megatron.zero.api.curves import storing
-from megatron.zero.api.lines import Lines, csv_line
+from megatron.zero.api.curves import storage_errors
+from megatron.zero.api.lines import AppendOnlyFile, format_csv_row
 
-STEPS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples", "step_ms",
-         "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
-         "drive_written_bytes", "pld_theta", "pld_blocks")
-EVALUATIONS = ("iteration", "split", "lm_loss", "bits_per_byte")
-LONGEST_HEAD = 4096
+STEP_COLUMNS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
+                "step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
+                "drive_written_bytes", "pld_theta", "pld_blocks")
+EVALUATION_COLUMNS = ("iteration", "split", "lm_loss", "bits_per_byte")
+MAX_HEADER_CHARS = 4096
 """Characters of the first line."""
 
 
-class Tables:
+class CsvLogger:
     """`steps.csv` and `evaluations.csv` of a folder."""
 
     def __init__(self, folder: str, warn: Callable[[str], object]) -> None:
-        with storing("--csv-dir", folder):
+        with storage_errors("--csv-dir", folder):
             os.makedirs(folder, exist_ok=True)
         with ExitStack() as opened:
-            self._steps = _Table(os.path.join(folder, "steps.csv"), STEPS, warn)
+            self._steps = _CsvTable(os.path.join(folder, "steps.csv"), STEP_COLUMNS, warn)
             opened.callback(self._steps.close)
-            self._evaluations = _Table(os.path.join(folder, "evaluations.csv"), EVALUATIONS, warn)
+            self._evaluations = _CsvTable(os.path.join(folder, "evaluations.csv"), EVALUATION_COLUMNS, warn)
             opened.pop_all()
 
-    def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
+    def log_config(self, sections: Mapping[str, Mapping[str, Any]], run_header: str, iteration: int) -> None:
         """Tables have no place for it."""
 
-    def step(self, metrics: StepMetrics, tokens: int) -> None:
+    def log_step(self, metrics: StepMetrics, tokens: int) -> None:
         self._steps.append(metrics.record())
 
-    def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:
-        self._evaluations.append({"iteration": iteration, "split": name, "lm_loss": loss, **of_text})
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
+                                                                                                        float]) -> None:
+        self._evaluations.append({"iteration": iteration, "split": name, "lm_loss": loss, **text_metrics})
 
     def close(self, *, failed: bool = False) -> None:
         with ExitStack() as closing:
@@ -53,34 +54,34 @@ class Tables:
             closing.callback(self._evaluations.close)
 
 
-class _Table:
+class _CsvTable:
     """A file that gets its head with its first row."""
 
     def __init__(self, path: str, columns: tuple[str, ...], warn: Callable[[str], object]) -> None:
-        self._columns, head = columns, csv_line(columns)
-        with storing("--csv-dir", path):
-            if os.path.exists(path) and not _begins_with(head, path):
+        self._columns, head = columns, format_csv_row(columns)
+        with storage_errors("--csv-dir", path):
+            if os.path.exists(path) and not _has_header(head, path):
                 raise StorageError(f"--csv-dir: {path} is another table, whose first line is not {head.strip()}; name "
                                    "another folder")
-        self._lines = Lines("--csv-dir", path, warn, head=head, drops_half=True)
+        self._lines = AppendOnlyFile("--csv-dir", path, warn, header=head, drops_partial_line=True)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """A row; empty where a value is not known, or no number."""
-        self._lines.append(csv_line(tuple(_told(values.get(column)) for column in self._columns)))
+        self._lines.append(format_csv_row(tuple(_csv_value(values.get(column)) for column in self._columns)))
 
     def close(self) -> None:
         self._lines.close()
 
 
-def _begins_with(head: str, path: str) -> bool:
+def _has_header(header: str, path: str) -> bool:
     """Or with what a kill has left of it; a spreadsheet may have written it, with other line ends and quotes."""
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        found = file.readline(LONGEST_HEAD)
+        found = file.readline(MAX_HEADER_CHARS)
     if not found.endswith("\n"):
-        return head.startswith(found)
-    return next(csv.reader([found])) == next(csv.reader([head]))
+        return header.startswith(found)
+    return next(csv.reader([found])) == next(csv.reader([header]))
 
 
-def _told(value: Any) -> Any:
+def _csv_value(value: Any) -> Any:
     """A float with all its digits."""
     return int(value) if isinstance(value, bool) else None if isinstance(value, float) and math.isnan(value) else value

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.ferry import Ferry, Mark, ferry_for
-from megatron.zero.homes.memory import numbers
+from megatron.zero.homes.ferry import CopyEvent, CopyStreams, create_copy_streams
+from megatron.zero.homes.memory import page_aligned_zeros
 from megatron.zero.homes.shelf import WEIGHT
 from megatron.zero.turns import BufferPool
 
@@ -81,7 +81,7 @@ class _OffloadedStorage:
     """Those of the storage, flat, each with its offset and size."""
     device: torch.device
     copy: Tensor
-    copy_event: Mark
+    copy_event: CopyEvent
 
 
 class StateOffloader:
@@ -89,7 +89,7 @@ class StateOffloader:
 
     def __init__(self, buckets: Sequence[FlatBucket], buffer_pool: BufferPool, device: torch.device) -> None:
         self._buckets, self._buffer_pool, self._device = buckets, buffer_pool, device
-        self._copy_streams = ferry_for(device)
+        self._copy_streams = create_copy_streams(device)
         self._offloaded: dict[str, list[_OffloadedStorage]] = {}
         self._pinned_buffers: dict[int, list[Tensor]] = {}
         """Page-locked buffers for the next time, by their size: locking takes longer than copying."""
@@ -118,7 +118,7 @@ class StateOffloader:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes, too
 
-    def _offload_state(self, state: str, copy_streams: Ferry, pinned: bool, non_blocking: bool) -> None:
+    def _offload_state(self, state: str, copy_streams: CopyStreams, pinned: bool, non_blocking: bool) -> None:
         if state in (GRADS, GRAD_BUFFERS):
             self._buffer_pool.clear()
             return
@@ -130,10 +130,10 @@ class StateOffloader:
                 bucket.begin_param_offload()
             storage, device = tensors[0].untyped_storage(), tensors[0].device
             copy = self._host_buffer(storage.nbytes(), pinned)
-            left = copy_streams.down.copy(copy, _byte_view(storage, device))
-            left.join()  # the lane lets go of the memory
+            left = copy_streams.to_host.copy(copy, _byte_view(storage, device))
+            left.wait_on_device()  # the lane lets go of the memory
             if not non_blocking:
-                left.wait()
+                left.wait_on_host()
             pieces.append(
                 _OffloadedStorage([(one, int(one.storage_offset()), one.shape) for one in tensors], device, copy, left))
             for one in tensors:
@@ -141,7 +141,7 @@ class StateOffloader:
 
     def _host_buffer(self, nbytes: int, pinned: bool) -> Tensor:
         kept = self._pinned_buffers.get(nbytes) if pinned else None
-        return kept.pop() if kept else numbers(nbytes, torch.uint8, pinned=pinned)
+        return kept.pop() if kept else page_aligned_zeros(nbytes, torch.uint8, pinned=pinned)
 
     def reload(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         """They come back, or everything does. Where the device has no room, what did not come is still away."""
@@ -159,10 +159,11 @@ class StateOffloader:
     def _reload_storage(self, piece: _OffloadedStorage, non_blocking: bool) -> None:
         assert self._copy_streams is not None
         storage = torch.UntypedStorage(len(piece.copy), device=piece.device)
-        copy_event = self._copy_streams.up.copy(_byte_view(storage, piece.device), piece.copy, [piece.copy_event])
-        copy_event.join()
+        copy_event = self._copy_streams.to_device.copy(_byte_view(storage, piece.device), piece.copy,
+                                                       [piece.copy_event])
+        copy_event.wait_on_device()
         if not non_blocking:
-            copy_event.wait()
+            copy_event.wait_on_host()
         for tensor, offset, size in piece.tensors:
             tensor.set_(storage, offset, size, (1,))
         if piece.copy.is_pinned():
@@ -178,7 +179,7 @@ def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]
         return
     masters = [WEIGHT] if bucket.has_separate_masters else []
     for kind in masters if state == MASTERS else [one for one in bucket.master_state.kinds if one != WEIGHT]:
-        if (tensor := bucket.master_state.at_hand(kind)) is not None:
+        if (tensor := bucket.master_state.device_view(kind)) is not None:
             yield [tensor]
 
 

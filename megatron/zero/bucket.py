@@ -32,10 +32,10 @@ from megatron.zero.edits import InPlaceWriteGuard
 from megatron.zero.exchanges import NO_ENTRY, CollectiveLog
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import release_param, set_param_owner
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.ferry import Mark
-from megatron.zero.homes.here import HereShelf
-from megatron.zero.homes.shelf import HOST, WEIGHT, Homes, Shelf
+from megatron.zero.homes.descent import GradOffloader
+from megatron.zero.homes.ferry import CopyEvent
+from megatron.zero.homes.here import DeviceShard
+from megatron.zero.homes.shelf import HOST, WEIGHT, EngineStorage, StoredShard
 from megatron.zero.initial_params import full_initial_value, init_chunk, init_sources
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.loan import GatheredParamsSession, copy_into_buffer
@@ -105,7 +105,7 @@ class FlatBucket:
                  comm: CommConfig,
                  buffer_pool: BufferPool,
                  log: CollectiveLog,
-                 engine_storage: Homes,
+                 engine_storage: EngineStorage,
                  show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders,
                  values_are_equal: bool = False) -> None:
         """`leaves` says what the parameters are while their elements are split. `alike`: all ranks have the same
@@ -116,15 +116,15 @@ class FlatBucket:
         self._policy = policy
         self.shard_group, self.replica_group = (dp, SOLO) if policy.optim_is_sharded else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
-        self.storage = engine_storage.of_masters(
+        self.storage = engine_storage.storage_for_masters(
             self.layout.shard_numel) if self.trainable else engine_storage.optimizer
         """Of the masters and states."""
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
-        self._copy_streams = engine_storage.ferry
+        self._copy_streams = engine_storage.copy_streams
         self._pending_gather: CollectiveWork | None = None
-        self._pending_shard_copy: Mark | None = None  # this rank's part, from the host
+        self._pending_shard_copy: CopyEvent | None = None  # this rank's part, from the host
         self.grads = FlatGradients(name,
                                    self.layout,
                                    self.parameters,
@@ -146,20 +146,20 @@ class FlatBucket:
         self._take_over_params(engine_storage)
         self._write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
-    def _make_grad_offloader(self, engine_storage: Homes) -> Descent | None:
+    def _make_grad_offloader(self, engine_storage: EngineStorage) -> GradOffloader | None:
         """Where the host updates the weights, it needs the gradients."""
-        if not (self.trainable and self.storage.walks_on_host) or engine_storage.ferry is None:
+        if not (self.trainable and self.storage.updates_on_host) or engine_storage.copy_streams is None:
             return None
-        return Descent(self.layout.shard_numel,
-                       self._dtypes.grad_shard,
-                       self.device,
-                       engine_storage.ferry,
-                       pinned=engine_storage.pins)
+        return GradOffloader(self.layout.shard_numel,
+                             self._dtypes.grad_shard,
+                             self.device,
+                             engine_storage.copy_streams,
+                             pinned=engine_storage.pin_memory)
 
     @property
     def update_device(self) -> torch.device:
         """Where a step's arithmetic is."""
-        return HOST if self.storage.walks_on_host else self.device
+        return HOST if self.storage.updates_on_host else self.device
 
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Be one of a larger model's, which knows it by another name; before anything has been exchanged."""
@@ -189,7 +189,7 @@ class FlatBucket:
     @property
     def device_param_shard(self) -> Tensor:
         """This rank's part of the weights at work, where it need not be fetched."""
-        shard = self.param_shard.at_hand(WEIGHT)
+        shard = self.param_shard.device_view(WEIGHT)
         assert shard is not None, f"the weights of {self.name} are elsewhere"
         return shard
 
@@ -203,7 +203,7 @@ class FlatBucket:
         """The parameters are whole only while they are used."""
         return self._policy.params_are_sharded
 
-    def _take_over_params(self, engine_storage: Homes) -> None:
+    def _take_over_params(self, engine_storage: EngineStorage) -> None:
         """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
         never on the device."""
         param_dtype, layout = self._dtypes.params, self.layout
@@ -212,15 +212,15 @@ class FlatBucket:
                                             device=self.device)
         if self.params_are_sharded:
             self.shard_state = ShardState.SHARDED
-            self.param_shard: Shelf = engine_storage.params.shelf(self.name, layout.shard_numel)
+            self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)
         else:
-            self.param_shard = HereShelf(self._shard_of(self._gathered_params))
-        self.is_on_device = self.param_shard.at_hand(WEIGHT) is not None
+            self.param_shard = DeviceShard(self._shard_of(self._gathered_params))
+        self.is_on_device = self.param_shard.device_view(WEIGHT) is not None
         masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
-            param_dtype != self._dtypes.master or self._dtypes.masters_are_separate or self.storage.is_elsewhere
+            param_dtype != self._dtypes.master or self._dtypes.masters_are_separate or self.storage.is_offloaded
             or not self.is_on_device)
-        self.master_state: Shelf = self.storage.shelf(self.name,
-                                                      layout.shard_numel) if masters_are_separate else self.param_shard
+        self.master_state: StoredShard = self.storage.allocate_shard(
+            self.name, layout.shard_numel) if masters_are_separate else self.param_shard
         sources = init_sources(self.parameters)
         if sources is not None:
             self._init_from_sources(sources)
@@ -235,10 +235,10 @@ class FlatBucket:
 
     def _init_from_sources(self, sources: Sequence[Initializer]) -> None:
         """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
-        for chunk in self.master_state.parts:
+        for chunk in self.master_state.chunks:
             with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
                 masters = kept[WEIGHT]
-                is_there = self.master_state.at_hand(WEIGHT) is not None or self._copy_streams is None
+                is_there = self.master_state.device_view(WEIGHT) is not None or self._copy_streams is None
                 wide = masters if is_there and masters.dtype == torch.float32 else torch.zeros_like(
                     masters, dtype=torch.float32, device=self.device)
                 init_chunk(wide, self.layout, self.shard_group.rank, chunk, sources)
@@ -253,7 +253,7 @@ class FlatBucket:
         """One parameter at a time, and one part of what this rank keeps."""
         values = self._initial_values()
         slot, value = next(values)
-        for chunk in self.master_state.parts:
+        for chunk in self.master_state.chunks:
             with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
                 for segment in self.layout.segments(self.shard_group.rank, chunk):
                     while slot is not segment.slot:
@@ -309,7 +309,7 @@ class FlatBucket:
             except BaseException:  # of a drive, say: nobody may take what is there now for weights
                 if self._pending_gather is None:
                     if self._pending_shard_copy is not None:
-                        self._pending_shard_copy.join()
+                        self._pending_shard_copy.wait_on_device()
                         self._pending_shard_copy = None
                     self.shard_state = ShardState.SHARDED
                     self._free_gathered_params()
@@ -319,7 +319,7 @@ class FlatBucket:
         if self._copy_streams is None:
             self.param_shard.read(WEIGHT, 0, own)
         else:
-            self._pending_shard_copy = self.param_shard.bring(own, self._copy_streams.up)
+            self._pending_shard_copy = self.param_shard.copy_to_device(own, self._copy_streams.to_device)
 
     def _launch_gather(self) -> None:
         self._set_shard_state(ShardState.GATHERING)
@@ -331,7 +331,8 @@ class FlatBucket:
             return
         own = self.device_param_shard if self.is_on_device else self._shard_of(self._gathered_params)
         with nullcontext(
-        ) if self._copy_streams is None or self._pending_shard_copy is None else self._copy_streams.up.leading():
+        ) if self._copy_streams is None or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies(
+        ):
             self._pending_gather = all_gather_into(self._gathered_params, own, self.shard_group,
                                                    self._comm.allgather_bucket_size)
         if not self._comm.overlap_comm:
@@ -344,7 +345,7 @@ class FlatBucket:
             self._pending_gather.wait()
             self._log.awaited_entry = NO_ENTRY
             if self._pending_shard_copy is not None:
-                self._pending_shard_copy.join()
+                self._pending_shard_copy.wait_on_device()
                 self._pending_shard_copy = None
             if self.shard_state is ShardState.GATHERING:  # else Ctrl-C came before the next line
                 self._set_shard_state(ShardState.GATHERED)
@@ -459,7 +460,7 @@ class FlatBucket:
         """The weights at work <- the masters; on this rank, `send` is to follow."""
         if self.has_separate_masters:
             self.wait_for_param_gather()  # of a step before, which come from there
-            for chunk in self.master_state.parts:
+            for chunk in self.master_state.chunks:
                 with self.master_state.open(chunk, [WEIGHT]) as kept:
                     self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
 
@@ -530,7 +531,7 @@ class FlatBucket:
                                                    self.shard_group.rank,
                                                    was_sharded=was_sharded)
         if self.has_separate_masters and not self.params_are_sharded:  # what was written by hand before is an edit of this loan
-            for chunk in self.master_state.parts:
+            for chunk in self.master_state.chunks:
                 with self.master_state.open(chunk, [WEIGHT]) as kept:
                     self._user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.bucket import FlatBucket, ParamRounding, publish_masters
-from megatron.zero.homes.shelf import WEIGHT, Shelf
+from megatron.zero.homes.shelf import WEIGHT, StoredShard
 from megatron.zero.layout import Segment
 from mpu.collectives import all_reduce, broadcast_into
 from mpu.draws import NormalInitializer, rng_key, strided_segments_of
@@ -58,7 +58,7 @@ class ShiftedRounding:
         if self.inner is not None:
             self.inner()
         kept, work = self.bucket.master_state, self.bucket.param_shard
-        for chunk in kept.parts:
+        for chunk in kept.chunks:
             with kept.open(chunk, [WEIGHT]) as found:
                 lacking = found[WEIGHT] - found[WEIGHT].to(work.dtype)
             moved = torch.empty_like(lacking, dtype=torch.float32)
@@ -193,7 +193,7 @@ class HessianEigensolver:
         return total
 
 
-def _read_weights(bucket: FlatBucket, shelf: Shelf) -> Tensor:
+def _read_weights(bucket: FlatBucket, shelf: StoredShard) -> Tensor:
     """This rank's part of the weights on a shelf, of other blocks too."""
     out = torch.empty(bucket.layout.shard_numel, device=bucket.device)
     shelf.read(WEIGHT, 0, out)

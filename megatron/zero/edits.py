@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.homes.shelf import WEIGHT, Shelf
+from megatron.zero.homes.shelf import WEIGHT, StoredShard
 from megatron.zero.layout import FlatLayout
 
 MasterRounding = Callable[[slice, Tensor], Tensor]
@@ -71,7 +71,7 @@ class InPlaceWriteGuard:
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
-    def refuse_writes(self, param_shard: Tensor | None, master_state: Shelf, round_masters: MasterRounding, *,
+    def refuse_writes(self, param_shard: Tensor | None, master_state: StoredShard, round_masters: MasterRounding, *,
                       compare_values: bool) -> None:
         """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, made
         `of_masters`: where no rank has another part, a write that was undone does not count. `thoroughly` compares
@@ -87,9 +87,10 @@ class InPlaceWriteGuard:
         if touched and (param_shard is None or self._layout.shards > 1):
             self._raise_write_error(touched[0])
 
-    def _first_modified(self, param_shard: Tensor, master_state: Shelf, round_masters: MasterRounding) -> str | None:
+    def _first_modified(self, param_shard: Tensor, master_state: StoredShard,
+                        round_masters: MasterRounding) -> str | None:
         """The first parameter that is not what was made of the masters."""
-        for chunk in master_state.parts:
+        for chunk in master_state.chunks:
             with master_state.open(chunk, [WEIGHT]) as kept:
                 master = round_masters(chunk, kept[WEIGHT])
                 if not any(

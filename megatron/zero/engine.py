@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
-from megatron.optim.rule import ParamGroup, Rule
+from megatron.optim.rule import ParamGroup, UpdateRule
 from megatron.whereabouts import HERE, OPTIMIZER_STEP
 from megatron.zero.aside import LP_PARAMS, StateOffloader
 from megatron.zero.bucket import publish_masters
 from megatron.zero.buffers import ModuleBufferSnapshot, broadcast_module_buffers
 from megatron.zero.exchanges import CollectiveLog
 from megatron.zero.forwards import NoGradForwardChecker
-from megatron.zero.homes.here import Here
-from megatron.zero.homes.shelf import HOST, Homes, Run
+from megatron.zero.homes.here import DeviceStorage
+from megatron.zero.homes.shelf import HOST, EngineStorage, StateSegment
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.own_exchange import CompressedBucketExchange
@@ -55,9 +55,19 @@ MAX_EXTRA_SCALARS = 8
 
 
 class ZeroEngine:
-    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
-                 param_groups: list[ParamGroup], device: torch.device, engine_storage: Homes | None = None,
-                 clip_grad: float = 0.0, accumulation: int = 1, quantize: QuantizeConfig = QuantizeConfig(),
+    def __init__(self,
+                 module: nn.Module,
+                 groups: Groups,
+                 *,
+                 zero: ZeroConfig,
+                 precision: PrecisionConfig,
+                 rule: UpdateRule,
+                 param_groups: list[ParamGroup],
+                 device: torch.device,
+                 engine_storage: EngineStorage | None = None,
+                 clip_grad: float = 0.0,
+                 accumulation: int = 1,
+                 quantize: QuantizeConfig = QuantizeConfig(),
                  seed: int = 0) -> None:
         """`seed` is that of stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
@@ -76,7 +86,8 @@ class ZeroEngine:
         comm = make_comm_config(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
-        self.engine_storage = engine_storage or Homes(Here(device), Here(device, kinds.params))
+        self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device), DeviceStorage(
+            device, kinds.params))
         turns = BufferPool()
         self._units = build_units(module, BucketingConfig(
             self._policy, comm, kinds, groups.dp, device,
@@ -85,15 +96,15 @@ class ZeroEngine:
         scaling = loss_scale_rule(precision)
         self.state = EngineState(self._units,
                                  rule,
-                                 scaling.start(),
+                                 scaling.initial_state(),
                                  groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
         if (schedule := quantize.schedule) is not None:
             self.state.moq = MoQState(quantize, schedule, module, self.buckets, groups, seed)
             publish_masters(self.buckets)
-        on_host = [bucket.storage.walks_on_host for bucket in self.buckets]
-        rule.settle_on(HOST if all(on_host) else device, groups.world)
+        on_host = [bucket.storage.updates_on_host for bucket in self.buckets]
+        rule.bind_device(HOST if all(on_host) else device, groups.world)
         for bucket in (*self.buckets, *self.frozen_buckets):
             register_owning_engine(bucket, self)
         self._state_offloader = StateOffloader([*self.buckets, *self.frozen_buckets], turns, device)
@@ -123,7 +134,7 @@ class ZeroEngine:
                                                 allows_unused=zero.ignore_unused_parameters,
                                                 params_are_sharded=self._policy.params_are_sharded,
                                                 current_step=lambda: self.state.counters.global_steps + 1)
-        if self.engine_storage.delays:
+        if self.engine_storage.delays_update:
             self.pass_coordinator.before_evaluation = partial(self.sync_delayed_update, "a forward of an evaluation")
         self._handles = refuse_state_dict_loads(self._units) + register_unit_hooks(self._units, self.pass_coordinator)
 
@@ -387,7 +398,7 @@ class ZeroEngine:
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
-    def state_segments(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
+    def state_segments(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
         """(slot, offset in the slot, run of the state) for everything this rank is to write."""
         return self.state.segments_to_save(kinds, frozen)
 

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import NO_REDUCTION, CollectiveLog
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.ferry import Mark
+from megatron.zero.homes.descent import GradOffloader
+from megatron.zero.homes.ferry import CopyEvent
 from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import CommConfig, StagePolicy
 from megatron.zero.precision import BucketDtypes
@@ -45,7 +45,7 @@ STAGE3_OUTPUT_RULE = (
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
                  shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
-                 buffer_pool: BufferPool, log: CollectiveLog, offloader: Descent | None = None) -> None:
+                 buffer_pool: BufferPool, log: CollectiveLog, offloader: GradOffloader | None = None) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard, self._reduces_when_complete = policy.grads_are_sharded, policy.params_are_sharded
         self._shard_group, self._replica_group = shard_group, replica_group
@@ -240,7 +240,7 @@ class FlatGradients:
             self._full_buffer = new(self.layout, self._full_dtype, self._device)
         return self._full_buffer
 
-    def _release_buffer(self, pending_copy: Mark | None = None) -> None:
+    def _release_buffer(self, pending_copy: CopyEvent | None = None) -> None:
         """The whole is not needed any more, but for the copy that `leaves`."""
         if self._full_buffer is not None and self._accumulates_shard:
             self._buffer_pool.release(self.layout, self._full_buffer, pending_copy)
@@ -274,7 +274,7 @@ class FlatGradients:
         if self._comm.gradient_predivide_factor != 1:
             grads.mul_(1 / self._comm.gradient_predivide_factor)
         if self._offloader is not None and self._shard is not None:
-            self._offloader.expect()
+            self._offloader.prefetch_sums()
         self._reduction_number = self._log.record_reduction(self.name)
         output = self._shard_of(grads)
         keeps_output = self._adds_to_shard and self._shard is None and self._offloader is None  # when the whole gradient goes
@@ -328,8 +328,8 @@ class FlatGradients:
             self._release_buffer()
         self.filled_slots.clear()
 
-    def _offload_shard(self, reduced: Tensor, offloader: Descent) -> None:
-        copy = offloader.bring(reduced)
+    def _offload_shard(self, reduced: Tensor, offloader: GradOffloader) -> None:
+        copy = offloader.offload(reduced)
         self._release_buffer(copy if self._is_in_buffer(reduced) else None)
         self._shard, self._adds_to_shard = reduced.new_empty(0), True  # it is where the descent has it
         self.filled_slots.clear()
@@ -374,7 +374,7 @@ class FlatGradients:
     def detach_host_grads(self) -> Tensor:
         """The shard on the host, for an update that goes on beside the next backward."""
         assert self._offloader is not None, "the device updates"
-        return self._offloader.hand_over()
+        return self._offloader.detach_sums()
 
     def row_norms(self, out: Tensor) -> None:
         """As mpu.grads.row_norms of the shard, on the device."""
@@ -389,7 +389,7 @@ class FlatGradients:
             self._pending_reduction.wait()
             self._pending_reduction = self._reduction_output = None
         if self._offloader is not None:
-            self._offloader.forget()
+            self._offloader.cancel_prefetch()
 
     # ---- from backward to backward ------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from torch.utils.weak import TensorWeakRef
 
 from megatron.errors import ConfigError
 from megatron.zero.holders import param_owner, set_param_owner
-from megatron.zero.homes.nvme import Nvme, NvmeSettings
-from megatron.zero.homes.shelf import WEIGHT, Run, Shelf
-from megatron.zero.homes.swapfolder import SwapFolder
+from megatron.zero.homes.nvme import NvmeSettings, NvmeStorage
+from megatron.zero.homes.shelf import WEIGHT, StateSegment, StoredShard
+from megatron.zero.homes.swapfolder import SwapDir
 from megatron.zero.layout import FlatLayout
 from megatron.zero.placeholder import Placeholder, replace_by_placeholder, set_param_data
 from mpu.collectives import all_gather_into, broadcast_into
@@ -215,19 +215,20 @@ FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 
 @final
 class NvmeInitArena:
-    def __init__(self, folder: SwapFolder) -> None:
-        self._storage = Nvme(folder, "waiting", (), NvmeSettings(part=IO_BYTES, sets=3, dtype=torch.uint8))
-        self._current_shard: Shelf | None = None
+    def __init__(self, folder: SwapDir) -> None:
+        self._storage = NvmeStorage(folder, "waiting", (),
+                                    NvmeSettings(chunk_numel=IO_BYTES, buffer_sets=3, dtype=torch.uint8))
+        self._current_shard: StoredShard | None = None
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
     def store(self, values: Tensor) -> NvmeInitShard:
         """A flat tensor."""
         nbytes = values.nbytes
         if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
-            self._current_shard = self._storage.shelf(str(self._shard_count),
-                                                      max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
+            self._current_shard = self._storage.allocate_shard(str(self._shard_count),
+                                                               max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
             self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
-        stored = NvmeInitShard(self, Run(self._current_shard, WEIGHT, self._used, nbytes), values.dtype)
+        stored = NvmeInitShard(self, StateSegment(self._current_shard, WEIGHT, self._used, nbytes), values.dtype)
         self._used += nbytes
         stored.write(values)
         return stored
@@ -237,11 +238,11 @@ class NvmeInitArena:
 class NvmeInitShard:
     """A piece."""
 
-    def __init__(self, arena: NvmeInitArena, segment: Run, dtype: torch.dtype) -> None:
+    def __init__(self, arena: NvmeInitArena, segment: StateSegment, dtype: torch.dtype) -> None:
         self._arena, self._segment, self._dtype = arena, segment, dtype
 
     def write(self, values: Tensor) -> None:
-        self._segment.shelf.write(self._segment.kind, self._segment.start, values.contiguous().view(torch.uint8).cpu())
+        self._segment.shard.write(self._segment.kind, self._segment.start, values.contiguous().view(torch.uint8).cpu())
 
     def read(self) -> Tensor:
         return self._segment.fetch().view(self._dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.homes.shelf import WEIGHT, Shelf
+from megatron.zero.homes.shelf import WEIGHT, StoredShard
 from megatron.zero.layout import FlatLayout
 from megatron.zero.placeholder import set_param_data
 
@@ -41,11 +41,11 @@ class GatheredParamsSession:
                  if not torch.equal(*(flat[slot.offset * size : slot.end * size] for flat in (now, before))))
         return next(names, None)
 
-    def store_modified_shard(self, param_shard: Shelf, master_state: Shelf) -> None:
+    def store_modified_shard(self, param_shard: StoredShard, master_state: StoredShard) -> None:
         """This rank's part of what is lent now becomes the weights at work, and what lasts beside them."""
         new, old = self._gathered_params[self._shard_range], self.shard_before
         param_shard.write(WEIGHT, 0, new)
-        for chunk in master_state.parts if master_state is not param_shard else ():
+        for chunk in master_state.chunks if master_state is not param_shard else ():
             edited = new[chunk] != old[chunk]
             if edited.any():
                 with master_state.open(chunk, [WEIGHT],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optim.rule import ParamGroup, Rule, Saying
+from megatron.optim.rule import CompressionInput, ParamGroup, UpdateRule
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
 from megatron.zero.state import EngineState
@@ -40,7 +40,8 @@ parameter, and an update divides that by the root of its own variance: by a thou
 class CompressedGradExchange:
     """Of an engine whose rule has one. Everything but the properties is collective over the world."""
 
-    def __init__(self, state: EngineState, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, state: EngineState, groups: Groups, rule: UpdateRule,
+                 param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.bucket_exchanges: list[CompressedBucketExchange] = []
         """One for each bucket, once the rule is compressed."""
@@ -97,8 +98,9 @@ class CompressedGradExchange:
         silent = sum(line.masked_numel for line in self.bucket_exchanges)
         quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
         step = self._state.counters.optimizer_steps + 1
-        return (f" {self._rule.name}: from step {step} on {self._rule.remark}: {numbers} on each tensor parallel "
-                f"rank{quiet}")
+        return (
+            f" {self._rule.name}: from step {step} on {self._rule.compression_note}: {numbers} on each tensor parallel "
+            f"rank{quiet}")
 
     def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:
         """What the gradient that the update finds is multiplied by, and the norm of what came, which is clipped to
@@ -125,7 +127,7 @@ class CompressedGradExchange:
 class CompressedBucketExchange:
     """The exchange of one bucket."""
 
-    def __init__(self, bucket: FlatBucket, groups: Groups, rule: Rule) -> None:
+    def __init__(self, bucket: FlatBucket, groups: Groups, rule: UpdateRule) -> None:
         self.bucket, self._momentum_kind, self._dp = bucket, rule.states[0], groups.dp
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         """A shard is a server's chunk, at stage 0 as well."""
@@ -143,14 +145,14 @@ class CompressedBucketExchange:
         self._last_clip: float | None = None
         """What was said last, times this, is the first state; None: it is not known here."""
 
-    def states_were_modified(self, rule: Rule) -> None:
+    def states_were_modified(self, rule: UpdateRule) -> None:
         """States have been changed by hand."""
         self._last_clip = None
         self.mask_unused_elements(rule)
 
-    def mask_unused_elements(self, rule: Rule) -> None:
+    def mask_unused_elements(self, rule: UpdateRule) -> None:
         """Be silent of what never had a gradient worth speaking of, which that state is 0 for from now on."""
-        own = _state_on_device(self.bucket, rule.speaks_where)
+        own = _state_on_device(self.bucket, rule.compression_mask_state)
         self._zero_negligible_variance(own)
         packed_mask = pack_bits(own != 0)
         if not self.bucket.shard_group.is_solo:
@@ -182,7 +184,8 @@ class CompressedBucketExchange:
         all_gather_into(whole, own, self._dp).wait()
         return whole
 
-    def compression_inputs(self, rule: Rule, param_groups: Sequence[ParamGroup], grad_multiplier: float) -> AddInputs:
+    def compression_inputs(self, rule: UpdateRule, param_groups: Sequence[ParamGroup],
+                           grad_multiplier: float) -> AddInputs:
         """Has the rule say what this rank's gradients are, a place at a time."""
         before, everything = self._momentum_reader(), FlatLayout(self.layout.slots)
         spans = [slice(*everything.group_range(0, number)) for number in range(len(param_groups))]
@@ -192,8 +195,8 @@ class CompressedBucketExchange:
                 start, stop = max(place.start, span.start), min(place.stop, span.stop)
                 if start < stop:
                     here, within = slice(start, stop), slice(start - place.start, stop - place.start)
-                    what = Saying(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
-                    rule.say(what, group, factor=grad_multiplier)
+                    what = CompressionInput(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
+                    rule.add_compression_input(what, group, factor=grad_multiplier)
 
         return give
 
@@ -218,7 +221,7 @@ class CompressedBucketExchange:
 
 
 def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
-    found = bucket.master_state.at_hand(kind)
+    found = bucket.master_state.device_view(kind)
     assert found is not None, "a rule with an exchange of its own keeps its states on the device"
     return found
 

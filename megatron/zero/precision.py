@@ -64,5 +64,5 @@ def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
         precision.hysteresis,
         precision.min_scale,
         dynamic=precision.loss_scale is None,
-        scales=True,
+        is_enabled=True,
     )

@@ -165,7 +165,7 @@ class BucketRounding:
         """Round this rank's part of the weights at work, which are those of the masters. Collective."""
         self._matrix_roundings = self._make_matrix_roundings() if self._moq.is_rounding and self._matrices else {}
         if self._matrix_roundings:
-            for chunk in self._bucket.param_shard.parts:
+            for chunk in self._bucket.param_shard.chunks:
                 with self._bucket.param_shard.open(chunk, [WEIGHT], writes=True) as kept:
                     self._round(chunk, kept[WEIGHT])
 
@@ -207,7 +207,7 @@ class BucketRounding:
 
     def _iter_rows(self, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
         """(numbers [rows, columns] in fp32, the group of each row among those of the bucket, their matrix)."""
-        for chunk in self._bucket.param_shard.parts:
+        for chunk in self._bucket.param_shard.chunks:
             with self._bucket.param_shard.open(chunk, [WEIGHT]) as kept:
                 for strip in self._iter_row_blocks(chunk):
                     if strip.matrix.slot.name in matrices:

@@ -146,7 +146,7 @@ class ParamCoordinator(NoopCoordinator):
         """Begin to fetch this rank's part of the unit after the next one, where that is elsewhere."""
         if self._should_prefetch(unit):
             for bucket in unit.buckets:
-                bucket.param_shard.expect()
+                bucket.param_shard.prefetch()
 
     def _should_prefetch(self, unit: Unit | None) -> TypeGuard[Unit]:
         """It is away, and this pass will come to it, as far as is known."""

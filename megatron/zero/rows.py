@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.optim.grid import Grid, Unit, binary_grid, even_grid, nearest, ternary_grid, threshold_of
+from megatron.optim.grid import (MagnitudeUnit, Quantizer, binary_quantizer, quantize_to_levels, ternary_quantizer,
+                                 ternary_threshold, uniform_quantizer)
 from megatron.quantize import EVEN_BITS
 from megatron.zero.layout import Segment, Slot
 from mpu.collectives import Op
@@ -116,13 +117,13 @@ class QuantGroupStats:
     def group_count(self) -> int:
         return max((one.groups.stop for one in self.matrices.values()), default=0)
 
-    def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Grid]:
+    def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Quantizer]:
         """Of every matrix, by its name."""
         highest, lowest = self._extremes()
         few = {name: one for name, one in self.matrices.items() if bits[name] < EVEN_BITS}
-        found: dict[str, Grid] = {name: even_grid(bits[name], highest[one.groups], lowest[one.groups],
-                                                  symmetric=symmetric)
-                                  for name, one in self.matrices.items() if name not in few}
+        found: dict[str, Quantizer] = {name: uniform_quantizer(bits[name], highest[one.groups], lowest[one.groups],
+                                                               symmetric=symmetric)
+                                       for name, one in self.matrices.items() if name not in few}
         return {**found, **(self._low_bit_grids(few, torch.maximum(highest, -lowest), bits) if few else {})}
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
@@ -137,25 +138,26 @@ class QuantGroupStats:
         return found[0], -found[1]
 
     def _low_bit_grids(self, few: Mapping[str, QuantizedMatrix], largest: Tensor,
-                       bits: Mapping[str, int]) -> dict[str, Grid]:
+                       bits: Mapping[str, int]) -> dict[str, Quantizer]:
         members = torch.ones(self.group_count, dtype=torch.int64)
         for one in few.values():
             members[one.groups.start : one.groups.stop - 1] = torch.tensor(one.group_numel)
         members = members.to(self.device)
-        unit = Unit.of(largest, members)
-        mean = unit.mean(self._group_sums(few, unit.count), members)
+        unit = MagnitudeUnit.for_groups(largest, members)
+        mean = unit.mean(self._group_sums(few, unit.to_units), members)
         ternary = {name: one for name, one in few.items() if bits[name] == 2}
-        binary: dict[str, Grid] = {name: binary_grid(mean[one.groups]) for name, one in few.items()
-                                   if name not in ternary}
-        return {**binary, **(self._ternary_grids(ternary, unit, threshold_of(mean)) if ternary else {})}
+        binary: dict[str, Quantizer] = {name: binary_quantizer(mean[one.groups]) for name, one in few.items()
+                                        if name not in ternary}
+        return {**binary, **(self._ternary_grids(ternary, unit, ternary_threshold(mean)) if ternary else {})}
 
-    def _ternary_grids(self, matrices: Mapping[str, QuantizedMatrix], unit: Unit, threshold: Tensor) -> dict[str, Grid]:
+    def _ternary_grids(self, matrices: Mapping[str, QuantizedMatrix], unit: MagnitudeUnit,
+                       threshold: Tensor) -> dict[str, Quantizer]:
         def beyond(x: Tensor, group: Tensor) -> Tensor:
             return x.abs() > threshold[group].unsqueeze(1)
 
-        sums = self._group_sums(matrices, lambda x, group: unit.count(x, group).mul_(beyond(x, group)))
+        sums = self._group_sums(matrices, lambda x, group: unit.to_units(x, group).mul_(beyond(x, group)))
         mean = unit.mean(sums, self._group_sums(matrices, lambda x, group: beyond(x, group).long()))
-        return {name: ternary_grid(threshold[one.groups], mean[one.groups]) for name, one in matrices.items()}
+        return {name: ternary_quantizer(threshold[one.groups], mean[one.groups]) for name, one in matrices.items()}
 
     def _group_sums(self, matrices: Mapping[str, QuantizedMatrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         found = torch.zeros(self.group_count, dtype=torch.int64, device=self.device)
@@ -169,13 +171,13 @@ class QuantGroupStats:
 class MatrixRounding:
     """How a matrix is rounded."""
 
-    grid: Grid
+    grid: Quantizer
     blend: float
     key: int | None
     """Of the noise, where there is any."""
 
     def round_values(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
-        rounded = nearest(self.grid, x, strip.group, self._noise(x, strip))
+        rounded = quantize_to_levels(self.grid, x, strip.group, self._noise(x, strip))
         return rounded.mul_(1 - self.blend).add_(x * self.blend) if self.blend else rounded
 
     def levels(self, x: Tensor, strip: QuantRowBlock) -> Tensor:

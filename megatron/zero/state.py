@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
-from megatron.optim.rule import Rule
+from megatron.optim.rule import UpdateRule
 from megatron.zero.bucket import FlatBucket, publish_masters
-from megatron.zero.homes.shelf import WEIGHT, Run
+from megatron.zero.homes.shelf import WEIGHT, StateSegment
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.quantise import MoQState
@@ -49,14 +49,14 @@ class StepCounters:
 class EngineState:
     """The tensors of all buckets and the counters."""
 
-    def __init__(self, units: Sequence[Unit], rule: Rule, scaler: LossScaleState, world: Group, *,
+    def __init__(self, units: Sequence[Unit], rule: UpdateRule, scaler: LossScaleState, world: Group, *,
                  loads_masters: bool) -> None:
         in_forward_order = [bucket for unit in units for bucket in unit.buckets]
         self.device = in_forward_order[0].device
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen_buckets = [bucket for bucket in in_forward_order if not bucket.trainable]
         for bucket in self.buckets:
-            bucket.master_state.add(rule.states)
+            bucket.master_state.add_kinds(rule.states)
         self.counters = StepCounters(scaler)
         self.moq: MoQState | None = None
         """What rounds the weights at work."""
@@ -79,7 +79,7 @@ class EngineState:
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
-    def segments_to_save(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
+    def segments_to_save(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
         """(slot, offset in the slot, run) for everything this rank is to write; together the ranks write every element
         once. A shard that has replicas is cut among them."""
         for bucket in self._buckets_with_state(frozen):
@@ -93,7 +93,7 @@ class EngineState:
         to follow. No parameter may be in use. What is filled wholly is not read before: a drive may have lost it."""
         self.unfinished_change = "load"
         for bucket in self._buckets_with_state():
-            for chunk in bucket.master_state.parts:
+            for chunk in bucket.master_state.chunks:
                 for kind in (kind for kind in names if kind in bucket.master_state.kinds):
                     self._load_chunk(bucket, kind, chunk, names[kind], read)
 
@@ -150,7 +150,7 @@ class EngineState:
         with self.guard_state_change("load"):
             for bucket in self.buckets:
                 states = [kind for kind in bucket.master_state.kinds if kind != WEIGHT]
-                for chunk in bucket.master_state.parts if states else ():
+                for chunk in bucket.master_state.chunks if states else ():
                     with bucket.master_state.open(chunk, states, reads=False, writes=True) as kept:
                         for kind in states:
                             kept[kind].zero_()
@@ -158,12 +158,12 @@ class EngineState:
         self._rule.restore({})
 
 
-def _owned_segments(bucket: FlatBucket, kind: str) -> Iterator[tuple[Slot, int, Run]]:
+def _owned_segments(bucket: FlatBucket, kind: str) -> Iterator[tuple[Slot, int, StateSegment]]:
     if bucket.replica_group.size > 1:
         layout, rank = FlatLayout(bucket.layout.slots, bucket.replica_group.size), bucket.replica_group.rank
         shift = rank * layout.shard_numel
     else:
         layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
     for segment in layout.segments(rank):
-        yield segment.slot, segment.slot_offset, Run(bucket.master_state, kind, shift + segment.shard_offset,
-                                                     segment.count)
+        yield segment.slot, segment.slot_offset, StateSegment(bucket.master_state, kind, shift + segment.shard_offset,
+                                                              segment.count)

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, Rule, StepScalars
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.ranges import ranges
 from megatron.zero.exchanges import AFTER_STEP, STEP, CollectiveLog
 from megatron.zero.forwards import diverged_blocks_error
-from megatron.zero.homes.shelf import Homes
+from megatron.zero.homes.shelf import EngineStorage
 from megatron.zero.norm import GradNorm
 from megatron.zero.own_exchange import CompressedGradExchange
 from megatron.zero.settings import HyperparamDigest, StepSettings, different_settings_error, make_step_settings
@@ -104,7 +104,7 @@ class StepReport:
 class OptimizerStep:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
-    def __init__(self, state: EngineState, engine_storage: Homes, groups: Groups, rule: Rule,
+    def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup], scale_rule: LossScaleRule, log: CollectiveLog, *, clip_grad: float,
                  divisor: float, max_skipped: int | None) -> None:
         self._state, self._groups, self._param_groups = state, groups, param_groups
@@ -112,13 +112,14 @@ class OptimizerStep:
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        self._update = (DelayedOptimizerUpdate if engine_storage.delays else OptimizerUpdate)(state, engine_storage,
-                                                                                              groups, rule,
-                                                                                              param_groups)
+        self._update = (DelayedOptimizerUpdate if engine_storage.delays_update else OptimizerUpdate)(state,
+                                                                                                     engine_storage,
+                                                                                                     groups, rule,
+                                                                                                     param_groups)
         self.compressed_exchange = CompressedGradExchange(state, groups, rule,
-                                                          param_groups) if rule.has_exchange else None
+                                                          param_groups) if rule.supports_compression else None
         """Of the rule's own, in the place of the sum of gradients."""
-        self.is_deferred = self._update.is_batched and not rule.waits and not scale_rule.dynamic and \
+        self.is_deferred = self._update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
             self.compressed_exchange is None and state.moq is None  # whose bits the host counts
         self._unreduced_norm: GradNorm | None = None  # of gradients that stay
         self._next_note: str | None = None  # for the next report
@@ -202,7 +203,7 @@ class OptimizerStep:
             factor = self._exchange_compressed(report) if self._is_compressed else report.host_result.grad_multiplier
             if self._state.moq is not None:
                 self._state.moq.advance(counters.applied_steps + 1)
-            self._update(partial(StepScalars.of, factor, counters.optimizer_steps), factor)
+            self._update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -263,10 +264,10 @@ class OptimizerStep:
             self._skips_in_a_row = 0
         else:
             counters.skipped_steps += 1
-            if not self._scale_rule.scales or self._scale_rule.exhausted(counters.scaler):
+            if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
                 self._skips_in_a_row += 1
                 self._report_to_explain = report
-        counters.scaler = self._scale_rule.after(counters.scaler, overflow=not found.applied)
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not found.applied)
 
     def finish_step(self) -> None:
         """Learn of the last step, and raise what was wrong with it. Collective where something was: all ranks call
@@ -291,7 +292,7 @@ class OptimizerStep:
 
     def _raise_or_warn_of_skip(self, report: StepReport, norm: float) -> None:
         """Everything is as it was; end the run where skipping cannot help."""
-        scaled = self._scale_rule.scales
+        scaled = self._scale_rule.is_enabled
         too_many = self._skips_in_a_row > self._skips_allowed(report.number)
         if scaled and too_many:
             raise NumericsError(
@@ -312,7 +313,7 @@ class OptimizerStep:
         return f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
 
     def _skips_allowed(self, step: int) -> int:
-        if self._scale_rule.scales:
+        if self._scale_rule.is_enabled:
             return MAX_OVERFLOWS_IN_A_ROW
         if self._max_skipped is not None:
             return self._max_skipped

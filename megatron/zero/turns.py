@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Mark
+from megatron.zero.homes.ferry import CopyEvent
 from megatron.zero.layout import FlatLayout
 
 
@@ -37,7 +37,7 @@ class BufferPool:
     """The buffers of one engine that nobody uses now."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, Mark | None]]] = {}
+        self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, CopyEvent | None]]] = {}
 
     def acquire(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
         free = self._free.get((dtype, layout.buffer_key))
@@ -46,10 +46,10 @@ class BufferPool:
         buffer, pending_copy = free.pop(0 if free[0][1] is not None else
                                         -1)  # the longest on its way, or else the warmest
         if pending_copy is not None:
-            pending_copy.join()
+            pending_copy.wait_on_device()
         return buffer
 
-    def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: Mark | None = None) -> None:
+    def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: CopyEvent | None = None) -> None:
         """Nobody reads or writes the buffer any more, in what has been asked of the device so far, but for the copy
         that `leaves`."""
         self._free.setdefault((buffer.flat.dtype, layout.buffer_key), []).append((buffer, pending_copy))

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.zero.bucket import FlatBucket, replace_params_by_placeholders
 from megatron.zero.exchanges import CollectiveLog
 from megatron.zero.holders import external_parameters, full_shape
-from megatron.zero.homes.shelf import Homes
+from megatron.zero.homes.shelf import EngineStorage
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
 from megatron.zero.policy import CommConfig, StagePolicy
@@ -49,7 +49,7 @@ class BucketingConfig:
     param_group_of: Callable[[nn.Parameter], int]
     """The number of a parameter's hyper-parameter group."""
     log: CollectiveLog
-    engine_storage: Homes
+    engine_storage: EngineStorage
     buffer_pool: BufferPool = field(default_factory=BufferPool)
     show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders
     """What parameters are while their elements are split."""

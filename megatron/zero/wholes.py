@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optim.rule import Whole
+from megatron.optim.rule import FullParam
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout, Segment, Slot, align
 from mpu.collectives import all_gather_into
@@ -23,7 +23,7 @@ from mpu.groups import Group
 from mpu.partition import join_local_slices, local_slice
 
 
-def gather_full_params(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[Whole]:
+def gather_full_params(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[FullParam]:
     """Of the parameters of a hyper-parameter group, from the numbers of this rank's span of it. Collective."""
     layout, shard_group = bucket.layout, bucket.shard_group
     members = [slot for slot in layout.slots if slot.group == group and slot.numel]
@@ -48,7 +48,7 @@ def _all_gather(own: Tensor, group: Group | None) -> Tensor:
 
 
 def _iter_full_params(bucket: FlatBucket, tp: Group, group: int, gathered: Tensor,
-                      device: torch.device) -> Iterator[Whole]:
+                      device: torch.device) -> Iterator[FullParam]:
     layout, rank = bucket.layout, bucket.shard_group.rank
     first, last = layout.group_range(rank, group)
     for segment in layout.segments(rank, slice(first, last)):
@@ -67,17 +67,17 @@ def _slot_segments(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator
 
 
 def _make_full_param(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group,
-                     device: torch.device) -> Whole:
+                     device: torch.device) -> FullParam:
     partition = slot.partition
     if partition is None:
-        return Whole(slot.name, part, slices[0], 1, 0, partial(_take_segment, slices[0], segment, device))
+        return FullParam(slot.name, part, slices[0], 1, 0, partial(_take_segment, slices[0], segment, device))
     joined = join_local_slices(list(slices.unbind()), partition)
     values = joined if partition.size is None else joined.narrow(partition.dim, 0, partition.size)
 
     def own_segment() -> Tensor:
         return _take_segment(local_slice(joined, partition, tp.rank, tp.size), segment, device)
 
-    return Whole(slot.name, part, values, partition.stride, partition.dim, own_segment)
+    return FullParam(slot.name, part, values, partition.stride, partition.dim, own_segment)
 
 
 def _take_segment(values: Tensor, segment: Segment, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from megatron.inference.api.weights import HEADED, ours_of
 from megatron.inference.int8 import activations_on
 from megatron.launch import distributed, exits
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.init import groups_of
+from megatron.zero.api.init import groups_from_mpu
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
 
@@ -66,7 +66,7 @@ def _groups(asked: Asked) -> Groups:
     require(asked.mpu is None or asked.tp_group is None,
             "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
     if asked.mpu is not None:
-        groups = groups_of(asked.mpu)
+        groups = groups_from_mpu(asked.mpu)
     elif asked.tp_group is not None:
         groups = mpu_groups.groups_from_process_groups(asked.tp_group, None)
     else:

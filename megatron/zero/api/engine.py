@@ -35,18 +35,18 @@ from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
-from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
-from megatron.zero.api.eigenvalues import Eigenvalues
+from megatron.zero.api.batching import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
+from megatron.zero.api.eigenvalues import EigenvalueEstimator
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.monitor import Monitor, Watch
-from megatron.zero.api.names import TABLE, look_up
+from megatron.zero.api.monitor import EngineMonitor, MonitorConfig
+from megatron.zero.api.names import COMPAT_NAMES, resolve_name
 from megatron.zero.api.profiled import ProfiledStep
-from megatron.zero.api.same import check_argument, folder_of
-from megatron.zero.api.saved import (Identity, LoadOptions, check_save_call, load_engine, restore_streams,
-                                     saving_engine, whole_weights, write_weights)
-from megatron.zero.api.schedule import Moved, Scheduler, ZeroOptimizer, can_go_back
-from megatron.zero.api.status import EngineStatus, drive_use
-from megatron.zero.api.weights import PREFIX, load_weights, weights_of
+from megatron.zero.api.same import check_argument, to_folder
+from megatron.zero.api.saved import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict, load_engine,
+                                     restore_rng_streams, save_engine_protocol, write_state_dict)
+from megatron.zero.api.schedule import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
+from megatron.zero.api.status import EngineStatus, read_nvme_stats
+from megatron.zero.api.weights import MODULE_PREFIX, build_module_state_dict, load_module_weights
 from megatron.zero.aside import parse_offload_states
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
@@ -58,41 +58,47 @@ from mpu.collectives import broadcast_json
 class Engine(EngineStatus):
     """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
 
-    def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
-                 watch: Watch = Watch(), mpu: Any = None) -> None:
+    def __init__(self,
+                 core: ZeroEngine,
+                 config: Config,
+                 optimizer: ZeroOptimizer,
+                 scheduler: LRSchedulerProtocol | None,
+                 monitor_config: MonitorConfig = MonitorConfig(),
+                 mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
-        self._batching = Batching(core, config)
-        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.engine_storage))
+        self._batch_sizes = BatchSizes(core, config)
+        self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0,
+                                     partial(read_nvme_stats, core.engine_storage))
         self.mpu = mpu
-        self.profiled = ProfiledStep(config, core, self)
+        self.profiled_step = ProfiledStep(config, core, self)
         """What looks at one step of it, module by module, where that is asked for."""
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
         """What tells the model which layers to leave out; None where it leaves out none."""
         quantisation = core.state.moq
-        self._eigenvalues = Eigenvalues(core, config.quantize, quantisation) if quantisation is not None and \
+        self._eigenvalues = EigenvalueEstimator(core, config.quantize, quantisation) if quantisation is not None and \
             config.quantize.quantize_eigenvalue else None
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
-        self.inside_no_sync_ctxt = self.is_compiled = self._told_of_host = False
-        self.reads_weights_between_steps = True
+        self.inside_no_sync_ctxt = self.is_compiled = self._warned_offload_has_no_effect = False
+        self.block_until_params_gathered = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._lineage = Lineage()
-        self._on_trust: Moved | None = None
-        self._untold: StepReport | None = None
+        self._reversible_lr_step: ReversibleSchedulerStep | None = None
+        self._unreported_step: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
-        self._background = Background(core.groups.world, core.assert_collective_call, self._run_id)
+        self._background_save = Background(core.groups.world, core.assert_collective_call, self._run_id)
         self._host_copy = HostCopy(self.device)
-        self._trash = BehindTheRun()
+        self._deleter = BehindTheRun()
         self.notes: list[str] = []
         """What a user should read once."""
         self.rng_note: str | None = None
         """What to say where random streams could not continue from those of the loaded checkpoint."""
-        if watch.writes:
+        if monitor_config.writes_scalars:
             on_rank_0(self.monitor.open, core.groups.world)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -101,10 +107,10 @@ class Engine(EngineStatus):
         if self.config.precision.auto_cast:
             args, kwargs = map_tensors((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
         if self._eigenvalues is not None and self.training:
-            self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
+            self._eigenvalues.record_forward(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:
-            kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
-        with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled.part("forward"):
+            kwargs = {**kwargs, **self.progressive_layer_drop.forward_arguments()}
+        with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled_step.phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,93 +118,93 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("backward"), self.profiled.part("backward"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("backward"), self.profiled_step.phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, riders: Sequence[Tensor | float] = ()
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, extra_scalars: Sequence[Tensor | float] = ()
              ) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
         `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled_step.phase("step"):
             self.conclude()
-            report = self.core.step(extra_scalars=riders, engine_scalars=self._background.progress)
-            if self.reads_weights_between_steps:
+            report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
+            if self.block_until_params_gathered:
                 self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
             with self.config.words.speaking():
                 self._eigenvalues.after_step()
-        self._tell_of_bits()
-        self._batching.after_step(report is not None)
+        self._print_quantization_changes()
+        self._batch_sizes.after_step(report is not None)
         if report is None:
             return None
-        self.optimizer.note_step()
-        self._move_rate_on(report, lr_kwargs or {})
-        self._untold = report
+        self.optimizer.mark_step_taken()
+        self._step_scheduler(report, lr_kwargs or {})
+        self._unreported_step = report
         if not self.core.is_deferred:
-            self._tell()
+            self._report_last_step()
         self.monitor.step_done(self)
-        self.profiled.step_done()
+        self.profiled_step.step_done()
         return report
 
-    def _tell_of_bits(self) -> None:
+    def _print_quantization_changes(self) -> None:
         """Which fell in this step."""
         quantisation = self.core.state.moq
         for line in () if quantisation is None else quantisation.take_messages():
             if self.groups.world.rank == 0:
                 print(line, flush=True)
 
-    def _move_rate_on(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
+    def _step_scheduler(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
         """At once where the rate can go back, should the step turn out to have been skipped."""
         scheduler = self.lr_scheduler
         if scheduler is None:
             return
-        if self.core.is_deferred and can_go_back(scheduler):
-            self._on_trust = Moved(scheduler, self.optimizer.param_groups, lr_kwargs)
+        if self.core.is_deferred and is_reversible(scheduler):
+            self._reversible_lr_step = ReversibleSchedulerStep(scheduler, self.optimizer.param_groups, lr_kwargs)
         elif report.applied:
             scheduler.step(**lr_kwargs)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
-        self._settle_rate()
+        self._undo_lr_step_if_skipped()
         return [float(group["lr"]) for group in self.core.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group in the next step."""
-        self._settle_rate()
+        self._undo_lr_step_if_skipped()
         return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
 
     def get_pld_theta(self) -> float | None:
         """theta of progressive layer dropping in the last step; None where no layer is left out."""
-        asked = self.progressive_layer_drop
-        return None if asked is None else asked.get_theta(max(0, self.global_steps - 1))
+        layer_drop = self.progressive_layer_drop
+        return None if layer_drop is None else layer_drop.get_theta(max(0, self.global_steps - 1))
 
-    def _settle_rate(self) -> None:
+    def _undo_lr_step_if_skipped(self) -> None:
         """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""
-        if self._on_trust is not None and (report := self.core.read_step_result()) is not None:
-            moved, self._on_trust = self._on_trust, None
+        if self._reversible_lr_step is not None and (report := self.core.read_step_result()) is not None:
+            moved, self._reversible_lr_step = self._reversible_lr_step, None
             if not report.applied:
-                moved.take_back()
+                moved.undo()
 
     def conclude(self) -> None:
         """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
         The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
         self.core.finish_step()
-        self._tell()
+        self._report_last_step()
 
-    def _tell(self) -> None:
+    def _report_last_step(self) -> None:
         """The last step is known: say why it was skipped, where that is unusual, and do what waited for it."""
-        self._settle_rate()
-        report, self._untold = self._untold, None
+        self._undo_lr_step_if_skipped()
+        report, self._unreported_step = self._unreported_step, None
         if report is None:
             return
         if report.skip_warning is not None and self.groups.world.rank == 0:
             print(f"warning: {report.skip_warning}", file=sys.stderr)
         if report.note is not None and self.groups.world.rank == 0:
             print(report.note, flush=True)
-        self._background.poll(report.engine_scalars)
+        self._background_save.poll(report.engine_scalars)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)
@@ -237,12 +243,19 @@ class Engine(EngineStatus):
 
     def deepspeed_io(self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train",
                      pin_memory: bool = True, data_sampler: Sampler[Any] | None = None,
-                     collate_fn: Collate | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
+                     collate_fn: CollateFn | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
         """A loader of this data parallel rank's share; shuffled where `route` is "train"."""
-        return make_loader(dataset, self.groups.dp, batch_size or self._batching.micro, self.config.train.seed,
-                           self.device, steps=lambda: self.core.micro_steps, collate_fn=collate_fn,
-                           shuffle=route == "train", sampler=data_sampler, workers=num_local_io_workers or 0,
-                           pin_memory=pin_memory)
+        return build_data_loader(dataset,
+                                 self.groups.dp,
+                                 batch_size or self._batch_sizes.micro_batch_size,
+                                 self.config.train.seed,
+                                 self.device,
+                                 count_steps=lambda: self.core.micro_steps,
+                                 collate_fn=collate_fn,
+                                 shuffle=route == "train",
+                                 sampler=data_sampler,
+                                 workers=num_local_io_workers or 0,
+                                 pin_memory=pin_memory)
 
     def to(self, *places: Any, **named: Any) -> Engine:
         """Accepted where the model is there already, in that precision: the engine has placed it."""
@@ -262,12 +275,12 @@ class Engine(EngineStatus):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with. Every
         rank says the same, and is not asked here: where one does not, its next step is refused (settings.py)."""
-        self._batching.set_micro(micro_batch_size)
+        self._batch_sizes.set_micro_batch_size(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next step on, by another number of micro-batches; their size stays. Every rank says the same, and is
         not asked here either."""
-        self._batching.set_total(train_batch_size)
+        self._batch_sizes.set_train_batch_size(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The micro-batch under way is the last of its optimizer step."""
@@ -290,8 +303,8 @@ class Engine(EngineStatus):
         states = agree(lambda: parse_offload_states(include, device), self.groups.world)
         called_alike("offload_states", {"include": states}, self.groups.world)
         wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
-        if not wins and not self._told_of_host:
-            self._told_of_host = True
+        if not wins and not self._warned_offload_has_no_effect:
+            self._warned_offload_has_no_effect = True
             if self.groups.world.rank == 0:
                 print(" note: engine.offload_states() has no effect here: the device is the host", flush=True)
 
@@ -322,22 +335,23 @@ class Engine(EngineStatus):
         """The model's state dict in the working precision. At stage 3 every rank calls it, rank 0 gets the whole on its
         host and the others an empty one; it needs `stage3_gather_16bit_weights_on_model_save`."""
         state = {} if destination is None else destination
-        state.update(weights_of(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
-                                frozen=not exclude_frozen_parameters))
+        state.update(build_module_state_dict(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
+                                             frozen=not exclude_frozen_parameters))
         return state
 
     def state_dict(self) -> dict[str, Any]:
         """`module_state_dict`, its names beginning with `module.`, as in DeepSpeed and DistributedDataParallel."""
-        return self.module_state_dict(prefix=PREFIX)
+        return self.module_state_dict(prefix=MODULE_PREFIX)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """New weights for the model and the optimizer's masters: those of data parallel rank 0. Every rank calls it."""
         check_argument("the state dict of load_module_state_dict", state_dict, Mapping, "a dict of tensors by name")
-        load_weights(self.core, state_dict, strict)
+        load_module_weights(self.core, state_dict, strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """`load_module_state_dict` for what `state_dict` gave, with its prefix."""
-        load_weights(self.core, {name.removeprefix(PREFIX): value for name, value in state_dict.items()}, strict)
+        load_module_weights(self.core, {name.removeprefix(MODULE_PREFIX): value
+                                        for name, value in state_dict.items()}, strict)
 
     if not TYPE_CHECKING:  # for scripts; our own code names what is there
 
@@ -345,12 +359,12 @@ class Engine(EngineStatus):
             """Other names: DeepSpeed's by the table, then the model's own."""
             if hasattr(type(self), name):  # a property that failed inside is no name of the model's
                 raise AttributeError(f"engine.{name} is not available here")
-            if name in TABLE:
-                return look_up(self, name)
+            if name in COMPAT_NAMES:
+                return resolve_name(self, name)
             module = None if "core" not in vars(self) else self.core.module
             if not name.startswith("__") and hasattr(module, name):
                 return getattr(module, name)
-            near = difflib.get_close_matches(name, {*dir(type(self)), *TABLE}, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *COMPAT_NAMES}, n=1, cutoff=0.75)
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
                                  + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 
@@ -361,7 +375,7 @@ class Engine(EngineStatus):
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
                         save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
-                        then: Callable[[SaveReport], None] | None = None) -> bool:
+                        on_complete: Callable[[SaveReport], None] | None = None) -> bool:
         """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given. Without
         `save_latest` a load uses it only by its tag.
         `client_state` (JSON values and tensors) comes back from `load_checkpoint`. It is rank 0's, as is the folder:
@@ -371,7 +385,7 @@ class Engine(EngineStatus):
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
-        root = folder_of("save_checkpoint", save_dir)
+        root = to_folder("save_checkpoint", save_dir)
         self.core.assert_collective_call(SAVE)
         check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
@@ -379,41 +393,41 @@ class Engine(EngineStatus):
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
         name = step_tag(self.global_steps) if tag is None else str(tag)
-        earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
+        earlier = on_rank_0(lambda: _prepare_save_root(root), self.groups.world)
         self.finish_save()
         finish_earlier(earlier, self.groups.world)
-        who = Identity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
-        in_background &= not self.core.engine_storage.are_elsewhere
+        identity = RunIdentity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
+        in_background &= not self.core.engine_storage.has_offloaded_state
         epochs = self.training_dataloader
-        steps = saving_engine(
-            self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop={**self._batching.state(),
-                  "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
+        steps = save_engine_protocol(
+            self.core, root, name, identity, client_state=client_state or {}, scheduler=self.lr_scheduler,
+            loop_state={**self._batch_sizes.state_dict(),
+                        "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None, latest=save_latest,
-            trash=self._trash)
-        self._background.start(steps, partial(self._saved, then), root, name) if in_background else \
-            self._saved(then, complete(steps, self.groups.world))
+            snapshot=self._host_copy.hold if in_background else None, latest=save_latest,
+            deleter=self._deleter)
+        self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name) if in_background else \
+            self._on_save_complete(on_complete, complete(steps, self.groups.world))
         return True
 
-    def _saved(self, then: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
+    def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
         self.last_save = report
-        if then is not None:
-            then(report)
+        if on_complete is not None:
+            on_complete(report)
 
     @property
     def is_saving(self) -> bool:
         """A save is under way in the background."""
-        return self._background.busy
+        return self._background_save.busy
 
     def finish_save(self) -> None:
         """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
-        self._background.wait()
+        self._background_save.wait()
 
     def abandon_save(self) -> bool:
         """The save under way, if there is one, is not to be completed. Sends nothing: a rank that leaves may call it
         alone, others between the same two steps. True where it was too late: the save is complete."""
-        return self._background.abandon()
+        return self._background_save.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
                         load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -425,7 +439,7 @@ class Engine(EngineStatus):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
-        root = folder_of("load_checkpoint", load_dir)
+        root = to_folder("load_checkpoint", load_dir)
         self.core.assert_collective_call(LOAD)
         called_alike("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
@@ -456,30 +470,30 @@ class Engine(EngineStatus):
         """The ranks have met, with the same options."""
         self.conclude()
         load_engine(self.core, found, self.lr_scheduler, options)
-        self._batching.begin_step()
-        self.monitor.forget_loss()
+        self._batch_sizes.discard_step()
+        self.monitor.reset_loss()
         if options.counters:
             self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.record)
-            self._restore_loop(found.shared_state.get("loop", {}))
-        self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)
+            self._restore_loop_state(found.shared_state.get("loop", {}))
+        self.rng_note = (restore_rng_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)
         state: dict[str, Any] = found.shared_state["client_state"]
         return state
 
-    def _restore_loop(self, saved: Mapping[str, Any]) -> None:
-        note = self._batching.restore(saved)
+    def _restore_loop_state(self, saved: Mapping[str, Any]) -> None:
+        note = self._batch_sizes.restore(saved)
         if note is not None and self.groups.world.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
         epochs = self.training_dataloader
-        if isinstance(epochs, EpochLoader) and saved.get("epoch") is not None:
-            epochs.go_to_epoch(saved["epoch"])
+        if isinstance(epochs, EpochDataLoader) and saved.get("epoch") is not None:
+            epochs.set_epoch(saved["epoch"])
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
         `stage3_gather_16bit_weights_on_model_save` allows it; else a warning and False. The folder is rank 0's."""
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
-        path = folder_of("save_16bit_model", save_dir) / save_filename
+        path = to_folder("save_16bit_model", save_dir) / save_filename
         self.core.assert_collective_call("engine.save_16bit_model()")
         called_alike("save_16bit_model", {"save_filename": str(save_filename),
                                           "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
@@ -488,14 +502,14 @@ class Engine(EngineStatus):
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "
                       "stage3_gather_16bit_weights_on_model_save to gather them", file=sys.stderr)
             return False
-        weights = whole_weights(self.core, frozen=not exclude_frozen_parameters)
-        on_rank_0(lambda: write_weights(weights, path), self.groups.world)
+        weights = gather_full_state_dict(self.core, frozen=not exclude_frozen_parameters)
+        on_rank_0(lambda: write_state_dict(weights, path), self.groups.world)
         return True
 
     save_fp16_model = save_16bit_model
 
 
-def _prepared(root: Path) -> list[str]:
+def _prepare_save_root(root: Path) -> list[str]:
     """The folder can be written; whose saves come before."""
     probe(root)
     return under_way_in(root)

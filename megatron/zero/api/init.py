@@ -32,9 +32,9 @@ from megatron.errors import ConfigError, TrainerError
 from megatron.launch import exits
 from megatron.launch.distributed import read_environment
 from megatron.launch.exits import answer_uncaught, explain
-from megatron.zero.api.offload import name_of_command
+from megatron.zero.api.offload import command_hash
 from megatron.zero.holders import ParamOwner, param_owner
-from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable
+from megatron.zero.homes.swapfolder import SwapDir, check_nvme_path, close_all_swap_dirs
 from megatron.zero.initial_params import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
 from megatron.zero.together import assert_collective_call, owning_engine
 from mpu import groups as mpu_groups
@@ -42,7 +42,7 @@ from mpu.classic import current_groups
 from mpu.draws import initializer_of
 from mpu.groups import Group, Groups
 
-MOST_FREED = 16 << 20
+TRIM_AFTER_BYTES = 16 << 20
 """Bytes of whole parameters that are let go before the system is given the memory back."""
 
 
@@ -69,7 +69,8 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
             holders.setdefault(id(holder), holder)
             names.append(holder.describe(parameter))
     without_gradients = modifier_rank is not None or any(holder.params_are_sharded for holder in holders.values())
-    with _loan([*holders.values()], modifier_rank, names), torch.no_grad() if without_gradients else nullcontext():
+    with _gather_for_user([*holders.values()], modifier_rank,
+                          names), torch.no_grad() if without_gradients else nullcontext():
         yield
 
 
@@ -82,7 +83,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _loan(holders: list[ParamOwner], editor: int | None, names: list[str]) -> Iterator[None]:
+def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names: list[str]) -> Iterator[None]:
     """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
     if not holders:
         yield
@@ -90,10 +91,13 @@ def _loan(holders: list[ParamOwner], editor: int | None, names: list[str]) -> It
     dp, engine = holders[0].dp, owning_engine(holders[0])
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
+        assert_collective_call(engine.log,
+                               dp,
+                               f"GatheredParameters of {names[0]}{more}",
+                               details=f"{modifier_rank} {names}")
     for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
         owner.finish_delayed_update()
-    agree(lambda: _check_before_loan(holders), dp)
+    agree(lambda: _check_before_gather(holders), dp)
     failure: Exception | None = None
     try:
         for holder in holders:
@@ -105,29 +109,29 @@ def _loan(holders: list[ParamOwner], editor: int | None, names: list[str]) -> It
         if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
             if engine is not None:
                 engine.log.record_barrier("the end of GatheredParameters")
-            agree(lambda: _check_before_return(holders, editor, failure), dp)
+            agree(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
     except BaseException:
         for holder in holders:
             holder.cancel_user_gather()
         if failure is not None:
             raise failure from None
         raise
-    if editor is None:
-        _take_back(holders, None)
+    if modifier_rank is None:
+        _reshard_all(holders, None)
         return
     with ExitStack() as changes:
         for owner in filter(None, map(owning_engine, holders)):
             changes.enter_context(owner.guard_state_change("edit"))
-        agree(lambda: _take_back(holders, editor), dp)
+        agree(lambda: _reshard_all(holders, modifier_rank), dp)
 
 
-def _take_back(holders: list[ParamOwner], editor: int | None) -> None:
+def _reshard_all(holders: list[ParamOwner], modifier_rank: int | None) -> None:
     """All of them, also after one that fails: the peers exchange the edits of the others."""
     failure: TrainerError | None = None
     try:
         for holder in holders:
             try:
-                holder.reshard_after_user(editor)
+                holder.reshard_after_user(modifier_rank)
             except TrainerError as error:  # of a drive
                 failure = failure or error
         if failure is not None:
@@ -138,17 +142,17 @@ def _take_back(holders: list[ParamOwner], editor: int | None) -> None:
         raise
 
 
-def _check_before_loan(holders: list[ParamOwner]) -> None:
+def _check_before_gather(holders: list[ParamOwner]) -> None:
     for holder in holders:
         holder.check_before_user_gather()
 
 
-def _check_before_return(holders: list[ParamOwner], editor: int | None, failure: Exception | None) -> None:
+def _check_before_reshard(holders: list[ParamOwner], modifier_rank: int | None, failure: Exception | None) -> None:
     if failure is not None:
         raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
                           "nothing was changed: see its traceback")
     for holder in holders:
-        holder.check_before_user_reshard(editor)
+        holder.check_before_user_reshard(modifier_rank)
 
 
 class Init:
@@ -166,103 +170,104 @@ class Init:
                  enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None) -> None:
         answer_uncaught()
         source = config if config_dict_or_path is None else config_dict_or_path
-        self._asked, self._path = meanwhile(remote_device, source)
+        self._requested_device, self._nvme_path = init_placement(remote_device, source)
         self._enabled, self._dtype = enabled, dtype
-        self._dp = _data_parallel(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
-        self._undo = ExitStack()
-        self._unfilled: list[nn.Module] = []
-        self._freed = 0  # bytes of whole parameters, since the system was given such memory back
+        self._dp = _data_parallel_group(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
+        self._undo_patches = ExitStack()
+        self._modules_without_values: list[nn.Module] = []
+        self._freed_bytes = 0  # bytes of whole parameters, since the system was given such memory back
         if enabled:
             setattr(nn.Module, "apply", _apply_gathered)  # for good: it differs where parameters wait for an engine
         if module is not None and enabled:
-            self._begin()
+            self._start_partitioning()
             for child in module.modules():
-                self._park(child)
-            self._end()
+                self._partition_module(child)
+            self._finish_partitioning()
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._begin()
+            self._start_partitioning()
             with ExitStack() as undo:
                 undo.push(self)
                 for cls in _all_subclasses(nn.Module):
-                    self._watch(cls)
-                self._watch_new_classes()
+                    self._patch_class(cls)
+                self._patch_new_classes()
                 undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
-        self._undo.close()
+        self._undo_patches.close()
         if self._enabled:
-            self._end()
+            self._finish_partitioning()
 
-    def _begin(self) -> None:
-        self._building = InitContext(is_open=True)
-        self._where = None if self._asked is None else torch.device("cpu") if self._path is None else depot(self._path)
+    def _start_partitioning(self) -> None:
+        self._init_context = InitContext(is_open=True)
+        self._storage = None if self._requested_device is None else torch.device(
+            "cpu") if self._nvme_path is None else open_nvme_arena(self._nvme_path)
 
-    def _end(self) -> None:
-        unfilled, self._unfilled = self._unfilled, []
+    def _finish_partitioning(self) -> None:
+        unfilled, self._modules_without_values = self._modules_without_values, []
         for module in unfilled:
-            self._park(module)
-        self._building.is_open = False
-        self._where = None  # the drive's files go with the last parameter that is there
+            self._partition_module(module)
+        self._init_context.is_open = False
+        self._storage = None  # the drive's files go with the last parameter that is there
 
-    def _watch(self, cls: type) -> None:
+    def _patch_class(self, cls: type) -> None:
         if "__init__" in vars(cls):
-            self._replace(cls, "__init__", self._then_park(cls, vars(cls)["__init__"]))
+            self._patch_attribute(cls, "__init__", self._wrap_init(cls, vars(cls)["__init__"]))
 
-    def _watch_new_classes(self) -> None:
+    def _patch_new_classes(self) -> None:
         """Those that are defined inside the block."""
         init = self
 
         def __init_subclass__(cls: type, /, **named: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**named)  # type: ignore[misc]
-            init._watch(cls)
+            init._patch_class(cls)
 
         known = vars(nn.Module).get("__init_subclass__")
-        self._undo.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
-                            partial(delattr, nn.Module, "__init_subclass__"))
+        self._undo_patches.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
+                                    partial(delattr, nn.Module, "__init_subclass__"))
         setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
-    def _replace(self, cls: type, name: str, value: Any) -> None:
+    def _patch_attribute(self, cls: type, name: str, value: Any) -> None:
         before = vars(cls)[name]
         setattr(cls, name, value)  # a class may refuse
-        self._undo.callback(setattr, cls, name, before)
+        self._undo_patches.callback(setattr, cls, name, before)
 
-    def _then_park(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_init(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def init_and_park(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
-            if _class_that_constructs(type(module)) is cls:  # else a base class's part of it: there is more to come
-                self._park(module)
+            if _class_defining_init(type(module)) is cls:  # else a base class's part of it: there is more to come
+                self._partition_module(module)
 
         return init_and_park
 
-    def _park(self, module: nn.Module) -> None:
+    def _partition_module(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             if param_owner(parameter) is not None or is_lazy(parameter):
                 continue
             source = initializer_of(parameter)
             if not lacks_values(parameter):
-                self._keep(parameter)
+                self._partition_param(parameter)
             elif source is not None:
-                LazyInitParam(parameter, source, self._dp, self._building)
+                LazyInitParam(parameter, source, self._dp, self._init_context)
             else:
-                self._unfilled.append(module)  # it is about to have a source
+                self._modules_without_values.append(module)  # it is about to have a source
 
-    def _keep(self, parameter: nn.Parameter) -> None:
-        self._freed += parameter.nbytes
+    def _partition_param(self, parameter: nn.Parameter) -> None:
+        self._freed_bytes += parameter.nbytes
         InitShardedParam(parameter,
                          self._dp,
-                         self._building,
+                         self._init_context,
                          dtype=self._dtype,
-                         storage=self._where,
-                         remote_device=self._asked)
-        if self._freed > MOST_FREED:
-            give_back_freed()
-            self._freed = 0
+                         storage=self._storage,
+                         remote_device=self._requested_device)
+        if self._freed_bytes > TRIM_AFTER_BYTES:
+            trim_malloc()
+            self._freed_bytes = 0
 
 
-def _class_that_constructs(cls: type) -> type:
+def _class_defining_init(cls: type) -> type:
     """The class whose `__init__` runs first."""
     return next(base for base in cls.__mro__ if "__init__" in vars(base))
 
@@ -289,13 +294,13 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
     return module
 
 
-def _data_parallel(handle: Any, mpu: Any) -> Group:
+def _data_parallel_group(handle: Any, mpu: Any) -> Group:
     if handle is not None:
         return mpu_groups.group_from_process_group(handle)
-    return groups_of(mpu).dp
+    return groups_from_mpu(mpu).dp
 
 
-def groups_of(mpu: Any) -> Groups:
+def groups_from_mpu(mpu: Any) -> Groups:
     """The groups behind `mpu`: a `Groups`, an object with the classic accessors, or None (data parallel only)."""
     if isinstance(mpu, Groups):
         return mpu
@@ -319,40 +324,41 @@ def groups_of(mpu: Any) -> Groups:
     return groups
 
 
-DEVICE, PATH = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
+DEVICE_KEY, PATH_KEY = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
 
 
-def meanwhile(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
-              ) -> tuple[str | None, str | None]:
+def init_placement(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
+                   ) -> tuple[str | None, str | None]:
     """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
     found = None if source is None else ds_file.read(source, "config_dict_or_path")
-    device = None if found is None else found.keys.get(DEVICE)
+    device = None if found is None else found.keys.get(DEVICE_KEY)
     if found is not None and None not in (remote_device, device) and remote_device != device:
-        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE} of {found.name} {device!r}; "
-                          "leave one of them out")
+        raise ConfigError(
+            f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {found.name} {device!r}; "
+            "leave one of them out")
     asked = device if remote_device is None else remote_device
     if asked != "nvme":
         return (None if asked == "none" else asked), None
     if found is None:
         raise ConfigError("zero.Init: remote_device 'nvme' needs the configuration, which names the drive's folder: "
-                          f"give config_dict_or_path= with {PATH}")
-    path = found.keys.get(PATH)
+                          f"give config_dict_or_path= with {PATH_KEY}")
+    path = found.keys.get(PATH_KEY)
     if path is None:
-        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH}, which {found.name} does not give: name a "
+        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH_KEY}, which {found.name} does not give: name a "
                           "folder on the drive")
-    usable(path, PATH)
+    check_nvme_path(path, PATH_KEY)
     return asked, path
 
 
-def depot(path: str) -> NvmeInitArena:
+def open_nvme_arena(path: str) -> NvmeInitArena:
     """A folder of this rank's own below it."""
-    exits.before_leaving(close_all)
-    return NvmeInitArena(SwapFolder(path, f"{name_of_command()}-init", read_environment().rank, flag=PATH))
+    exits.before_leaving(close_all_swap_dirs)
+    return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
 
 
-def give_back_freed() -> None:
+def trim_malloc() -> None:
     """The C library keeps what is freed below something that is in use, and finds it unfit for the next large tensor:
     what has gone would still be charged to us."""
     libc = ctypes.CDLL(None)
@@ -360,7 +366,7 @@ def give_back_freed() -> None:
         libc.malloc_trim(0)
 
 
-def notes_of_init(model: nn.Module, config: Config, device: str) -> list[str]:
+def init_placement_notes(model: nn.Module, config: Config, device: str) -> list[str]:
     """Where `zero.Init` was asked to keep parameters, if they live elsewhere from now on. `device` is the engine's."""
     home = config.offload.offload_param_device
     holders = [param_owner(parameter) for parameter in model.parameters()]

@@ -17,8 +17,8 @@ from torch import nn
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.errors import ConfigError
 
-GIVEN = ("progressive_layer_drop", "pld_theta")
-STEP = "pld_step"
+FORWARD_ARGUMENTS = ("progressive_layer_drop", "pld_theta")
+STEP_ARGUMENT = "pld_step"
 
 
 class ProgressiveLayerDrop:
@@ -28,7 +28,7 @@ class ProgressiveLayerDrop:
     def __init__(self, config: LayerDropConfig, module: nn.Module, step: Callable[[], int]) -> None:
         schedule = config.schedule
         assert schedule is not None, "it is made where blocks are left out"
-        self._schedule, self._step, self._wants_step = schedule, step, check_forward(module)
+        self._schedule, self._step, self._passes_step = schedule, step, check_forward_signature(module)
         self.theta, self.gamma = config.pld_theta, config.pld_gamma
 
     @property
@@ -44,21 +44,21 @@ class ProgressiveLayerDrop:
 
     def get_state(self) -> dict[str, Any]:
         """The keyword arguments of the forward."""
-        return dict(zip(GIVEN, (True, self.get_theta()), strict=True))
+        return dict(zip(FORWARD_ARGUMENTS, (True, self.get_theta()), strict=True))
 
-    def arguments(self) -> dict[str, Any]:
+    def forward_arguments(self) -> dict[str, Any]:
         """Those, and the step for a forward that names it."""
-        return {**self.get_state(), **({STEP: self.step} if self._wants_step else {})}
+        return {**self.get_state(), **({STEP_ARGUMENT: self.step} if self._passes_step else {})}
 
 
-def check_forward(module: nn.Module) -> bool:
+def check_forward_signature(module: nn.Module) -> bool:
     """The forward takes what is given to it, or it is refused; whether it asks for the step as well."""
-    taken = inspect.signature(module.forward).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
-    missing = [name for name in GIVEN if name not in taken and not takes_any]
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    missing = [name for name in FORWARD_ARGUMENTS if name not in parameters and not takes_any]
     if missing:
         raise ConfigError(
             f"--progressive-layer-drop: forward of {type(module).__name__} takes no {' and no '.join(missing)}, and it "
             "is the model that leaves out its layers: give its forward the keyword arguments "
             "progressive_layer_drop=False, pld_theta=1.0 (docs/methods.md), or leave the setting out")
-    return STEP in taken
+    return STEP_ARGUMENT in parameters

@@ -27,12 +27,12 @@ from megatron.zero.own_exchange import SERVER_ERROR, WORKER_ERROR, CompressedBuc
 from mpu.split import Partition
 
 
-def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
+def error_feedback_pieces(engine: ZeroEngine) -> Iterator[Piece]:
     """This rank's."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for line in engine.compressed_exchanges:
-        for slot in _slots(line):
-            shape, partition = _of_all(slot, dp.size)
+        for slot in _nonempty_slots(line):
+            shape, partition = _worker_error_shape(slot, dp.size)
             yield Piece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
                         line.one_bit_mean.worker_error[slot.offset : slot.end])
         for segment in line.layout.segments(dp.rank):
@@ -41,38 +41,38 @@ def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
                         line.one_bit_mean.server_error[start : start + segment.count])
 
 
-def owed_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
+def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
     """Of all ranks together."""
     tp = engine.groups.tp.size
     for line in engine.compressed_exchanges:
         dtype = DTYPE_NAMES[line.one_bit_mean.worker_error.dtype]
-        for slot in _slots(line):
-            shape, partition = _of_all(slot, engine.groups.dp.size)
+        for slot in _nonempty_slots(line):
+            shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
             yield TensorEntry(WORKER_ERROR, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
             yield TensorEntry(SERVER_ERROR, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
                               Spread(slot.offset, line.layout.shard_numel))
 
 
-def owed_kinds(engine: ZeroEngine) -> list[str]:
+def error_feedback_kinds(engine: ZeroEngine) -> list[str]:
     return [WORKER_ERROR, SERVER_ERROR] if engine.compressed_exchanges else []
 
 
-def check_owed(engine: ZeroEngine, found: Checkpoint) -> None:
+def check_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
     """What there is of this model's parameters has their shape."""
     for bucket in engine.buckets:
         for slot in (slot for slot in bucket.layout.slots if slot.numel):
             if (WORKER_ERROR, slot.name) in found.tensors:
-                _ranks_in(engine, found, slot)
+                _saved_ranks(engine, found, slot)
 
 
-def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
+def load_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
     """After the rule has been told what travels. A run of which nothing but sums had travelled owed nothing."""
     tp = engine.groups.tp
     where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
     for line in engine.compressed_exchanges:
-        for slot in _slots(line):
+        for slot in _nonempty_slots(line):
             if (WORKER_ERROR, slot.name) in found.tensors:  # not strict: who is new owes nothing
-                _load_owed_by_each(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
+                _load_worker_error(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
             if (SERVER_ERROR, slot.name) not in found.tensors:
@@ -81,10 +81,10 @@ def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
                        out=line.one_bit_mean.server_error[start : start + segment.count], **where)
 
 
-def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
+def _load_worker_error(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
     dp = engine.groups.dp
-    ranks = _ranks_in(engine, found, slot)
-    shape, partition = _of_all(slot, ranks)
+    ranks = _saved_ranks(engine, found, slot)
+    shape, partition = _worker_error_shape(slot, ranks)
     if ranks == dp.size:
         found.read(WORKER_ERROR,
                    slot.name,
@@ -107,8 +107,9 @@ def _load_owed_by_each(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: T
         out.add_(one, alpha=1 / ranks)
 
 
-def _ranks_in(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
-    saved, expected = found.shape(WORKER_ERROR, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
+def _saved_ranks(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
+    saved, expected = found.shape(WORKER_ERROR, slot.name), sharding_of(*_worker_error_shape(slot, 1),
+                                                                        engine.groups.tp.size).shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
         raise CheckpointError(
             f"{found.tag} of {found.folder.parent} is of another model: {WORKER_ERROR} {slot.name!r}: shape "
@@ -116,11 +117,11 @@ def _ranks_in(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
     return saved[0]
 
 
-def _slots(line: CompressedBucketExchange) -> Iterator[Slot]:
+def _nonempty_slots(line: CompressedBucketExchange) -> Iterator[Slot]:
     return (slot for slot in line.layout.slots if slot.numel)
 
 
-def _of_all(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
+def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
     """Shape and cut of one parameter's numbers of so many ranks."""
     partition = slot.partition
     return (ranks, *slot.shape), partition and replace(partition, dim=partition.dim % len(slot.shape) + 1)

@@ -23,55 +23,57 @@ if TYPE_CHECKING:  # loaded where it is asked for
     from megatron.profiler import FlopsProfiler
     from megatron.profiler.profiler import Engine
 
-FLAG = "--flops-profiler-output-file"
+OUTPUT_FILE_FLAG = "--flops-profiler-output-file"
 
 
 class ProfiledStep:
     def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
-        self._asked, self._words, self._core = config.profile, config.words, core
-        self._step_before: float | None = None
+        self._config, self._words, self._core = config.profile, config.words, core
+        self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
         """On rank 0, where a profile is asked for."""
-        path = self._asked.flops_profiler_output_file
-        if self._asked.flops_profiler and path:
-            on_rank_0(lambda: _check_place(path), core.groups.world)
-        if self._asked.flops_profiler and core.groups.world.rank == 0:
+        path = self._config.flops_profiler_output_file
+        if self._config.flops_profiler and path:
+            on_rank_0(lambda: _check_output_path(path), core.groups.world)
+        if self._config.flops_profiler and core.groups.world.rank == 0:
             from megatron.profiler import FlopsProfiler
             self.profiler = FlopsProfiler(core.module, engine)
-        self._is_due = self._asked.flops_profiler
+        self._is_due = self._config.flops_profiler
 
-    def part(self, name: str) -> AbstractContextManager[object]:
+    def phase(self, name: str) -> AbstractContextManager[object]:
         """A part of a step: forward, backward or step. What the optimizer does is timed, not counted."""
         if not self._is_due or not self._core.module.training:
             return nullcontext()
-        ahead = self._asked.flops_profiler_step - self._core.global_steps - 1
+        ahead = self._config.flops_profiler_step - self._core.global_steps - 1
         if ahead < 0:
             self._is_due = False
-            self._tell_of_none()
+            self._print_nothing_profiled()
         if self.profiler is None:
-            return _as_written() if ahead == 0 else nullcontext()
+            return _run_uncompiled() if ahead == 0 else nullcontext()
         if ahead == 0:
             return self.profiler.part(name, counts=name != "step")
-        return self._timed() if ahead == 1 else nullcontext()
+        return self._time_phase() if ahead == 1 else nullcontext()
 
-    def _tell_of_none(self) -> None:
+    def _print_nothing_profiled(self) -> None:
         if self.profiler is not None:
-            print(self._words.of(f" note: nothing is profiled: --flops-profiler-step {self._asked.flops_profiler_step} "
-                                 f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+            print(self._words.of(
+                f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
+                f"is over, the run goes on at step {self._core.global_steps + 1}"),
+                  flush=True)
 
     def step_done(self) -> None:
         """After an optimizer step; the profile is told once."""
         step = self._core.global_steps
-        if self._is_due and step == self._asked.flops_profiler_step:
+        if self._is_due and step == self._config.flops_profiler_step:
             self._is_due = False
             if self.profiler is not None:
-                self._tell(self.profiler, step)
+                self._write_report(self.profiler, step)
 
-    def _tell(self, profiler: FlopsProfiler, step: int) -> None:
+    def _write_report(self, profiler: FlopsProfiler, step: int) -> None:
         from megatron.profiler.output import lists_modules, write
         from megatron.profiler.text import report
 
-        asked, found = self._asked, profiler.profile(step, self._step_before)
+        asked, found = self._config, profiler.profile(step, self._previous_step_seconds)
         path = asked.flops_profiler_output_file
         shown = asked.flops_profiler_module_depth, asked.flops_profiler_top_modules, asked.flops_profiler_detailed
         print(report(found, *shown[:2], detailed=shown[2] and path is None), flush=True)
@@ -84,10 +86,10 @@ class ProfiledStep:
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_phase(self) -> Iterator[None]:
         start = self._now()
         yield
-        self._step_before = (self._step_before or 0.0) + self._now() - start
+        self._previous_step_seconds = (self._previous_step_seconds or 0.0) + self._now() - start
 
     def _now(self) -> float:
         device = self._core.state.device
@@ -96,11 +98,11 @@ class ProfiledStep:
         return time.perf_counter()
 
 
-def _as_written() -> AbstractContextManager[object]:
+def _run_uncompiled() -> AbstractContextManager[object]:
     from megatron.profiler.recording import as_written
     return as_written()
 
 
-def _check_place(path: str) -> None:
+def _check_output_path(path: str) -> None:
     from megatron.profiler.output import check_place
-    check_place(path, FLAG)
+    check_place(path, OUTPUT_FILE_FLAG)

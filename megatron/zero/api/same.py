@@ -31,68 +31,70 @@ from megatron.zero.holders import full_shape, param_owner
 from megatron.zero.units import unit_name_by_param
 from mpu.groups import Group
 
-Row = Sequence[Any]
+TensorDescription = Sequence[Any]
 """Of a parameter or a buffer: its name, and what it is in words."""
 
-WHAT_DOES_IT = ("a model that is built from a set, or from a dict that is filled in another order on each rank, does "
-                "this; sort the names before it is built")
+UNORDERED_BUILD_HINT = (
+    "a model that is built from a set, or from a dict that is filled in another order on each rank, does "
+    "this; sort the names before it is built")
 
 
-def check_model(model: nn.Module, world: Group) -> None:
+def check_same_model(model: nn.Module, world: Group) -> None:
     """A ConfigError on every rank that names the first parameter or buffer that differs."""
     unit_of = unit_name_by_param(model)
-    check_rows({"parameter": [[name, _words(name, parameter, unit_of[parameter])]
-                              for name, parameter in model.named_parameters()], **_buffers(model)},
-               world, "the ranks give zero.initialize different models")
+    check_same_descriptions({"parameter": [[name, _describe_param(name, parameter, unit_of[parameter])]
+                                           for name, parameter in model.named_parameters()], **_buffers(model)},
+                            world, "the ranks give zero.initialize different models")
 
 
-def check_buffers(model: nn.Module, world: Group, call: str) -> None:
+def check_same_buffers(model: nn.Module, world: Group, call: str) -> None:
     """The same of buffers alone."""
-    check_rows(_buffers(model), world, f"the ranks call {call} with different buffers in the model")
+    check_same_descriptions(_buffers(model), world, f"the ranks call {call} with different buffers in the model")
 
 
-def check_rows(mine: Mapping[str, Sequence[Row]], world: Group, what: str) -> None:
+def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
     """By kind; each rank tells its own. Collective."""
-    if not world.is_solo and (told := unlike(mine, world)):
-        raise ConfigError(f"{what}: {next(filter(None, (first_difference(told, kind) for kind in mine)))}")
+    if not world.is_solo and (per_rank := unlike(mine, world)):
+        raise ConfigError(f"{what}: {next(filter(None, (first_difference(per_rank, kind) for kind in mine)))}")
 
 
-def first_difference(told: Sequence[Mapping[str, Sequence[Row]]], kind: str) -> str:
+def first_difference(per_rank: Sequence[Mapping[str, Sequence[TensorDescription]]], kind: str) -> str:
     """The first of a kind in which ranks differ, and why they may; empty where they do not."""
-    for number, rows in enumerate(zip_longest(*(one[kind] for one in told))):
+    for number, rows in enumerate(zip_longest(*(one[kind] for one in per_rank))):
         names = [None if row is None else row[0] for row in rows]
         if len(set(names)) > 1:
-            same = len({tuple(sorted(row[0] for row in one[kind])) for one in told}) == 1
-            return (f"{kind} {number} is {_who(['nothing' if name is None else repr(name) for name in names])}; "
-                    + (WHAT_DOES_IT if same else "build the same model on every rank"))
+            same = len({tuple(sorted(row[0] for row in one[kind])) for one in per_rank}) == 1
+            return (
+                f"{kind} {number} is {_values_with_ranks(['nothing' if name is None else repr(name) for name in names])}; "
+                + (UNORDERED_BUILD_HINT if same else "build the same model on every rank"))
         if len({tuple(row) for row in rows}) > 1:
-            return f"{kind} {names[0]!r} is {_who([row[1] for row in rows])}; build the same model on every rank"
+            return f"{kind} {names[0]!r} is {_values_with_ranks([row[1] for row in rows])}; build the same model on every rank"
     return ""
 
 
-def _who(values: Sequence[str]) -> str:
+def _values_with_ranks(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ", ".join(f"{value} on {ranges(who)}" for value, who in ranks.items())
 
 
-def _buffers(model: nn.Module) -> dict[str, list[Row]]:
-    return {"buffer": [[name, kind_of(buffer, buffer.shape)] for name, buffer in model.named_buffers()]}
+def _buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
+    return {"buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in model.named_buffers()]}
 
 
-def _words(name: str, parameter: nn.Parameter, unit: str) -> str:
+def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:
     """All that decides how it is laid out and how its values come; the unit, where its name does not say it."""
-    text = kind_of(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+    text = describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
     text += " of zero.Init" * (param_owner(parameter) is not None)
     return text if name.startswith(f"{unit}.") else f"{text} in unit {unit}"
 
 
-def kind_of(tensor: Tensor, shape: torch.Size) -> str:
+def describe_tensor(tensor: Tensor, shape: torch.Size) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
 
 
-_SPOILT = WeakTensorKeyDictionary()
+_FAILED_PARAMS = WeakTensorKeyDictionary()
 """Parameter -> what went wrong."""
 
 
@@ -103,7 +105,7 @@ def check_argument(name: str, value: object, kind: Any, expected: str) -> None:
         raise ConfigError(f"{name} is {value!r:.80}{given}: expected {expected}")
 
 
-def folder_of(call: str, value: str | os.PathLike[str]) -> Path:
+def to_folder(call: str, value: str | os.PathLike[str]) -> Path:
     """Of a checkpoint: the empty name would be the working directory."""
     check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder")
     return Path(value)
@@ -112,9 +114,10 @@ def folder_of(call: str, value: str | os.PathLike[str]) -> Path:
 def check_parameters(model: nn.Module) -> None:
     """Whether an engine can train the model, before anything of it is changed."""
     for name, parameter in model.named_parameters():
-        if parameter in _SPOILT:
-            raise ConfigError(f"{name} is of an engine that failed half way ({_SPOILT[parameter]}), and may be split, "
-                              "rounded or gone: build the model anew, with its weights")
+        if parameter in _FAILED_PARAMS:
+            raise ConfigError(
+                f"{name} is of an engine that failed half way ({_FAILED_PARAMS[parameter]}), and may be split, "
+                "rounded or gone: build the model anew, with its weights")
         holder = param_owner(parameter)
         if holder is not None and holder.is_engine_owned:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
@@ -134,11 +137,11 @@ def check_parameters(model: nn.Module) -> None:
 
 
 @contextmanager
-def taking(model: nn.Module) -> Iterator[None]:
+def claim_model(model: nn.Module) -> Iterator[None]:
     """An engine is made of it inside."""
     try:
         yield
     except BaseException as error:
         for parameter in model.parameters():
-            _SPOILT[parameter] = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+            _FAILED_PARAMS[parameter] = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         raise

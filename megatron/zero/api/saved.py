@@ -36,13 +36,15 @@ from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.ranges import named, ranges
-from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
-from megatron.zero.api.owed import check_owed, load_owed, owed_kinds, owed_pieces, owed_tensors
-from megatron.zero.api.shared import check_shared, check_values, where_of
+from megatron.zero.api.hyper import (SCHEDULED_HYPER_PARAMETERS, check_param_groups, hyper_parameters,
+                                     restore_param_groups)
+from megatron.zero.api.owed import (check_error_feedback, error_feedback_kinds, error_feedback_pieces,
+                                    error_feedback_tensors, load_error_feedback)
+from megatron.zero.api.shared import check_hyper_parameters, check_shared_state, shared_state_label
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
-from megatron.zero.homes.shelf import Run
+from megatron.zero.homes.shelf import StateSegment
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
@@ -50,14 +52,14 @@ from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 from mpu.split import Partition
 
-OWN_KEYS = frozenset({
+RESERVED_CLIENT_KEYS = frozenset({
     "module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state", "rng", "config", "layout",
     "global_steps", "skipped_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size", "ds_config",
     "ds_version", "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes",
 })
 """Keys of `client_state` that would be mistaken for the engine's own."""
 
-SCALER = ("loss_scale", "clean_steps", "hysteresis_left")
+LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")
 """The counters of the loss scale, which belongs to one precision."""
 
 SEED_STRIDE = 1_000_003
@@ -82,12 +84,12 @@ class LoadOptions:
     rng: bool = True
     loss_scale: bool = True
     """With the counters: a loss scale belongs to the precision it was found in."""
-    hyper: bool = True
+    hyper_parameters: bool = True
     """Hyper-parameters of the param groups: the rates with the scheduler, the others with the optimizer."""
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """What a checkpoint says about the run it is of."""
 
     run_id: str
@@ -103,59 +105,83 @@ def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any
                                   check=lambda: check_client_state(client_state))
     refuse_call("save_checkpoint", different)
     if world.rank == 0 and keys:
-        _tell_of_lost_keys([found["keys"] for found in keys])
+        _warn_dropped_keys([found["keys"] for found in keys])
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:
-    taken = sorted(OWN_KEYS & set(client_state))
-    if taken:
-        raise ConfigError(f"client_state: {', '.join(taken)} is the engine's own; choose another name")
+    reserved = sorted(RESERVED_CLIENT_KEYS & set(client_state))
+    if reserved:
+        raise ConfigError(f"client_state: {', '.join(reserved)} is the engine's own; choose another name")
 
 
-def _tell_of_lost_keys(given: Sequence[Sequence[str]]) -> None:
+def _warn_dropped_keys(given: Sequence[Sequence[str]]) -> None:
     """`given`: the keys of each rank."""
-    lost: dict[str, list[int]] = {}
+    dropped: dict[str, list[int]] = {}
     for rank, keys in enumerate(given):
         for key in set(keys).difference(given[0]):
-            lost.setdefault(key, []).append(rank)
-    if lost:
-        which = named([f"{key!r} (given on {ranges(lost[key])})" for key in sorted(lost)], "keys")
+            dropped.setdefault(key, []).append(rank)
+    if dropped:
+        which = named([f"{key!r} (given on {ranges(dropped[key])})" for key in sorted(dropped)], "keys")
         print(f"warning: client_state: {which} is not saved: a checkpoint holds that of rank 0; give it there",
               file=sys.stderr)
 
 
-def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
-                  scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
-                  frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-                  trash: BehindTheRun | None = None) -> Saving:
+def save_engine_protocol(engine: ZeroEngine,
+                         root: Path,
+                         tag: str,
+                         identity: RunIdentity,
+                         *,
+                         client_state: Mapping[str, Any],
+                         scheduler: Stateful | None,
+                         loop_state: Mapping[str, Any] = {},
+                         optimizer: bool = True,
+                         rng: bool = True,
+                         frozen: bool = True,
+                         keep: Keep = Keep(),
+                         snapshot: Hold | None = None,
+                         latest: bool = True,
+                         deleter: BehindTheRun | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
     Collective over the world."""
     engine.assert_collective_call(SAVE)
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
-    pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _data_of(run))
+    pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _segment_data(run))
               for slot, offset, run in engine.state_segments(kinds, frozen)]
-    pieces += owed_pieces(engine) if optimizer else ()
+    pieces += error_feedback_pieces(engine) if optimizer else ()
     shared = {
-        "run_id": who.run_id,
+        "run_id": identity.run_id,
         "engine": engine.scalar_state(),
         "optimizer": engine.rule.name,
-        "owed": owed_kinds(engine) if optimizer else [],
+        "owed": error_feedback_kinds(engine) if optimizer else [],
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
-        "tied": tied_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
-        "loop": dict(loop),
+        "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
+        "loop": dict(loop_state),
         "client_state": dict(client_state),
     }
-    return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
-                  rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
-                  layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest, trash=trash, lineage=who.lineage)
+    return saving(root,
+                  tag,
+                  pieces=pieces,
+                  tensors=_tensor_entries(engine, kinds, frozen),
+                  place=_grid_index(engine.groups),
+                  rank_state={"rng": capture_rng()} if rng else {},
+                  shared_state=shared,
+                  config=identity.config,
+                  layout=identity.layout,
+                  world=engine.groups.world,
+                  run_id=identity.run_id,
+                  iteration=engine.global_steps,
+                  keep=keep,
+                  hold=snapshot,
+                  latest=latest,
+                  trash=deleter,
+                  lineage=identity.lineage)
 
 
-def tied_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
+def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
     """Names of parameters and buffers that are saved under another one -> that one."""
     saved = {id(buffer): name for name, buffer in module.named_buffers()}
     saved |= {id(parameter): slot.name for bucket in buckets
@@ -165,11 +191,12 @@ def tied_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, st
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
-def _data_of(run: Run) -> Tensor | Deferred:
-    return Deferred(run.count, run.shelf.dtype, run.fetch) if run.at_hand is None else run.at_hand
+def _segment_data(segment: StateSegment) -> Tensor | Deferred:
+    return Deferred(segment.count, segment.shard.dtype,
+                    segment.fetch) if segment.device_view is None else segment.device_view
 
 
-def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
+def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
     """What all ranks together save. Where a bucket is not split, its replicas share the writing as if it were."""
     groups = engine.groups
     for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
@@ -180,10 +207,10 @@ def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterat
                                   sharding_of(slot.shape, slot.partition, groups.tp.size),
                                   Spread(slot.offset, layout.shard_numel))
     if len(kinds) > 1:
-        yield from owed_tensors(engine)
+        yield from error_feedback_tensors(engine)
 
 
-def _place(groups: Groups) -> int:
+def _grid_index(groups: Groups) -> int:
     """This rank's place in the grid, which names its files."""
     return groups.dp.rank * groups.tp.size + groups.tp.rank
 
@@ -193,36 +220,36 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     scale unless that is switched off. What does not fit is refused before anything is changed."""
     engine.assert_collective_call(LOAD)
     agree(engine.check_before_load, engine.groups.world)
-    agree(lambda: check_shared(found), engine.groups.world)
-    optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, where_of(found)
+    agree(lambda: check_shared_state(found), engine.groups.world)
+    optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, shared_state_label(found)
     if options.counters and not shared["engine"]:
         raise CheckpointError(f"{found.tag} of {found.folder.parent} holds imported weights, not a run: load them with "
                               "load_module_only=True, or --finetune")
     if optimizer:
         _check_optimizer(engine, found)
-        check_owed(engine, found)
+        check_error_feedback(engine, found)
     _check_names(engine, found, options.strict)
     _check_shapes(engine, found, options.strict and optimizer)
-    wanted = _wanted_of_groups(shared, scheduler, options) if engine.buckets else frozenset()
+    wanted = _hyper_parameters_to_restore(shared, scheduler, options) if engine.buckets else frozenset()
     groups = shared.get("param_groups")
     if wanted and groups is not None:
-        check_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
-        check_values([{name: group[name] for name in group if name in wanted} for group in groups],
-                     engine.param_groups, where)
+        check_param_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
+        check_hyper_parameters([{name: group[name] for name in group if name in wanted} for group in groups],
+                               engine.param_groups, where)
     _load_tensors(engine, found, optimizer)
     if options.counters:
         own = {} if options.loss_scale else {
             key: value
-            for key, value in engine.scalar_state().items() if key in SCALER
+            for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS
         }
         with sense_of(f"{where}: field 'engine'"):
             engine.restore_scalar_state({**shared["engine"], **own})
     if not optimizer:
         agree(engine.reset_optimizer_state, engine.groups.world)
     elif engine.compressed_exchanges:
-        agree(lambda: load_owed(engine, found), engine.groups.world)
+        agree(lambda: load_error_feedback(engine, found), engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
-        restore_groups(engine.param_groups, groups, wanted.__contains__)
+        restore_param_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
         with sense_of(f"{where}: field 'lr_scheduler'"):
             scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
@@ -231,34 +258,37 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: what is not there stays as it is
-    engine.load_segments(known, partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
+    engine.load_segments(known, partial(_read_segment, engine, found), partial(agree, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
 
 
-def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, options: LoadOptions) -> frozenset[str]:
+def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: Stateful | None,
+                                 options: LoadOptions) -> frozenset[str]:
     """Names of the hyper-parameters to take. The rates come with the state of the scheduler; where neither run has a
     scheduler, and where only the saved one had, with the optimizer's. A scheduler that is new sets its own."""
-    if not options.hyper:
+    if not options.hyper_parameters:
         return frozenset()
     saved = {name for group in shared.get("param_groups", ()) for name in group}
     resumed = scheduler is not None and shared["lr_scheduler"] is not None and options.counters
     rates = options.scheduler and (resumed or scheduler is None and options.optimizer)
-    return frozenset((saved & SCHEDULED if rates else set()) | (saved - SCHEDULED if options.optimizer else set()))
+    return frozenset((saved & SCHEDULED_HYPER_PARAMETERS if rates else set())
+                     | (saved - SCHEDULED_HYPER_PARAMETERS if options.optimizer else set()))
 
 
-def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
+def load_external_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
     engine.assert_collective_call(LOAD)
     same_weights(found, engine.groups.world)
     agree(engine.check_before_load, engine.groups.world)
-    engine.load_segments({"weight": found.shapes}, partial(_read_run, engine, found),
+    engine.load_segments({"weight": found.shapes}, partial(_read_segment, engine, found),
                          partial(agree, world=engine.groups.world))
 
 
-def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
+def _read_segment(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int,
+                  out: Tensor) -> None:
     """This rank's run of a parameter, whatever layout or program wrote it."""
     found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
                tp_size=engine.groups.tp.size, offset=offset, out=out)
@@ -310,14 +340,14 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
                                           f"{list(expected)}, found {list(shape)}")
 
 
-def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
+def restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     """Random streams of this rank; a note if they could not go on. Collective."""
-    return agree(lambda: _restore_streams(found, groups, layout, seed), groups.world)
+    return agree(lambda: _restore_rng_streams(found, groups, layout, seed), groups.world)
 
 
-def _restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    saved = found.rank_state(_place(groups)) if same_ranks(found.layout, layout) else None
-    with sense_of(f"tag {found.tag}: file {part_name(_place(groups))}: its random streams"):
+def _restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
+    saved = found.rank_state(_grid_index(groups)) if has_same_ranks(found.layout, layout) else None
+    with sense_of(f"tag {found.tag}: file {part_name(_grid_index(groups))}: its random streams"):
         moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
         if saved and not moved:
             restore_rng(saved["rng"])
@@ -332,31 +362,31 @@ def _restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int
     return f" random streams start anew: saved on {dict(found.layout)}, now {dict(layout)}"
 
 
-def same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
+def has_same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
     """Rank k of both runs does the same work, so its random streams carry over."""
     return all(saved.get(axis) == present[axis] for axis in ("tp", "dp"))
 
 
-def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
+def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
     (empty on the others). Collective; one bucket is whole at a time. The ranks have met, and want the same."""
     agree(engine.check_before_save, engine.groups.world)
-    keeps = engine.groups.world.rank == 0
+    collects = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
     for bucket in (*engine.buckets, *engine.frozen_buckets):
-        with _lent(bucket):
+        with _gathered_bucket(bucket):
             for parameter in bucket.parameters:
-                value = _joined(parameter.detach(), partition_of(parameter), engine.groups.tp)
-                if keeps and (frozen or bucket.trainable):
+                value = _join_tp_slices(parameter.detach(), partition_of(parameter), engine.groups.tp)
+                if collects and (frozen or bucket.trainable):
                     found[id(parameter)] = value.to("cpu", copy=True).contiguous()
-    for tensor in engine.module.buffers() if keeps else ():
+    for tensor in engine.module.buffers() if collects else ():
         found[id(tensor)] = tensor.detach().cpu()
     names = engine.module.state_dict(keep_vars=True)
     return {name: found[id(tensor)] for name, tensor in names.items() if id(tensor) in found}
 
 
 @contextmanager
-def _lent(bucket: FlatBucket) -> Iterator[None]:
+def _gathered_bucket(bucket: FlatBucket) -> Iterator[None]:
     """Its parameters are whole inside, and only looked at; training goes on after Ctrl-C and a lack of memory, too."""
     try:
         bucket.gather_for_user()
@@ -367,7 +397,7 @@ def _lent(bucket: FlatBucket) -> Iterator[None]:
     bucket.reshard_after_user(None)
 
 
-def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
+def _join_tp_slices(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
     if partition is None:
         return local
     pieces = [local] if tp.is_solo else list(all_gather(local.unsqueeze(0), tp, dim=0))
@@ -375,10 +405,10 @@ def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
     return whole if partition.size is None else whole.narrow(partition.dim, 0, partition.size)
 
 
-def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+def write_state_dict(state_dict: Mapping[str, Tensor], path: Path) -> None:
     """One file: safetensors by its name (a tied tensor once per name), otherwise what `torch.load` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
-        save_file({name: tensor.clone() for name, tensor in weights.items()}, path)
+        save_file({name: tensor.clone() for name, tensor in state_dict.items()}, path)
     else:
-        torch.save(dict(weights), path)
+        torch.save(dict(state_dict), path)

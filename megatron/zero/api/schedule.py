@@ -16,33 +16,36 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.optim.schedule import Schedule
-from megatron.optim.schedulers import Scheduler as Curve
+from megatron.optim.schedule import LRSchedule
+from megatron.optim.schedulers import DeepSpeedScheduler as Curve
 from megatron.zero.api.saved import Stateful
 from megatron.zero.engine import ZeroEngine
 
 
-class Scheduler(Stateful, Protocol):
+class LRSchedulerProtocol(Stateful, Protocol):
     """A learning rate scheduler of torch's kind; ours are such too."""
 
     def step(self) -> Any: ...
 
 
-class FollowSchedule:
+class LRScheduleAdapter:
     """A schedule, which is a pure function of the step, as a scheduler. All groups have its rate; with `own_floor` the
     peak of each is the rate it has now, and its floor is this share of that."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, own_floor: float | None = None) -> None:
-        self._optimizer, self.schedule, self._own_floor = optimizer, schedule, own_floor
-        self._own_peaks = [float(group["lr"]) for group in optimizer.param_groups] if own_floor is not None else []
-        self._go_to(0)
+    def __init__(self,
+                 optimizer: torch.optim.Optimizer,
+                 schedule: LRSchedule,
+                 floor_ratio: float | None = None) -> None:
+        self._optimizer, self.schedule, self._floor_ratio = optimizer, schedule, floor_ratio
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups] if floor_ratio is not None else []
+        self._set_step(0)
 
     def _rates(self, steps: int) -> list[float]:
-        if self._own_floor is None:
+        if self._floor_ratio is None:
             return [self.schedule(steps)] * len(self._optimizer.param_groups)
-        return [replace(self.schedule, peak=peak, floor=peak * self._own_floor)(steps) for peak in self._own_peaks]
+        return [replace(self.schedule, peak=peak, floor=peak * self._floor_ratio)(steps) for peak in self._peaks]
 
-    def _go_to(self, steps: int) -> None:
+    def _set_step(self, steps: int) -> None:
         self.steps = steps
         betas = self.schedule.betas(steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates(steps), strict=True):
@@ -51,7 +54,7 @@ class FollowSchedule:
                 group["betas"] = betas
 
     def step(self) -> None:
-        self._go_to(self.steps + 1)
+        self._set_step(self.steps + 1)
 
     def get_last_lr(self) -> list[float]:
         """The rate of each param group in the next step."""
@@ -63,43 +66,44 @@ class FollowSchedule:
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._go_to(state_dict["steps"])
+        self._set_step(state_dict["steps"])
 
 
-def can_go_back(scheduler: Scheduler) -> bool:
+def is_reversible(scheduler: LRSchedulerProtocol) -> bool:
     """Its state is known to be small, and to be all that `step` changes beside the param groups."""
-    return isinstance(scheduler, FollowSchedule | Curve | torch.optim.lr_scheduler.LRScheduler)
+    return isinstance(scheduler, LRScheduleAdapter | Curve | torch.optim.lr_scheduler.LRScheduler)
 
 
-class Moved:
+class ReversibleSchedulerStep:
     """A step of a scheduler that can be taken back."""
 
-    def __init__(self, scheduler: Scheduler, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, scheduler: LRSchedulerProtocol, groups: Sequence[dict[str, Any]],
+                 arguments: Mapping[str, Any]) -> None:
         self._scheduler, self._groups = scheduler, groups
-        self._state, self._before = deepcopy(scheduler.state_dict()), _numbers_of(groups)
+        self._state, self._before = deepcopy(scheduler.state_dict()), _scheduled_values(groups)
         scheduler.step(**arguments)
-        self._after = _numbers_of(groups)
+        self._after = _scheduled_values(groups)
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """What somebody else has set since then stays."""
-        now = _numbers_of(self._groups)
+        now = _scheduled_values(self._groups)
         self._scheduler.load_state_dict(self._state)  # ours set the rates of that state, torch's set none
         for group, old, new, present in zip(self._groups, self._before, self._after, now, strict=True):
             group.update({name: old[name] if value == new[name] else value for name, value in present.items()})
 
 
-def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _scheduled_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What schedulers set in param groups: the rate, and betas or a momentum."""
     return [{name: value for name, value in group.items() if isinstance(value, float | tuple)} for group in groups]
 
 
-def schedule_of(config: Config) -> Schedule:
+def build_lr_schedule(config: Config) -> LRSchedule:
     """The one reading of the configuration's schedule: the trainer and `zero.initialize` both train by it."""
     section = config.schedule
     low, high, growth = section.cycled_momentum or (None, 0.0, 0.0)
-    return Schedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
-                    section.warmup_type, section.cycle_decay, low, high, growth, section.lr_wsd_decay_style,
-                    section.lr_wsd_decay_iters or 0)
+    return LRSchedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
+                      section.warmup_type, section.cycle_decay, low, high, growth, section.lr_wsd_decay_style,
+                      section.lr_wsd_decay_iters or 0)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -140,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         raise ConfigError("the engine steps the optimizer: call engine.step() instead of optimizer.step()")
 
-    def note_step(self) -> None:
+    def mark_step_taken(self) -> None:
         """A step was taken: torch's schedulers warn where one of theirs comes before it, and look for this mark."""
         for optimizer in (self, self._client):
             if optimizer is not None:

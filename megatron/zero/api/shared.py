@@ -17,16 +17,16 @@ from megatron.checkpoint.strict import Record
 from megatron.errors import CheckpointError
 
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
-LOOP = ("global_samples", "train_batch_size", "epoch")
+LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
 
 
-def where_of(found: Checkpoint) -> str:
+def shared_state_label(found: Checkpoint) -> str:
     return f"tag {found.tag}: file {SHARED_STATE}"
 
 
-def check_shared(found: Checkpoint) -> None:
+def check_shared_state(found: Checkpoint) -> None:
     """All of it but the client's own, and what a scheduler or an optimizer makes of its part."""
-    where = where_of(found)
+    where = shared_state_label(found)
     state = Record(found.shared_state, where)
     state.take("run_id", str)
     engine = Record(state.take("engine", dict), f"{where}: field 'engine'")
@@ -52,7 +52,7 @@ def check_shared(found: Checkpoint) -> None:
     if not all(isinstance(name, str) for name in (state.take("tied", dict) if "tied" in state.fields else {}).values()):
         raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
     loop = Record(state.take("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
-    for name in LOOP:
+    for name in LOOP_COUNTERS:
         if loop.fields.get(name) is not None:
             loop.count(name)
     state.take("client_state", dict)
@@ -72,21 +72,22 @@ def _check_quantisation(state: Record) -> None:
     state.done()
 
 
-def check_values(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
+def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
     """Hyper-parameters are what those of the groups are: numbers, texts, pairs of numbers."""
     for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
         for name, value in values.items():
-            if name in group and not _alike(group[name], value):
+            if name in group and not _is_same_kind(group[name], value):
                 raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
                                       f"of {group[name]!r:.80}")
 
 
-def _alike(kept: Any, value: Any) -> bool:
-    if kept is None or value is None:
+def _is_same_kind(current: Any, value: Any) -> bool:
+    if current is None or value is None:
         return True
-    if isinstance(kept, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(kept) and all(map(_alike, kept, value))
-    if isinstance(kept, str):
+    if isinstance(current, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(current) and all(map(
+            _is_same_kind, current, value))
+    if isinstance(current, str):
         return isinstance(value, str)
     if isinstance(value, Tensor):
         return value.numel() == 1

@@ -7,11 +7,11 @@ from torch import nn
 
 from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
-from megatron.zero.api.batching import Batching
+from megatron.zero.api.batching import BatchSizes
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import Nvme
-from megatron.zero.homes.shelf import Homes
-from megatron.zero.homes.used import DriveUse
+from megatron.zero.homes.nvme import NvmeStorage
+from megatron.zero.homes.shelf import EngineStorage
+from megatron.zero.homes.used import NvmeStats
 from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
@@ -21,7 +21,7 @@ class EngineStatus:
 
     core: ZeroEngine
     config: Config
-    _batching: Batching
+    _batch_sizes: BatchSizes
 
     @property
     def module(self) -> nn.Module:
@@ -52,7 +52,7 @@ class EngineStatus:
     @property
     def global_samples(self) -> int:
         """Number of samples in all optimizer steps so far, whatever the batch size was."""
-        return self._batching.samples
+        return self._batch_sizes.consumed_samples
 
     @property
     def local_rank(self) -> int:
@@ -100,25 +100,25 @@ class EngineStatus:
         return self.config.precision.bf16
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batching.micro
+        return self._batch_sizes.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         return self.core.accumulation_steps
 
     def train_batch_size(self) -> int:
-        return self._batching.total
+        return self._batch_sizes.train_batch_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, of a micro-batch, and micro-batches of a step."""
-        return self.train_batch_size(), self._batching.micro, self.core.accumulation_steps
+        return self.train_batch_size(), self._batch_sizes.micro_batch_size, self.core.accumulation_steps
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
 
-    def drive_use(self) -> DriveUse | None:
+    def drive_use(self) -> NvmeStats | None:
         """How long this rank's training thread has waited for its drives, and the bytes read and written, since the
         engine began; None where nothing is on a drive."""
-        return drive_use(self.core.engine_storage)
+        return read_nvme_stats(self.core.engine_storage)
 
     @property
     def parameters_kept(self) -> int:
@@ -132,6 +132,8 @@ class EngineStatus:
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
 
 
-def drive_use(homes: Homes) -> DriveUse | None:
-    uses = [home.use for home in (homes.optimizer, homes.params) if isinstance(home, Nvme) and home.holds_anything]
-    return sum(uses, DriveUse()) if uses else None
+def read_nvme_stats(homes: EngineStorage) -> NvmeStats | None:
+    uses = [
+        home.stats for home in (homes.optimizer, homes.params) if isinstance(home, NvmeStorage) and home.has_nvme_shards
+    ]
+    return sum(uses, NvmeStats()) if uses else None

@@ -20,37 +20,37 @@ from megatron.checkpoint.agree import agree as together
 from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import AdamW
-from megatron.optim.rule import Rule, Span, StepScalars
+from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.holders import full_shape
-from megatron.zero.homes.ferry import Ferry
-from megatron.zero.homes.host import Host, HostShelf
-from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS
-from megatron.zero.homes.passing import Passing
-from megatron.zero.homes.shelf import WEIGHT, Home
-from megatron.zero.homes.streamed import Streamed
+from megatron.zero.homes.ferry import CopyStreams
+from megatron.zero.homes.host import HostShard, HostStorage
+from megatron.zero.homes.memory import page_aligned_zeros
+from megatron.zero.homes.parts import HOST_CHUNK_NUMEL, STEP_BUFFER_SETS
+from megatron.zero.homes.passing import StagingDoubleBuffer
+from megatron.zero.homes.shelf import WEIGHT, StorageBackend
+from megatron.zero.homes.streamed import StreamingHostStorage
 from megatron.zero.precision import DTYPES
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group, Groups
 
-Side = Literal["host", "device"]
+UpdateSide = Literal["host", "device"]
 
-PARTS = 4
+TRIAL_CHUNKS = 4
 """On trial."""
-SECONDS = 0.4
+TRIAL_SECONDS = 0.4
 """For each side."""
-SHARE = 4
+DEVICE_MEMORY_DIVISOR = 4
 """What stays on the device for its arithmetic may take one part in so many of the memory that is free there."""
 
 
-def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.device, groups: Groups,
-                  ferry: Ferry | None) -> tuple[Side, list[str]]:
+def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
+                       copy_streams: CopyStreams | None) -> tuple[UpdateSide, list[str]]:
     """And a line that says why, where there was a choice. Collective: all ranks do the same."""
     offload = config.offload
-    if ferry is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
+    if copy_streams is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
         return "device", []
     if device.type == "cuda":
-        use_cores()
+        set_cpu_threads()
     threads = f"{torch.get_num_threads()} threads"
     if offload.delayed_param_update and rule.elementwise and offload.offload_optimizer_device == "cpu":
         return "host", [f" offload: the host updates a step behind, with {threads} a rank"]
@@ -61,23 +61,23 @@ def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.de
     numel = int(sum(full_shape(parameter).numel() for parameter in model.parameters()) / groups.dp.size
                 * offload.offload_optimizer_ratio)
     work = DTYPES[config.precision.name]
-    on_host, on_device = (numel * seconds for seconds in trial(rule, device, ferry, work, groups.world,
-                                                               pinned=offload.offload_optimizer_pin_memory))
-    needed = _room_for_device(config, numel, groups)
-    fits = all_reduce_scalar(needed * SHARE <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
-    side: Side = "device" if on_device < on_host and fits else "host"
+    on_host, on_device = (numel * seconds for seconds in time_both_sides(rule, device, copy_streams, work, groups.world,
+                                                                         pinned=offload.offload_optimizer_pin_memory))
+    needed = _device_update_bytes(config, numel, groups)
+    fits = all_reduce_scalar(needed * DEVICE_MEMORY_DIVISOR <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
+    side: UpdateSide = "device" if on_device < on_host and fits else "host"
     why = "" if fits or on_device >= on_host else f", which would keep {needed / 2**30:.1f} GiB there"
     return side, [f" offload: the {side} updates; a step's update takes about {on_host:.2f} s by the host with "
                   f"{threads} a rank, {on_device:.2f} s on the device{why} (--offload-update)"]
 
 
-def _room_for_device(config: Config, numel: int, groups: Groups) -> int:
+def _device_update_bytes(config: Config, numel: int, groups: Groups) -> int:
     """Bytes: gradients, and the parts on the device."""
     wide = config.accumulation(groups.dp.size) > 1 or config.precision.name == "fp32"
-    return numel * (4 if wide else 2) + STEP_SETS * 3 * 4 * PART_ON_HOST
+    return numel * (4 if wide else 2) + STEP_BUFFER_SETS * 3 * 4 * HOST_CHUNK_NUMEL
 
 
-def use_cores() -> None:
+def set_cpu_threads() -> None:
     """An equal share of the cores for each rank of a node: launchers leave one thread to each. Who asks for another
     number is heard."""
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -87,49 +87,56 @@ def use_cores() -> None:
         torch.set_num_threads(cores if is_bound else max(1, cores // ranks))
 
 
-def trial(rule: AdamW, device: torch.device, ferry: Ferry, work: torch.dtype, world: Group, *, pinned: bool,
-          part: int = PART_ON_HOST) -> tuple[float, float]:
+def time_both_sides(rule: AdamW,
+                    device: torch.device,
+                    copy_streams: CopyStreams,
+                    work: torch.dtype,
+                    world: Group,
+                    *,
+                    pinned: bool,
+                    chunk: int = HOST_CHUNK_NUMEL) -> tuple[float, float]:
     """Seconds a number takes, updated by the host, and on the device, on the slowest rank. Collective: all are at it at
     the same time, as they will be."""
-    def prepare() -> tuple[Host, HostShelf]:
-        host = Host(torch.float32, part, pinned=pinned)
-        shelf = host.shelf("trial", part * PARTS)
-        shelf.add(rule.states)
+    def prepare() -> tuple[HostStorage, HostShard]:
+        host = HostStorage(torch.float32, chunk, pinned=pinned)
+        shelf = host.allocate_shard("trial", chunk * TRIAL_CHUNKS)
+        shelf.add_kinds(rule.states)
         return host, shelf
 
     host, shelf = together(prepare, world)
     found = []
-    for home, there in ((host, torch.device("cpu")), (Streamed(host, ferry, device), device)):
-        rule.settle_on(there, world)
-        trip = partial(_step_on, there, rule, home, shelf, ferry, torch.zeros(part, dtype=work, device=device), pinned)
-        found.append(all_reduce_scalar(together(lambda: _seconds(trip), world), world, "max") / shelf.numel)
+    for home, there in ((host, torch.device("cpu")), (StreamingHostStorage(host, copy_streams, device), device)):
+        rule.bind_device(there, world)
+        trial_step = partial(_run_trial_step, there, rule, home, shelf, copy_streams,
+                             torch.zeros(chunk, dtype=work, device=device), pinned)
+        found.append(all_reduce_scalar(together(lambda: _best_seconds(trial_step), world), world, "max") / shelf.numel)
     return found[0], found[1]
 
 
-def _step_on(there: torch.device, rule: AdamW, home: Home, shelf: HostShelf, ferry: Ferry, on_device: Tensor,
-             pinned: bool) -> None:
+def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBackend, shard: HostShard,
+                    copy_streams: CopyStreams, on_device: Tensor, pinned: bool) -> None:
     """One update of all parts, with the way of the new weights; gradients have come down before."""
-    on_host = isinstance(home, Host)
-    grads = numbers(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
-    passing = Passing(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
-    at = StepScalars.of(0.5, 1, there)
-    for kept, in home.walk([(shelf, its)] for its in shelf.parts):
-        narrow = passing.take(len(on_device)) if on_host else on_device
+    on_host = isinstance(storage, HostStorage)
+    grads = page_aligned_zeros(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
+    staging = StagingDoubleBuffer(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
+    at = StepScalars.for_applied_step(0.5, 1, update_device)
+    for kept, in storage.iter_chunks([(shard, its)] for its in shard.chunks):
+        lp_out = staging.acquire(len(on_device)) if on_host else on_device
         states = {kind: kept[kind] for kind in rule.states}
-        span = Span(0, kept[WEIGHT], grads, states, (), 1, lambda sums: sums, narrow)
+        span = UpdateSegment(0, kept[WEIGHT], grads, states, (), 1, lambda sums: sums, lp_out)
         if not rule.step_many([span], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
-            narrow.copy_(kept[WEIGHT])
+            lp_out.copy_(kept[WEIGHT])
         if on_host:
-            passing.sent(last := ferry.up.copy(on_device, narrow))
+            staging.mark_sent(last := copy_streams.to_device.copy(on_device, lp_out))
     if on_host:
-        last.wait()
-    home.settle()
+        last.wait_on_host()
+    storage.wait_for_writes()
 
 
-def _seconds(action: Callable[[], None]) -> float:
+def _best_seconds(action: Callable[[], None]) -> float:
     """The shortest of some runs, after one that is not counted."""
     action()
-    best, end = float("inf"), time.monotonic() + SECONDS
+    best, end = float("inf"), time.monotonic() + TRIAL_SECONDS
     while True:
         start = time.monotonic()
         action()

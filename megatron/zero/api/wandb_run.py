@@ -14,7 +14,7 @@ from megatron.config.log import check_wandb
 from megatron.errors import ConfigError
 
 
-class Project(NamedTuple):
+class WandbProject(NamedTuple):
     """Where a run is filed."""
 
     name: str
@@ -23,7 +23,7 @@ class Project(NamedTuple):
 
 
 class WandbRun:
-    def __init__(self, flag: str, project: Project, axis: str) -> None:
+    def __init__(self, flag: str, project: WandbProject, step_metric: str) -> None:
         """The horizontal axis of its charts is the scalar of that name."""
         check_wandb(flag)
         import wandb
@@ -34,28 +34,28 @@ class WandbRun:
             why = " ".join(str(error).split())
             raise ConfigError(f"{flag} {project.name}: wandb cannot start: {why}; log in with `wandb login`, or set "
                               "WANDB_MODE=offline to write to a folder") from error
-        self._is_lost = False
-        self._run.define_metric("*", step_metric=axis)
+        self._has_failed = False
+        self._run.define_metric("*", step_metric=step_metric)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         """They are shown beside its charts."""
-        self._unless_lost(lambda: self._run.config.update(dict(settings), allow_val_change=True))
+        self._warn_on_failure(lambda: self._run.config.update(dict(settings), allow_val_change=True))
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        self._unless_lost(lambda: self._run.log(dict(scalars)))
+        self._warn_on_failure(lambda: self._run.log(dict(scalars)))
 
     def close(self, *, failed: bool = False) -> None:
         """Return when all of it has arrived, where it goes to a server."""
-        self._unless_lost(lambda: self._run.finish(exit_code=int(failed)))
+        self._warn_on_failure(lambda: self._run.finish(exit_code=int(failed)))
 
-    def _unless_lost(self, action: Callable[[], Any]) -> None:
+    def _warn_on_failure(self, action: Callable[[], Any]) -> None:
         """Its service may end before the run does, which is not worth ending a job of many ranks."""
-        if self._is_lost:
+        if self._has_failed:
             return
         try:
             action()
         except Exception as error:
-            self._is_lost = True
+            self._has_failed = True
             why = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"warning: wandb takes no more scalars ({why}); training goes on without it", file=sys.stderr,
                   flush=True)

@@ -12,18 +12,18 @@ from megatron.checkpoint.agree import agree, called_alike
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
-from megatron.zero.api.same import check_buffers
-from megatron.zero.api.saved import whole_weights
+from megatron.zero.api.same import check_same_buffers
+from megatron.zero.api.saved import gather_full_state_dict
 from megatron.zero.buffers import broadcast_module_buffers
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 
-PREFIX = "module."
+MODULE_PREFIX = "module."
 """What names begin with where the engine, not the model, is asked: as in DeepSpeed and DistributedDataParallel."""
 
 
-def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
-               frozen: bool = True) -> dict[str, Any]:
+def build_module_state_dict(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
+                            frozen: bool = True) -> dict[str, Any]:
     """In the working precision. At stage 3 gathered: on rank 0's host, and nothing on the others."""
     core.sync_delayed_update("engine.module_state_dict()")
     if zero.zero_stage == 3:
@@ -33,30 +33,30 @@ def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_var
                               "zero.get_fp32_state_dict_from_zero_checkpoint")
         core.assert_collective_call(SAVE)
         called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, core.groups.world)
-        return {prefix + name: tensor for name, tensor in whole_weights(core, frozen=frozen).items()}
+        return {prefix + name: tensor for name, tensor in gather_full_state_dict(core, frozen=frozen).items()}
     state: dict[str, Any] = core.module.state_dict(prefix=prefix, keep_vars=keep_vars)
     left_out = [] if frozen else [name for name, p in core.module.named_parameters() if not p.requires_grad]
     return {name: value for name, value in state.items() if name.removeprefix(prefix) not in left_out}
 
 
-def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
+def load_module_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
     """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0.
     Collective, one bucket at a time; what does not fit is an error on every rank, and changes nothing."""
-    gives = core.groups.dp.rank == 0
+    provides_values = core.groups.dp.rank == 0
     buckets = [*core.buckets, *core.frozen_buckets]
 
     def check() -> None:
         for bucket in buckets:
             bucket.check_before_user_gather()
-        if gives:
-            _check_fits(core, state, strict)
+        if provides_values:
+            _check_state_dict(core, state, strict)
 
     core.assert_collective_call(LOAD)
     called_alike("load_module_state_dict", {"strict": strict}, core.groups.world)
-    check_buffers(core.module, core.groups.world, "load_module_state_dict")
+    check_same_buffers(core.module, core.groups.world, "load_module_state_dict")
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
-    new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
+    new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
     with core.guard_state_change("load of weights"):
         for bucket in buckets:
             with GatheredParameters(bucket.parameters, modifier_rank=0):
@@ -70,7 +70,7 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
     broadcast_module_buffers(core.module, core.groups)
 
 
-def _check_fits(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
+def _check_state_dict(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
     """Torch's conditions on a state dict, before anything is written."""
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     if named and not state:
@@ -82,11 +82,11 @@ def _check_fits(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> Non
             raise ConfigError(f"load_state_dict: {len(names)} names are {what}, {min(names)} first; give the state "
                               "dict of this model, or strict=False")
     for name in named.keys() & state.keys():
-        here, given = named[name], state[name]
-        if not isinstance(here, Tensor):  # what get_extra_state() gave
+        current, given = named[name], state[name]
+        if not isinstance(current, Tensor):  # what get_extra_state() gave
             raise ConfigError(f"load_state_dict: {name} is not a tensor, and only tensors are loaded: give it to "
                               "set_extra_state() of its module, and leave it out, with strict=False")
-        if not isinstance(given, Tensor) or given.shape != here.shape:
+        if not isinstance(given, Tensor) or given.shape != current.shape:
             found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise ConfigError(f"load_state_dict: {name} has {found} in the state dict, and shape "
-                              f"{list(here.shape)} in the model")
+                              f"{list(current.shape)} in the model")

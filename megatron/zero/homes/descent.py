@@ -9,61 +9,63 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Ferry, Mark
-from megatron.zero.homes.memory import numbers
+from megatron.zero.homes.ferry import CopyEvent, CopyStreams
+from megatron.zero.homes.memory import page_aligned_zeros
 from mpu.grads import NORM_ROW, row_norms
 
 
-class Descent:
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ferry: Ferry, *, pinned: bool) -> None:
-        self._ferry, self._pinned = ferry, pinned
-        self._sums = numbers(numel, dtype, pinned=pinned)
-        self._rows = torch.zeros(numel // NORM_ROW, device=device)
-        self._other: Tensor | None = None
-        self._came: Mark | None = None
-        self._before: tuple[Tensor, Mark] | None = None
+class GradOffloader:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, copy_streams: CopyStreams, *,
+                 pinned: bool) -> None:
+        self._copy_streams, self._pinned = copy_streams, pinned
+        self._sums = page_aligned_zeros(numel, dtype, pinned=pinned)
+        self._row_norms = torch.zeros(numel // NORM_ROW, device=device)
+        self._spare_sums: Tensor | None = None
+        self._last_copy: CopyEvent | None = None
+        self._prefetched: tuple[Tensor, CopyEvent] | None = None
         self._version = self._sums._version
 
-    def expect(self) -> None:
+    def prefetch_sums(self) -> None:
         """What comes next is added to what is here, which begins to go up."""
-        before = torch.empty(len(self._sums), dtype=self._sums.dtype, device=self._rows.device)
-        self._before = before, self._ferry.up.copy(before, self._sums, [self._came] if self._came is not None else [])
+        before = torch.empty(len(self._sums), dtype=self._sums.dtype, device=self._row_norms.device)
+        self._prefetched = before, self._copy_streams.to_device.copy(before, self._sums, [self._last_copy]
+                                                                     if self._last_copy is not None else [])
 
-    def bring(self, part: Tensor) -> Mark:
+    def offload(self, grads: Tensor) -> CopyEvent:
         """The sums <- `part` of the device, added to what was `expect`ed. The device may write there after the mark."""
-        if self._before is not None:
-            (before, arrival), self._before = self._before, None
-            arrival.join()
-            part = before.add_(part)
-        row_norms(part, self._rows)
-        self._came = self._ferry.down.copy(self._sums, part)
+        if self._prefetched is not None:
+            (before, arrival), self._prefetched = self._prefetched, None
+            arrival.wait_on_device()
+            grads = before.add_(grads)
+        row_norms(grads, self._row_norms)
+        self._last_copy = self._copy_streams.to_host.copy(self._sums, grads)
         self._version = self._sums._version
-        return self._came
+        return self._last_copy
 
-    def forget(self) -> None:
+    def cancel_prefetch(self) -> None:
         """Nothing comes that was expected."""
-        if self._before is not None:
-            self._before[1].join()
-            self._before = None
+        if self._prefetched is not None:
+            self._prefetched[1].wait_on_device()
+            self._prefetched = None
 
-    def hand_over(self) -> Tensor:
+    def detach_sums(self) -> Tensor:
         """The sums, which are the caller's until the next call; those of the next step have another place."""
         sums = self.sums
-        if self._other is None:
-            self._other = numbers(len(sums), sums.dtype, pinned=self._pinned)
-        self._sums, self._other, self._came = self._other, sums, None
+        if self._spare_sums is None:
+            self._spare_sums = page_aligned_zeros(len(sums), sums.dtype, pinned=self._pinned)
+        self._sums, self._spare_sums, self._last_copy = self._spare_sums, sums, None
         return sums
 
     @property
     def sums(self) -> Tensor:
         """On the host, once they are there; whoever changes them changes the gradients."""
-        if self._came is not None:
-            self._came.wait()
+        if self._last_copy is not None:
+            self._last_copy.wait_on_host()
         return self._sums
 
     def row_norms(self, out: Tensor) -> None:
         """As mpu.grads.row_norms of the sums, on the device."""
         if self._sums._version != self._version:  # the user has set some
-            self._rows.copy_(row_norms(self.sums))
+            self._row_norms.copy_(row_norms(self.sums))
             self._version = self._sums._version
-        out.copy_(self._rows)
+        out.copy_(self._row_norms)

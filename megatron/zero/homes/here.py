@@ -9,11 +9,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
+from megatron.zero.homes.shelf import WEIGHT, ChunkIterator, StateTensors, StoredShard
 
 
 @final
-class HereShelf(Shelf):
+class DeviceShard(StoredShard):
     """Tensors on the device; opened, they are themselves."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -25,35 +25,35 @@ class HereShelf(Shelf):
         return tuple(self.tensors)
 
     @property
-    def parts(self) -> Sequence[slice]:
+    def chunks(self) -> Sequence[slice]:
         return [slice(0, self.numel)]
 
     @contextmanager
-    def open(self, part: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
-             writes: bool = False) -> Iterator[Kept]:
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
         yield self.tensors
 
-    def add(self, kinds: Sequence[str]) -> None:
+    def add_kinds(self, kinds: Sequence[str]) -> None:
         self.tensors |= {kind: torch.zeros_like(self.tensors[WEIGHT]) for kind in kinds}
 
-    def at_hand(self, kind: str) -> Tensor | None:
+    def device_view(self, kind: str) -> Tensor | None:
         return self.tensors[kind]
 
 
-class Here:
-    is_elsewhere = walks_on_host = False
+class DeviceStorage:
+    is_offloaded = updates_on_host = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device, self._dtype = device, dtype
 
-    def shelf(self, name: str, numel: int) -> Shelf:
-        return HereShelf(torch.zeros(numel, dtype=self._dtype, device=self._device))
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        return DeviceShard(torch.zeros(numel, dtype=self._dtype, device=self._device))
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         for step in steps:
-            yield [shelf.tensors for shelf, _ in step if isinstance(shelf, HereShelf)]
+            yield [shelf.tensors for shelf, _ in step if isinstance(shelf, DeviceShard)]
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """It is."""
 
     def close(self) -> None:

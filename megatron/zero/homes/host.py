@@ -10,107 +10,111 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Lane, Mark
-from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.parts import cut
-from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
+from megatron.zero.homes.ferry import CopyEvent, CopyStream
+from megatron.zero.homes.memory import page_aligned_zeros
+from megatron.zero.homes.parts import split_into_chunks
+from megatron.zero.homes.shelf import WEIGHT, ChunkIterator, StateTensors, StoredShard
 
 
 @final
-class HostShelf(Shelf):
+class HostShard(StoredShard):
     """Opened, it gives views. Whoever looks waits for what is on its way from here or to here."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, parts: Sequence[slice], *, pinned: bool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice], *, pinned: bool) -> None:
         super().__init__(numel, dtype)
-        self._parts, self._pinned = parts, pinned
-        self._tensors = {WEIGHT: numbers(numel, dtype, pinned=pinned)}
-        self._under_way: dict[tuple[Lane, int, int], Mark] = {}
+        self._chunks, self._pinned = chunks, pinned
+        self._tensors = {WEIGHT: page_aligned_zeros(numel, dtype, pinned=pinned)}
+        self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
         """The last copy by each lane of each stretch that was copied."""
-        self._user: Future[None] | None = None
+        self._pending_update: Future[None] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
     @property
-    def parts(self) -> Sequence[slice]:
-        return self._parts
+    def chunks(self) -> Sequence[slice]:
+        return self._chunks
 
-    def add(self, kinds: Sequence[str]) -> None:
-        self._tensors |= {kind: numbers(self.numel, self.dtype, pinned=self._pinned) for kind in kinds}
+    def add_kinds(self, kinds: Sequence[str]) -> None:
+        self._tensors |= {kind: page_aligned_zeros(self.numel, self.dtype, pinned=self._pinned) for kind in kinds}
 
     @contextmanager
-    def open(self, part: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
-             writes: bool = False) -> Iterator[Kept]:
-        yield {kind: self.in_memory(kind)[part] for kind in self.kinds if kinds is None or kind in kinds}
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
+        yield {kind: self.memory_view(kind)[chunk] for kind in self.kinds if kinds is None or kind in kinds}
 
-    def in_memory(self, kind: str) -> Tensor:
-        self.settle()
+    def memory_view(self, kind: str) -> Tensor:
+        self.wait_for_pending()
         return self._tensors[kind]
 
-    def taken(self, part: slice) -> Kept:
+    def lend_chunk(self, chunk: slice) -> StateTensors:
         """For somebody whom others `wait_for`."""
-        self.settle()
-        return {kind: everything[part] for kind, everything in self._tensors.items()}
+        self.wait_for_pending()
+        return {kind: everything[chunk] for kind, everything in self._tensors.items()}
 
-    def wait_for(self, user: Future[None]) -> None:
-        self._user = user
+    def set_pending_update(self, update: Future[None]) -> None:
+        self._pending_update = update
 
-    def settle(self) -> None:
-        if self._user is not None:
-            wait([self._user])
-            self._user = None
-        for mark in self._under_way.values():
-            mark.wait()
-        self._under_way.clear()
+    def wait_for_pending(self) -> None:
+        if self._pending_update is not None:
+            wait([self._pending_update])
+            self._pending_update = None
+        for mark in self._pending_copies.values():
+            mark.wait_on_host()
+        self._pending_copies.clear()
 
-    def bring(self, out: Tensor, lane: Lane) -> Mark:
-        return self.copy_out({WEIGHT: out}, slice(0, self.numel), lane)
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
+        return self.copy_chunk_to_device({WEIGHT: out}, slice(0, self.numel), stream)
 
-    def copy_out(self, out: Kept, part: slice, lane: Lane, after: Sequence[Mark] = ()) -> Mark:
+    def copy_chunk_to_device(self, out: StateTensors, chunk: slice, stream: CopyStream,
+                             after: Sequence[CopyEvent] = ()) -> CopyEvent:
         """Of the kinds of `out`; after what came there, too."""
-        after = [*after, *self._others(part, lane)]
-        for kind, place in out.items():
-            mark = lane.copy(place, self._tensors[kind][part], after)
-        return self._note(part, lane, mark)
+        after = [*after, *self._overlapping_copies(chunk, stream)]
+        for kind, target in out.items():
+            mark = stream.copy(target, self._tensors[kind][chunk], after)
+        return self._record_copy(chunk, stream, mark)
 
-    def copy_in(self, values: Kept, part: slice, lane: Lane) -> Mark:
+    def copy_chunk_from_device(self, values: StateTensors, chunk: slice, stream: CopyStream) -> CopyEvent:
         """After what left from there."""
-        after = self._others(part, lane)
+        after = self._overlapping_copies(chunk, stream)
         for kind, source in values.items():
-            mark = lane.copy(self._tensors[kind][part], source, after)
-        return self._note(part, lane, mark)
+            mark = stream.copy(self._tensors[kind][chunk], source, after)
+        return self._record_copy(chunk, stream, mark)
 
-    def _note(self, part: slice, lane: Lane, mark: Mark) -> Mark:
-        self._under_way[lane, part.start, part.stop] = mark
-        return mark
+    def _record_copy(self, chunk: slice, stream: CopyStream, event: CopyEvent) -> CopyEvent:
+        self._pending_copies[stream, chunk.start, chunk.stop] = event
+        return event
 
-    def _others(self, part: slice, lane: Lane) -> list[Mark]:
-        return [mark for (other, start, stop), mark in self._under_way.items()
-                if other is not lane and start < part.stop and part.start < stop]
+    def _overlapping_copies(self, chunk: slice, stream: CopyStream) -> list[CopyEvent]:
+        return [mark for (other, start, stop), mark in self._pending_copies.items()
+                if other is not stream and start < chunk.stop and chunk.start < stop]
 
 
-class Host:
-    is_elsewhere = walks_on_host = True
+class HostStorage:
+    is_offloaded = updates_on_host = True
 
-    def __init__(self, dtype: torch.dtype, part: int, *, pinned: bool) -> None:
+    def __init__(self, dtype: torch.dtype, chunk_numel: int, *, pinned: bool) -> None:
         """`part` is how many numbers a step takes at a time; 0: all of a shelf."""
-        self._dtype, self._part, self._pinned = dtype, part, pinned
-        self._shelves: list[HostShelf] = []
+        self._dtype, self._chunk_numel, self._pinned = dtype, chunk_numel, pinned
+        self._shards: list[HostShard] = []
 
-    def shelf(self, name: str, numel: int) -> HostShelf:
-        shelf = HostShelf(numel, self._dtype, cut(numel, self._part or max(1, numel)), pinned=self._pinned)
-        self._shelves.append(shelf)
+    def allocate_shard(self, name: str, numel: int) -> HostShard:
+        shelf = HostShard(numel,
+                          self._dtype,
+                          split_into_chunks(numel, self._chunk_numel or max(1, numel)),
+                          pinned=self._pinned)
+        self._shards.append(shelf)
         return shelf
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         for ((shelf, part),) in steps:
             with shelf.open(part) as kept:
                 yield [kept]
 
-    def settle(self) -> None:
-        for shelf in self._shelves:
-            shelf.settle()
+    def wait_for_writes(self) -> None:
+        for shelf in self._shards:
+            shelf.wait_for_pending()
 
     def close(self) -> None:
-        self.settle()
+        self.wait_for_writes()

@@ -13,52 +13,52 @@ from queue import SimpleQueue
 from threading import BoundedSemaphore, RLock, Thread, current_thread
 from typing import final
 
-Piece = Callable[[], None]
+IoTask = Callable[[], None]
 """Raises nothing: there is nobody to catch it."""
 
 
 @final
-class Lane:
-    def __init__(self, name: str, slots: int, beside: int) -> None:
+class IoThreadPool:
+    def __init__(self, name: str, slots: int, extra_threads: int) -> None:
         """So many pieces at the disk at a time, and so many more beside it."""
-        self.slots = BoundedSemaphore(slots)
-        self._name, self._wanted = name, slots + beside
-        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        self.io_slots = BoundedSemaphore(slots)
+        self._name, self._num_threads = name, slots + extra_threads
+        self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._lock = RLock()
 
-    def put(self, piece: Piece) -> None:
+    def submit(self, task: IoTask) -> None:
         with self._lock:
-            self._start()
+            self._start_threads()
             if self._threads:
-                return self._queue.put(piece)
-        return piece()  # stopped, or no thread can be had: the interpreter is ending, for one
+                return self._queue.put(task)
+        return task()  # stopped, or no thread can be had: the interpreter is ending, for one
 
-    def stop(self, patience: float) -> bool:
+    def stop(self, timeout: float) -> bool:
         """Let the threads end when the queue is empty; False if they have not within `patience` seconds or so. Pieces
         that come later are worked off by whoever puts them."""
         with self._lock:
-            threads, self._threads, self._wanted = self._threads, [], 0
+            threads, self._threads, self._num_threads = self._threads, [], 0
             for _ in threads:
                 self._queue.put(None)
         others = [thread for thread in threads if thread is not current_thread()]  # the garbage collector runs anywhere
         for thread in others:
-            thread.join(patience)
-            patience = patience if not thread.is_alive() else 0.0
+            thread.join(timeout)
+            timeout = timeout if not thread.is_alive() else 0.0
         return not any(thread.is_alive() for thread in others)
 
-    def _start(self) -> None:
-        while len(self._threads) < self._wanted:
-            thread = Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._num_threads:
+            thread = Thread(target=_run_tasks, args=(self._queue,), name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:
-                self._wanted = len(self._threads)
+                self._num_threads = len(self._threads)
             else:
                 self._threads.append(thread)
 
 
-def _work_off(queue: SimpleQueue[Piece | None]) -> None:
+def _run_tasks(queue: SimpleQueue[IoTask | None]) -> None:
     """Refers to nothing but the queue while it waits: what made the pieces may be let go meanwhile."""
     while (piece := queue.get()) is not None:
         piece()
@@ -66,12 +66,13 @@ def _work_off(queue: SimpleQueue[Piece | None]) -> None:
 
 
 @final
-class Lanes:
+class IoThreadPools:
     """One of each kind, for all files of a folder: a read that is waited for does not stand behind writes."""
 
-    def __init__(self, slots: int, beside: int) -> None:
-        self.read, self.write = Lane("tiles: reads", slots, beside), Lane("tiles: writes", slots, beside)
+    def __init__(self, slots: int, extra_threads: int) -> None:
+        self.read, self.write = IoThreadPool("tiles: reads", slots,
+                                             extra_threads), IoThreadPool("tiles: writes", slots, extra_threads)
 
-    def stop(self, patience: float) -> bool:
-        ended = self.read.stop(patience)
-        return self.write.stop(patience if ended else 0.0) and ended
+    def stop(self, timeout: float) -> bool:
+        ended = self.read.stop(timeout)
+        return self.write.stop(timeout if ended else 0.0) and ended

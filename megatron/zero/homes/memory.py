@@ -18,56 +18,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.blockfile import PAGE, padded
+from megatron.zero.homes.blockfile import PAGE_SIZE, round_up_to_page
 
-_LIVE: weakref.WeakSet[_Mapping] = weakref.WeakSet()
-_NOT_OURS: list[_Mapping] = []
+_LIVE_MAPPINGS: weakref.WeakSet[_HostMapping] = weakref.WeakSet()
+_PARENT_MAPPINGS: list[_HostMapping] = []
 """In a forked child: where they were something else may be by now, which must not go with them."""
 
-os.register_at_fork(after_in_child=lambda: _NOT_OURS.extend(_LIVE))
+os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
 
-_TOLD: list[str] = []
+_PIN_WARNINGS: list[str] = []
 """Of the process, as its limit is: why it locks no memory."""
 
-_PORTABLE = 1
+_CUDA_HOST_REGISTER_PORTABLE = 1
 """Of cudaHostRegister: locked for every device of the process."""
 
 
-def aligned(nbytes: int, *, pinned: bool) -> Tensor:
+def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
     """[nbytes] of uint8 whose first byte begins a page, all zero. `pinned`, of a process with a GPU, asks for
     page-locked memory: where the system locks no more, one line says so and the memory is ordinary."""
-    memory = _mapping(nbytes)
+    memory = _map_pages(nbytes)
     if pinned and nbytes:
         try:
-            memory.lock()
+            memory.pin()
         except RuntimeError as error:
-            _tell_once(str(error).partition("\n")[0])
+            _warn_once(str(error).partition("\n")[0])
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
-def numbers(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+def page_aligned_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """[count], all zero, in such a buffer."""
-    return aligned(count * dtype.itemsize, pinned=pinned).view(dtype)
+    return page_aligned_bytes(numel * dtype.itemsize, pinned=pinned).view(dtype)
 
 
-class _Mapping(mmap.mmap):
-    _locked = 0
+class _HostMapping(mmap.mmap):
+    _registered_address = 0
     """The address, where CUDA has to be told that it goes."""
 
-    def lock(self) -> None:
-        everything = torch.frombuffer(self, dtype=torch.uint8)
-        everything.zero_()  # by all threads: CUDA would have the pages made one after the other
-        address, self._device = everything.data_ptr(), _current_device()
-        if int(error := _cudart().cudaHostRegister(address, len(self), _PORTABLE)):
-            _forget_the_error()
+    def pin(self) -> None:
+        all_bytes = torch.frombuffer(self, dtype=torch.uint8)
+        all_bytes.zero_()  # by all threads: CUDA would have the pages made one after the other
+        address, self._device = all_bytes.data_ptr(), _current_device()
+        if int(error := _cudart().cudaHostRegister(address, len(self), _CUDA_HOST_REGISTER_PORTABLE)):
+            _clear_cuda_error()
             raise RuntimeError(_cudart().cudaGetErrorString(error))
-        self._locked = address
+        self._registered_address = address
 
     def __del__(self) -> None:  # before the memory goes
-        if self._locked:
+        if self._registered_address:
             with suppress(Exception):  # at the end of the program CUDA may be gone
-                _wait_for(self._device)  # a copy may be under way
-                _cudart().cudaHostUnregister(self._locked)
+                _synchronize(self._device)  # a copy may be under way
+                _cudart().cudaHostUnregister(self._registered_address)
 
 
 def _cudart() -> Any:
@@ -78,22 +78,22 @@ def _current_device() -> int:
     return torch.cuda.current_device()
 
 
-def _wait_for(device: int) -> None:
+def _synchronize(device: int) -> None:
     torch.cuda.synchronize(device)
 
 
-def _forget_the_error() -> None:
+def _clear_cuda_error() -> None:
     """CUDA keeps the error of a call, and the next kernel would be blamed for it: one that is not needed."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
-def _mapping(nbytes: int) -> _Mapping:
+def _map_pages(nbytes: int) -> _HostMapping:
     try:
-        memory = _Mapping(-1, max(padded(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _HostMapping(-1, max(round_up_to_page(nbytes), PAGE_SIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
-    _LIVE.add(memory)
+    _LIVE_MAPPINGS.add(memory)
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         try:
             memory.madvise(getattr(mmap, name))
@@ -102,9 +102,9 @@ def _mapping(nbytes: int) -> _Mapping:
     return memory
 
 
-def _tell_once(reason: str) -> None:
-    if _TOLD:
+def _warn_once(reason: str) -> None:
+    if _PIN_WARNINGS:
         return
-    _TOLD.append(reason)
+    _PIN_WARNINGS.append(reason)
     print(f"warning: memory cannot be page-locked ({reason}); offloading uses ordinary memory, which is copied more "
           "slowly: raise the limit (ulimit -l), or set pin_memory to false", file=sys.stderr, flush=True)

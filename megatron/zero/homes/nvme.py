@@ -21,311 +21,315 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.zero.homes.ferry import Lane, Mark
-from megatron.zero.homes.here import HereShelf
-from megatron.zero.homes.host import HostShelf
-from megatron.zero.homes.memory import aligned
-from megatron.zero.homes.parts import cut, largest
-from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
-from megatron.zero.homes.swapfolder import SwapFolder
-from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile, Traffic
-from megatron.zero.homes.used import DriveUse
+from megatron.zero.homes.ferry import CopyEvent, CopyStream
+from megatron.zero.homes.here import DeviceShard
+from megatron.zero.homes.host import HostShard
+from megatron.zero.homes.memory import page_aligned_bytes
+from megatron.zero.homes.parts import largest_chunk, split_into_chunks
+from megatron.zero.homes.shelf import WEIGHT, ChunkIterator, StateTensors, StoredShard
+from megatron.zero.homes.swapfolder import SwapDir
+from megatron.zero.homes.tilefile import AioSettings, AsyncSwapFile, SwapRequest, SwapTraffic
+from megatron.zero.homes.used import NvmeStats
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSettings:
-    part: int
+    chunk_numel: int
     """Numbers, at most."""
-    within: int | None = None
+    write_chunk_numel: int | None = None
     """Parts of a step, which are written at a time."""
-    sets: int
+    buffer_sets: int
     """On the host, at most; one more than a step needs at a time is the least."""
     dtype: torch.dtype = torch.float32
-    whole: bool = False
+    keeps_shards_whole: bool = False
     """A part is a whole shelf: for rules that look at whole parameters."""
-    in_memory: int = 0
+    host_numel: int = 0
     """Numbers that stay on the host: the shelves that are made first."""
     pinned: bool = False
-    apart: bool = False
+    device_is_separate: bool = False
     """The device is not the host."""
-    reads_ahead: bool = True
-    writes_behind: bool = True
+    pipeline_read: bool = True
+    pipeline_write: bool = True
     aio: AioSettings = AioSettings()
 
 
 @dataclass
-class _Waited:
+class _IoWaitTime:
     """Of all sets of a home."""
 
     seconds: float = 0.0
 
 
 @dataclass(eq=False)
-class _Set:
+class _StagingBuffers:
     """A buffer for each kind; those of one part at a time."""
 
     buffers: Mapping[str, Tensor]
-    waited: _Waited
-    of: tuple[int, int] | None = None
+    wait_time: _IoWaitTime
+    chunk_key: tuple[int, int] | None = None
     """Identity of the shelf and first number of the part."""
-    there: set[str] = field(default_factory=set)
+    valid_kinds: set[str] = field(default_factory=set)
     """Kinds of it that are here, as they are, or will be, on the drive: they need not be read."""
-    under_way: list[Pending] = field(default_factory=list)
-    leaves: Mark | None = None
+    pending_io: list[SwapRequest] = field(default_factory=list)
+    pending_copy: CopyEvent | None = None
     """It is on its way to the device."""
 
-    def wait(self) -> None:
+    def wait_for_io(self) -> None:
         """Until nothing is under way. After an error the set holds nothing."""
-        if (error := self.drain()) is not None:
+        if (error := self.drain_io()) is not None:
             raise error
 
-    def drain(self) -> Exception | None:
+    def drain_io(self) -> Exception | None:
         """The same for whoever has no use for what was under way: a tile that could not be written is lost until it is
         written again, and says so itself."""
         first: Exception | None = None
-        self.let_go()
+        self.wait_for_copy()
         begin = time.perf_counter()
-        while self.under_way:
-            error = self.under_way[-1].error()
-            self.under_way.pop()
+        while self.pending_io:
+            error = self.pending_io[-1].error()
+            self.pending_io.pop()
             if error is not None:
-                self.there.clear()
+                self.valid_kinds.clear()
                 first = first or error
-        self.waited.seconds += time.perf_counter() - begin
+        self.wait_time.seconds += time.perf_counter() - begin
         return first
 
-    def let_go(self) -> None:
+    def wait_for_copy(self) -> None:
         """Nothing comes from it any more."""
-        if self.leaves is not None:
-            self.leaves.wait()
-            self.leaves = None
+        if self.pending_copy is not None:
+            self.pending_copy.wait_on_host()
+            self.pending_copy = None
 
-    def forget(self) -> None:
-        self.of = None
-        self.there.clear()
+    def invalidate(self) -> None:
+        self.chunk_key = None
+        self.valid_kinds.clear()
 
 
 @final
-class NvmeShelf(Shelf):
-    def __init__(self, home: Nvme, file: TileFile, numel: int, parts: Sequence[slice]) -> None:
-        super().__init__(numel, home.settings.dtype)
-        self.file, self._home, self._parts = file, home, parts
-        self._place = {part.start: number for number, part in enumerate(parts)}
+class NvmeShard(StoredShard):
+    def __init__(self, storage: NvmeStorage, file: AsyncSwapFile, numel: int, chunks: Sequence[slice]) -> None:
+        super().__init__(numel, storage.settings.dtype)
+        self.file, self._storage, self._chunks = file, storage, chunks
+        self._chunk_index = {part.start: number for number, part in enumerate(chunks)}
         self._kinds: tuple[str, ...] = (WEIGHT,)
-        self._written: set[int] = set()
+        self._written_tiles: set[int] = set()
 
     @property
     def kinds(self) -> tuple[str, ...]:
         return self._kinds
 
     @property
-    def parts(self) -> Sequence[slice]:
-        return self._parts
+    def chunks(self) -> Sequence[slice]:
+        return self._chunks
 
     @property
-    def is_on_drive(self) -> bool:
+    def is_on_nvme(self) -> bool:
         return True
 
-    def add(self, kinds: Sequence[str]) -> None:
+    def add_kinds(self, kinds: Sequence[str]) -> None:
         self._kinds += tuple(kinds)
 
     @contextmanager
-    def open(self, part: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
-             writes: bool = False) -> Iterator[Kept]:
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
         kinds = self._kinds if kinds is None else kinds
-        with self._home.a_set(self.key(part)) as buffers:
+        with self._storage.staging_buffers(self.chunk_key(chunk)) as buffers:
             if not reads:
-                buffers.there.update(kinds)
-            kept = self.fetch(part, kinds, buffers)
-            buffers.wait()
+                buffers.valid_kinds.update(kinds)
+            kept = self.start_read(chunk, kinds, buffers)
+            buffers.wait_for_io()
             yield kept
             if writes:
-                self.store(part, kinds, buffers)
+                self.start_write(chunk, kinds, buffers)
 
-    def expect(self) -> None:
-        for part in self._parts[: self._home.settings.sets - 1]:
-            if not self._home.has(self.key(part)):
-                with self._home.a_set(self.key(part)) as buffers:
-                    self.fetch(part, self._kinds, buffers)
+    def prefetch(self) -> None:
+        for part in self._chunks[: self._storage.settings.buffer_sets - 1]:
+            if not self._storage.is_buffered(self.chunk_key(part)):
+                with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
+                    self.start_read(part, self._kinds, buffers)
 
-    def bring(self, out: Tensor, lane: Lane) -> Mark:
-        for part in self._parts:
-            with self._home.a_set(self.key(part)) as buffers:
-                kept = self.fetch(part, [WEIGHT], buffers)
-                buffers.wait()
-                mark = buffers.leaves = lane.copy(out[part], kept[WEIGHT])
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
+        for part in self._chunks:
+            with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
+                kept = self.start_read(part, [WEIGHT], buffers)
+                buffers.wait_for_io()
+                mark = buffers.pending_copy = stream.copy(out[part], kept[WEIGHT])
         return mark
 
-    def key(self, part: slice) -> tuple[int, int]:
-        return id(self), part.start
+    def chunk_key(self, chunk: slice) -> tuple[int, int]:
+        return id(self), chunk.start
 
-    def fetch(self, part: slice, kinds: Sequence[str], into: _Set) -> Kept:
+    def start_read(self, chunk: slice, kinds: Sequence[str], buffers: _StagingBuffers) -> StateTensors:
         """Begin to read a part; it is there when the set has waited."""
         for kind in kinds:
-            if kind in into.there:
+            if kind in buffers.valid_kinds:
                 continue
-            if (tile := self._tile(part, kind)) in self._written:
-                into.under_way.append(self.file.read(tile, into.buffers[kind]))
+            if (tile := self._tile_index(chunk, kind)) in self._written_tiles:
+                buffers.pending_io.append(self.file.read(tile, buffers.buffers[kind]))
             else:
-                into.buffers[kind].zero_()
-            into.there.add(kind)
-        return {kind: into.buffers[kind].view(self.dtype)[: part.stop - part.start] for kind in kinds}
+                buffers.buffers[kind].zero_()
+            buffers.valid_kinds.add(kind)
+        return {kind: buffers.buffers[kind].view(self.dtype)[: chunk.stop - chunk.start] for kind in kinds}
 
-    def store(self, part: slice, kinds: Iterable[str], source: _Set) -> None:
+    def start_write(self, chunk: slice, kinds: Iterable[str], buffers: _StagingBuffers) -> None:
         """Begin to write it."""
         for kind in kinds:
-            tile = self._tile(part, kind)
-            source.under_way.append(self.file.write(tile, source.buffers[kind]))
-            self._written.add(tile)
+            tile = self._tile_index(chunk, kind)
+            buffers.pending_io.append(self.file.write(tile, buffers.buffers[kind]))
+            self._written_tiles.add(tile)
 
-    def _tile(self, part: slice, kind: str) -> int:
-        return self._place[part.start] * len(self._home.kinds) + self._home.kinds.index(kind)
+    def _tile_index(self, chunk: slice, kind: str) -> int:
+        return self._chunk_index[chunk.start] * len(self._storage.kinds) + self._storage.kinds.index(kind)
 
 
 @final
-class Nvme:
+class NvmeStorage:
     """Of one engine on one rank."""
 
-    is_elsewhere = True
+    is_offloaded = True
 
-    def __init__(self, folder: SwapFolder, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
+    def __init__(self, swap_dir: SwapDir, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
         self.kinds, self.settings = (WEIGHT, *states), settings
-        self._folder, self._name = folder, name
-        self._files: list[TileFile] = []
-        self._on_host: list[HostShelf] = []
-        self._free: deque[_Set] = deque()
+        self._swap_dir, self._name = swap_dir, name
+        self._files: list[AsyncSwapFile] = []
+        self._host_shards: list[HostShard] = []
+        self._free_buffers: deque[_StagingBuffers] = deque()
         """Those given back first are first."""
-        self._in_use: set[tuple[int, int]] = set()
+        self._chunks_in_use: set[tuple[int, int]] = set()
         """Parts, each with a set. One that is left by an error is nobody's any more, and another takes its place: where
         Ctrl-C came, a read into it may be on its way that nobody knows of."""
         self._is_closed = False
-        self._waited = _Waited()
-        self._size = 0
-        self._in_memory = 0
+        self._wait_time = _IoWaitTime()
+        self._buffer_numel = 0
+        self._host_numel = 0
 
-    def shelf(self, name: str, numel: int) -> Shelf:
-        if self._in_memory + numel <= self.settings.in_memory:
-            self._in_memory += numel
-            if self.settings.apart:
-                self._on_host.append(HostShelf(numel, self.settings.dtype, [slice(0, numel)],
-                                               pinned=self.settings.pinned))
-                return self._on_host[-1]
-            return HereShelf(torch.zeros(numel, dtype=self.settings.dtype))
-        parts = cut(numel, numel if self.settings.whole else self.settings.part, self.settings.within)
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        if self._host_numel + numel <= self.settings.host_numel:
+            self._host_numel += numel
+            if self.settings.device_is_separate:
+                self._host_shards.append(HostShard(numel, self.settings.dtype, [slice(0, numel)],
+                                                   pinned=self.settings.pinned))
+                return self._host_shards[-1]
+            return DeviceShard(torch.zeros(numel, dtype=self.settings.dtype))
+        parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
+                                  self.settings.write_chunk_numel)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
-        file = TileFile(self._folder, f"{self._name}-{len(self._files)}-{name}", tiles, settings=self.settings.aio)
+        file = AsyncSwapFile(self._swap_dir,
+                             f"{self._name}-{len(self._files)}-{name}",
+                             tiles,
+                             settings=self.settings.aio)
         self._files.append(file)
-        self._make_room_for(largest(parts))
-        return NvmeShelf(self, file, numel, parts)
+        self._grow_buffers(largest_chunk(parts))
+        return NvmeShard(self, file, numel, parts)
 
     @property
-    def walks_on_host(self) -> bool:
-        return self.settings.apart
+    def updates_on_host(self) -> bool:
+        return self.settings.device_is_separate
 
     @property
-    def holds_anything(self) -> bool:
+    def has_nvme_shards(self) -> bool:
         """Some shelf is on the drive."""
         return bool(self._files)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> SwapTraffic:
         """Since the beginning."""
-        total = Traffic()
+        total = SwapTraffic()
         for file in self._files:
             for name, value in vars(file.traffic).items():
                 setattr(total, name, getattr(total, name) + value)
         return total
 
     @property
-    def use(self) -> DriveUse:
-        return DriveUse(self._waited.seconds, sum(file.traffic.read_bytes for file in self._files),
-                        sum(file.traffic.written_bytes for file in self._files))
+    def stats(self) -> NvmeStats:
+        return NvmeStats(self._wait_time.seconds, sum(file.traffic.read_bytes for file in self._files),
+                         sum(file.traffic.written_bytes for file in self._files))
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
-        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShelf)]
-        taken: deque[_Set] = deque()
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShard)]
+        acquired: deque[_StagingBuffers] = deque()
         try:
             for number, (shelf, part) in enumerate(order):
-                shelf.file.check()  # what has been lost needs no more work
-                for following, its in order[number + len(taken) : number + 1 + self.settings.reads_ahead]:
-                    taken.append(self._take(following.key(its)))
-                    following.fetch(its, following.kinds, taken[-1])
-                taken[0].wait()
-                yield [shelf.fetch(part, shelf.kinds, taken[0])]
-                shelf.store(part, shelf.kinds, taken[0])
-                if not self.settings.writes_behind:
-                    taken[0].wait()
-                self._give(taken.popleft())
+                shelf.file.raise_if_lost()  # what has been lost needs no more work
+                for next_shard, next_chunk in order[number + len(acquired) : number + 1 + self.settings.pipeline_read]:
+                    acquired.append(self._acquire_buffers(next_shard.chunk_key(next_chunk)))
+                    next_shard.start_read(next_chunk, next_shard.kinds, acquired[-1])
+                acquired[0].wait_for_io()
+                yield [shelf.start_read(part, shelf.kinds, acquired[0])]
+                shelf.start_write(part, shelf.kinds, acquired[0])
+                if not self.settings.pipeline_write:
+                    acquired[0].wait_for_io()
+                self._release_buffers(acquired.popleft())
         except BaseException:
-            self._in_use.difference_update(shelf.key(part) for shelf, part in order)
+            self._chunks_in_use.difference_update(shelf.chunk_key(part) for shelf, part in order)
             raise
 
     @contextmanager
-    def a_set(self, key: tuple[int, int]) -> Iterator[_Set]:
+    def staging_buffers(self, key: tuple[int, int]) -> Iterator[_StagingBuffers]:
         buffers = None
         try:
-            buffers = self._take(key)
+            buffers = self._acquire_buffers(key)
             yield buffers
-            self._give(buffers)
+            self._release_buffers(buffers)
         except BaseException:
             if buffers is not None:
-                buffers.let_go()
-            self._in_use.discard(key)  # what was changed in it is not written
+                buffers.wait_for_copy()
+            self._chunks_in_use.discard(key)  # what was changed in it is not written
             raise
 
-    def has(self, key: tuple[int, int]) -> bool:
+    def is_buffered(self, key: tuple[int, int]) -> bool:
         """The part is here, or on its way."""
-        return any(buffers.of == key for buffers in self._free)
+        return any(buffers.chunk_key == key for buffers in self._free_buffers)
 
-    def _take(self, key: tuple[int, int]) -> _Set:
+    def _acquire_buffers(self, key: tuple[int, int]) -> _StagingBuffers:
         """The set that has the part, or another one for it."""
-        self._folder.check_ours()
+        self._swap_dir.check_same_process()
         if self._is_closed:
             raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
-        assert key not in self._in_use, "two sets of one part would know nothing of each other's changes"
-        found = next((buffers for buffers in self._free if buffers.of == key), None)
+        assert key not in self._chunks_in_use, "two sets of one part would know nothing of each other's changes"
+        found = next((buffers for buffers in self._free_buffers if buffers.chunk_key == key), None)
         if found is not None:
-            self._free.remove(found)
-        elif len(self._free) + len(self._in_use) < self.settings.sets:
-            found = self._new_set()
+            self._free_buffers.remove(found)
+        elif len(self._free_buffers) + len(self._chunks_in_use) < self.settings.buffer_sets:
+            found = self._allocate_buffers()
         else:
-            found = self._free.popleft()
-        found.drain()
-        if found.of != key:
-            found.forget()
-            found.of = key
-        self._in_use.add(key)
+            found = self._free_buffers.popleft()
+        found.drain_io()
+        if found.chunk_key != key:
+            found.invalidate()
+            found.chunk_key = key
+        self._chunks_in_use.add(key)
         return found
 
-    def _give(self, buffers: _Set) -> None:
+    def _release_buffers(self, buffers: _StagingBuffers) -> None:
         """Back; it holds what is, or will be, on the drive."""
-        assert buffers.of is not None
-        self._in_use.discard(buffers.of)
-        self._free.append(buffers)
+        assert buffers.chunk_key is not None
+        self._chunks_in_use.discard(buffers.chunk_key)
+        self._free_buffers.append(buffers)
 
-    def _new_set(self) -> _Set:
-        size = self._size * self.settings.dtype.itemsize
-        return _Set({kind: aligned(size, pinned=self.settings.pinned) for kind in self.kinds},
-                    self._waited)
+    def _allocate_buffers(self) -> _StagingBuffers:
+        size = self._buffer_numel * self.settings.dtype.itemsize
+        return _StagingBuffers({kind: page_aligned_bytes(size, pinned=self.settings.pinned) for kind in self.kinds},
+                               self._wait_time)
 
-    def _make_room_for(self, size: int) -> None:
+    def _grow_buffers(self, numel: int) -> None:
         """Sets are of the largest part; the root's bucket comes first, and mostly is the largest."""
-        if size > self._size:
-            self.settle()
-            self._size = size
-            self._free.clear()
+        if numel > self._buffer_numel:
+            self.wait_for_writes()
+            self._buffer_numel = numel
+            self._free_buffers.clear()
 
-    def settle(self) -> None:
-        for buffers in self._free:
-            buffers.drain()
-        for shelf in self._on_host:
-            shelf.settle()
+    def wait_for_writes(self) -> None:
+        for buffers in self._free_buffers:
+            buffers.drain_io()
+        for shelf in self._host_shards:
+            shelf.wait_for_pending()
         for file in self._files:
-            file.settle()
+            file.wait_for_requests()
 
     def close(self) -> None:
         self._is_closed = True
-        for buffers in self._free:
-            buffers.let_go()
-        self._free.clear()
-        self._folder.close()
+        for buffers in self._free_buffers:
+            buffers.wait_for_copy()
+        self._free_buffers.clear()
+        self._swap_dir.close()

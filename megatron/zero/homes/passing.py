@@ -9,36 +9,36 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Mark
-from megatron.zero.homes.memory import numbers
+from megatron.zero.homes.ferry import CopyEvent
+from megatron.zero.homes.memory import page_aligned_zeros
 
 
 @dataclass
-class _Buffer:
-    numbers: Tensor
-    leaves: Mark | None = None
-    is_taken: bool = False
+class _StagingBuffer:
+    tensor: Tensor
+    copy: CopyEvent | None = None
+    is_acquired: bool = False
 
 
 @final
-class Passing:
+class StagingDoubleBuffer:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | None, *, pinned: bool = False) -> None:
         """From the device; or from the host, if that is None."""
         self._from_host = device is None
-        self._turns = deque(_Buffer(numbers(size, dtype, pinned=pinned) if device is None else
-                                    torch.empty(size, dtype=dtype, device=device)) for _ in range(2))
+        self._buffers = deque(_StagingBuffer(page_aligned_zeros(size, dtype, pinned=pinned) if device is None else
+                                             torch.empty(size, dtype=dtype, device=device)) for _ in range(2))
 
-    def take(self, count: int) -> Tensor:
+    def acquire(self, count: int) -> Tensor:
         """The buffer that left first, when it has: until it is `sent` it is the caller's."""
-        first = self._turns[0]
-        assert not first.is_taken, "it would be given to two, who fill it with different numbers"
-        first.is_taken = True
-        if first.leaves is not None and self._from_host:
-            first.leaves.wait()
-        elif first.leaves is not None:
-            first.leaves.join()
-        return first.numbers[:count]
+        first = self._buffers[0]
+        assert not first.is_acquired, "it would be given to two, who fill it with different numbers"
+        first.is_acquired = True
+        if first.copy is not None and self._from_host:
+            first.copy.wait_on_host()
+        elif first.copy is not None:
+            first.copy.wait_on_device()
+        return first.tensor[:count]
 
-    def sent(self, mark: Mark) -> None:
-        self._turns[0].leaves, self._turns[0].is_taken = mark, False
-        self._turns.rotate(-1)
+    def mark_sent(self, copy: CopyEvent) -> None:
+        self._buffers[0].copy, self._buffers[0].is_acquired = copy, False
+        self._buffers.rotate(-1)

@@ -18,80 +18,89 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import StorageError
-from megatron.zero.homes.blockfile import PAGE, BlockFile
-from megatron.zero.homes.memory import aligned
-from megatron.zero.homes.swapfolder import usable
-from megatron.zero.homes.words import free_space, in_bytes, in_time, refusal
+from megatron.zero.homes.blockfile import PAGE_SIZE, DirectIoFile
+from megatron.zero.homes.memory import page_aligned_bytes
+from megatron.zero.homes.swapfolder import check_nvme_path
+from megatron.zero.homes.words import explain_create_error, format_bytes, format_seconds, free_space
 
-BLOCK = 8 << 20
+PROBE_BLOCK_BYTES = 8 << 20
 """Bytes of one system call, as tilefile.py makes them by default; fewer where the probe is smaller."""
 
-SECONDS = 0.4
+PROBE_SECONDS = 0.4
 """Of writing, and of reading."""
 
-MOST = 256 << 20
+MAX_PROBE_BYTES = 256 << 20
 """Bytes of the probe, at most; and at most what the run needs, and a quarter of what is free: a file system may take as
 long to give room back as a drive takes to fill it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class NvmeProbe:
     path: Path
-    keeps: str
+    contents: str
     """What of the run."""
     free: int
     needed: int
     read_rate: float
     """Bytes a second."""
     write_rate: float
-    read_a_step: int
-    written_a_step: int
+    read_per_step: int
+    written_per_step: int
 
     @property
-    def seconds_a_step(self) -> float:
+    def seconds_per_step(self) -> float:
         """Reads and writes share the drive."""
-        return self.read_a_step / self.read_rate + self.written_a_step / self.write_rate
+        return self.read_per_step / self.read_rate + self.written_per_step / self.write_rate
 
     def __str__(self) -> str:
-        return (f" nvme {self.path} for {self.keeps}: {in_bytes(self.free)} free, needs {in_bytes(self.needed)}; "
-                f"reads {in_bytes(self.read_rate)}/s, writes {in_bytes(self.write_rate)}/s: "
-                f"about {in_time(self.seconds_a_step)} of a step")
+        return (
+            f" nvme {self.path} for {self.contents}: {format_bytes(self.free)} free, needs {format_bytes(self.needed)}; "
+            f"reads {format_bytes(self.read_rate)}/s, writes {format_bytes(self.write_rate)}/s: "
+            f"about {format_seconds(self.seconds_per_step)} of a step")
 
 
-def examine(nvme_path: str | os.PathLike[str], *, keeps: str, needed: int, read_a_step: int, written_a_step: int,
-            flag: str, beside: int = 0) -> Drive:
+def probe_nvme(nvme_path: str | os.PathLike[str],
+               *,
+               contents: str,
+               needed: int,
+               read_per_step: int,
+               written_per_step: int,
+               flag: str,
+               other_needed: int = 0) -> NvmeProbe:
     """Takes about a second. `beside`: what the run needs in other folders of the drive. Raises ConfigError if there is
     no such folder, and StorageError if it is read-only, too small or broken."""
-    path = usable(nvme_path, flag)
+    path = check_nvme_path(nvme_path, flag)
     free = free_space(path)
-    if free < needed + beside:
-        other = f" and {in_bytes(beside)} in other folders of that drive" if beside else ""
-        raise StorageError(f"{flag} {path}: {in_bytes(free)} free, but this run needs {in_bytes(needed)} there{other}; "
-                           "free space or choose another folder")
+    if free < needed + other_needed:
+        other = f" and {format_bytes(other_needed)} in other folders of that drive" if other_needed else ""
+        raise StorageError(
+            f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(needed)} there{other}; "
+            "free space or choose another folder")
     try:
-        read_rate, write_rate = _rates(path, min(MOST, free // 4, needed))
+        read_rate, write_rate = _measure_rates(path, min(MAX_PROBE_BYTES, free // 4, needed))
     except OSError as error:
-        raise StorageError(f"{flag} {path}: cannot write there and read back: {refusal(error, path)}") from error
-    return Drive(path=path, keeps=keeps, free=free, needed=needed, read_rate=read_rate, write_rate=write_rate,
-                 read_a_step=read_a_step, written_a_step=written_a_step)
+        raise StorageError(
+            f"{flag} {path}: cannot write there and read back: {explain_create_error(error, path)}") from error
+    return NvmeProbe(path=path, contents=contents, free=free, needed=needed, read_rate=read_rate, write_rate=write_rate,
+                     read_per_step=read_per_step, written_per_step=written_per_step)
 
 
-def _rates(path: Path, size: int) -> tuple[float, float]:
+def _measure_rates(path: Path, size: int) -> tuple[float, float]:
     """Of reading and of writing, by a probe of `size` bytes, in whole pages."""
-    length = max(PAGE, min(BLOCK, size) // PAGE * PAGE)
-    block = aligned(length, pinned=False).numpy().data
+    length = max(PAGE_SIZE, min(PROBE_BLOCK_BYTES, size) // PAGE_SIZE * PAGE_SIZE)
+    block = page_aligned_bytes(length, pinned=False).numpy().data
     block[:] = os.urandom(length)  # a drive may compress
-    disk = BlockFile(_nameless(path), 0)
+    disk = DirectIoFile(_open_unlinked_file(path), 0)
     try:
         begin, end = time.perf_counter(), 0
-        while end == 0 or (end + length <= size and time.perf_counter() - begin < SECONDS):
+        while end == 0 or (end + length <= size and time.perf_counter() - begin < PROBE_SECONDS):
             disk.write(block, end)
             end += length
         os.fsync(disk.descriptor)
         write_rate = end / (time.perf_counter() - begin)
         os.posix_fadvise(disk.descriptor, 0, end, os.POSIX_FADV_DONTNEED)  # where the page cache could not be passed
         begin, at = time.perf_counter(), 0
-        while at == 0 or (at < end and time.perf_counter() - begin < SECONDS):
+        while at == 0 or (at < end and time.perf_counter() - begin < PROBE_SECONDS):
             disk.read(block, at)
             at += length
         return at / (time.perf_counter() - begin), write_rate
@@ -99,7 +108,7 @@ def _rates(path: Path, size: int) -> tuple[float, float]:
         disk.close()
 
 
-def _nameless(folder: Path) -> int:
+def _open_unlinked_file(folder: Path) -> int:
     path = folder / f".probe-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.unlink(path)

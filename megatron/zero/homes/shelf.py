@@ -21,21 +21,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Ferry, Lane, Mark
-from megatron.zero.homes.parts import Share
+from megatron.zero.homes.ferry import CopyEvent, CopyStream, CopyStreams
+from megatron.zero.homes.parts import OffloadRatio
 
-Kept = Mapping[str, Tensor]
+StateTensors = Mapping[str, Tensor]
 """Kind -> the numbers of one part."""
 
 WEIGHT = "weight"
 
 HOST = torch.device("cpu")
 
-Walk = Generator[list[Kept], None, None]
+ChunkIterator = Generator[list[StateTensors], None, None]
 """Of a step through its parts. Whoever leaves it half way closes it."""
 
 
-class Shelf(ABC):
+class StoredShard(ABC):
     """Of `numel` numbers of each kind."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -47,136 +47,137 @@ class Shelf(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> Sequence[slice]:
+    def chunks(self) -> Sequence[slice]:
         """In order, without gaps: what is opened at a time."""
 
     @abstractmethod
-    def open(self, part: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
-             writes: bool = False) -> AbstractContextManager[Kept]:
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> AbstractContextManager[StateTensors]:
         """One of the parts, all kinds of it or these. Without `reads` the content is of no interest; what is changed
         lasts if `writes`."""
 
     @abstractmethod
-    def add(self, kinds: Sequence[str]) -> None:
+    def add_kinds(self, kinds: Sequence[str]) -> None:
         """Keep these as well; they begin as zeros."""
 
-    def at_hand(self, kind: str) -> Tensor | None:
+    def device_view(self, kind: str) -> Tensor | None:
         """All numbers of a kind, to look at and to change, where they are on the device."""
         return None
 
     @property
-    def is_on_drive(self) -> bool:
+    def is_on_nvme(self) -> bool:
         return False
 
-    def in_memory(self, kind: str) -> Tensor | None:
+    def memory_view(self, kind: str) -> Tensor | None:
         """The same where they are on the device, or on the host beside it."""
-        return self.at_hand(kind)
+        return self.device_view(kind)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """All of it will be read soon."""
 
-    def bring(self, out: Tensor, lane: Lane) -> Mark:
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
         """out, on the device, <- all weights, which are not there. The last copy under way, if there are several."""
         raise NotImplementedError
 
     def read(self, kind: str, start: int, out: Tensor) -> None:
         """out <- the numbers from `start` on."""
-        for part, there in self._overlaps(start, start + len(out)):
+        for part, overlap in self._overlapping_chunks(start, start + len(out)):
             with self.open(part, [kind]) as kept:
-                out[part.start + there.start - start : part.start + there.stop - start] = kept[kind][there]
+                out[part.start + overlap.start - start : part.start + overlap.stop - start] = kept[kind][overlap]
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """The numbers from `start` on <- values."""
-        for part, there in self._overlaps(start, start + len(values)):
-            everything = there == slice(0, part.stop - part.start)
+        for part, overlap in self._overlapping_chunks(start, start + len(values)):
+            everything = overlap == slice(0, part.stop - part.start)
             with self.open(part, [kind], reads=not everything, writes=True) as kept:
-                kept[kind][there] = values[part.start + there.start - start : part.start + there.stop - start]
+                kept[kind][overlap] = values[part.start + overlap.start - start : part.start + overlap.stop - start]
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    def _overlapping_chunks(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Parts, and where in them."""
-        for part in self.parts:
+        for part in self.chunks:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 yield part, slice(low - part.start, high - part.start)
 
 
 @dataclass(frozen=True)
-class Run:
+class StateSegment:
     """Consecutive numbers of one kind."""
 
-    shelf: Shelf
+    shard: StoredShard
     kind: str
     start: int
     count: int
 
     @property
-    def at_hand(self) -> Tensor | None:
+    def device_view(self) -> Tensor | None:
         """Themselves, where they need not be fetched."""
-        everything = self.shelf.at_hand(self.kind)
+        everything = self.shard.device_view(self.kind)
         return None if everything is None else everything[self.start : self.start + self.count]
 
     def fetch(self) -> Tensor:
         """Themselves, or a copy."""
-        if (everything := self.shelf.in_memory(self.kind)) is not None:
+        if (everything := self.shard.memory_view(self.kind)) is not None:
             return everything[self.start : self.start + self.count]
-        copy = torch.empty(self.count, dtype=self.shelf.dtype)
-        self.shelf.read(self.kind, self.start, copy)
+        copy = torch.empty(self.count, dtype=self.shard.dtype)
+        self.shard.read(self.kind, self.start, copy)
         return copy
 
 
-class Home(Protocol):
+class StorageBackend(Protocol):
     """Where the masters and states of all buckets of an engine are when they are not in use, or the parts that the
     ranks have of weights at work."""
 
-    is_elsewhere: bool
+    is_offloaded: bool
     """Not on the device: there are masters even where the weights at work are the same numbers, and a step takes one
     part after the other."""
 
     @property
-    def walks_on_host(self) -> bool:
+    def updates_on_host(self) -> bool:
         """The parts of a walk are on the host, and the device is not: that is where a step's arithmetic is."""
 
-    def shelf(self, name: str, numel: int) -> Shelf:
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
         """A new one; all numbers are zero."""
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         """The parts of each step, one after the other, to be changed; they are put back when the next are asked for."""
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Everything that was put back is there; an error of that comes now."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Homes:
+class EngineStorage:
     """Of one engine."""
 
-    optimizer: Home
-    params: Home
+    optimizer: StorageBackend
+    params: StorageBackend
     """Of weights that come and go."""
-    ferry: Ferry | None = None
+    copy_streams: CopyStreams | None = None
     """Where the device is not its own host."""
-    pins: bool = False
+    pin_memory: bool = False
     """What travels is page-locked on the host."""
-    delays: bool = False
+    delays_update: bool = False
     """The host updates beside the next forward and backward."""
-    here: Home | None = None
+    device_optimizer: StorageBackend | None = None
     """The device, where only a `share` of the masters and states goes to the home of the optimizer."""
-    share: Share = field(default_factory=Share)
+    offload_ratio: OffloadRatio = field(default_factory=OffloadRatio)
 
-    def of_masters(self, numel: int) -> Home:
+    def storage_for_masters(self, numel: int) -> StorageBackend:
         """For the next bucket, whose shard has so many numbers."""
-        return self.optimizer if self.here is None or self.share.leaves(numel) else self.here
+        return self.optimizer if self.device_optimizer is None or self.offload_ratio.offloads_next(
+            numel) else self.device_optimizer
 
     @property
-    def are_elsewhere(self) -> bool:
+    def has_offloaded_state(self) -> bool:
         """There is something that is not on the device."""
-        return self.optimizer.is_elsewhere or self.params.is_elsewhere
+        return self.optimizer.is_offloaded or self.params.is_offloaded
 
-    def settle(self) -> None:
-        self.optimizer.settle()
-        self.params.settle()
+    def wait_for_writes(self) -> None:
+        self.optimizer.wait_for_writes()
+        self.params.wait_for_writes()
 
     def close(self) -> None:
         self.optimizer.close()

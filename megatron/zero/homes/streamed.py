@@ -12,74 +12,75 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.ferry import Ferry, Mark
-from megatron.zero.homes.host import Host, HostShelf
-from megatron.zero.homes.parts import STEP_SETS
-from megatron.zero.homes.shelf import Kept, Shelf, Walk
+from megatron.zero.homes.ferry import CopyEvent, CopyStreams
+from megatron.zero.homes.host import HostShard, HostStorage
+from megatron.zero.homes.parts import STEP_BUFFER_SETS
+from megatron.zero.homes.shelf import ChunkIterator, StateTensors, StoredShard
 
 
 @final
-class Streamed:
-    is_elsewhere, walks_on_host = True, False
+class StreamingHostStorage:
+    is_offloaded, updates_on_host = True, False
 
-    def __init__(self, home: Host, ferry: Ferry, device: torch.device) -> None:
-        self._home, self._ferry, self._device = home, ferry, device
+    def __init__(self, host: HostStorage, copy_streams: CopyStreams, device: torch.device) -> None:
+        self._host, self._copy_streams, self._device = host, copy_streams, device
 
-    def shelf(self, name: str, numel: int) -> Shelf:
-        return self._home.shelf(name, numel)
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        return self._host.allocate_shard(name, numel)
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
-        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, HostShelf)]
-        sets = _Sets(self._device, max((part.stop - part.start for _, part in order), default=0))
-        coming: deque[tuple[_Set, Kept, Mark]] = deque()
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, HostShard)]
+        sets = _DeviceBufferRing(self._device, max((part.stop - part.start for _, part in order), default=0))
+        arriving: deque[tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]] = deque()
         for number, (shelf, part) in enumerate(order):
-            for following, its in order[number + len(coming) : number + 2]:
-                coming.append(self._bring(following, its, sets.take()))
-            buffers, kept, arrival = coming.popleft()
-            arrival.join()
+            for next_shard, next_chunk in order[number + len(arriving) : number + 2]:
+                arriving.append(self._copy_chunk_to_device(next_shard, next_chunk, sets.next()))
+            buffers, kept, arrival = arriving.popleft()
+            arrival.wait_on_device()
             yield [kept]
-            buffers.gone = [shelf.copy_in(kept, part, self._ferry.down)]
-        sets.join()
+            buffers.copies_to_host = [shelf.copy_chunk_from_device(kept, part, self._copy_streams.to_host)]
+        sets.wait_on_device()
 
-    def _bring(self, shelf: HostShelf, part: slice, into: _Set) -> tuple[_Set, Kept, Mark]:
-        kept = into.views(shelf, part)
-        return into, kept, shelf.copy_out(kept, part, self._ferry.up, into.gone)
+    def _copy_chunk_to_device(self, shard: HostShard, chunk: slice,
+                              into: _DeviceChunkBuffers) -> tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]:
+        kept = into.views(shard, chunk)
+        return into, kept, shard.copy_chunk_to_device(kept, chunk, self._copy_streams.to_device, into.copies_to_host)
 
-    def settle(self) -> None:
-        self._home.settle()
+    def wait_for_writes(self) -> None:
+        self._host.wait_for_writes()
 
     def close(self) -> None:
-        self._home.close()
+        self._host.close()
 
 
-class _Set:
+class _DeviceChunkBuffers:
     """A buffer on the device for each kind."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device, self._size = device, size
         self._buffers: dict[str, Tensor] = {}
-        self.gone: Sequence[Mark] = ()
+        self.copies_to_host: Sequence[CopyEvent] = ()
         """What was in it has gone back then."""
 
-    def views(self, shelf: Shelf, part: slice) -> Kept:
-        for kind in shelf.kinds:
+    def views(self, shard: StoredShard, chunk: slice) -> StateTensors:
+        for kind in shard.kinds:
             if kind not in self._buffers:
-                self._buffers[kind] = torch.empty(self._size, dtype=shelf.dtype, device=self._device)
-        return {kind: self._buffers[kind][: part.stop - part.start] for kind in shelf.kinds}
+                self._buffers[kind] = torch.empty(self._size, dtype=shard.dtype, device=self._device)
+        return {kind: self._buffers[kind][: chunk.stop - chunk.start] for kind in shard.kinds}
 
 
-class _Sets:
+class _DeviceBufferRing:
     """In turns."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self._sets = deque(_Set(device, size) for _ in range(STEP_SETS))
+        self._ring = deque(_DeviceChunkBuffers(device, size) for _ in range(STEP_BUFFER_SETS))
 
-    def join(self) -> None:
+    def wait_on_device(self) -> None:
         """They may be freed."""
-        for buffers in self._sets:
-            for mark in buffers.gone:
-                mark.join()
+        for buffers in self._ring:
+            for mark in buffers.copies_to_host:
+                mark.wait_on_device()
 
-    def take(self) -> _Set:
-        self._sets.rotate(-1)
-        return self._sets[0]
+    def next(self) -> _DeviceChunkBuffers:
+        self._ring.rotate(-1)
+        return self._ring[0]

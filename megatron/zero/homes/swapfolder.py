@@ -27,108 +27,110 @@ from pathlib import Path
 from typing import Self, final
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.homes.lanes import Lanes
-from megatron.zero.homes.words import in_bytes, refusal
+from megatron.zero.homes.lanes import IoThreadPools
+from megatron.zero.homes.words import explain_create_error, format_bytes
 
-SUFFIX = ".tiles"
+SWAP_FILE_SUFFIX = ".tiles"
 
-PATIENCE = 2.0
+CLOSE_TIMEOUT_SECONDS = 2.0
 """Seconds that closing waits for a system call under way."""
 
-Say = Callable[[str], None]
-Stop = Callable[[float], bool]
+PrintLine = Callable[[str], None]
+StopCallback = Callable[[float], bool]
 """Seconds to wait at most -> whether that was enough."""
 
 
-def say_stderr(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(eq=False)
-class _Hold:
+class _LockedDir:
     """What has to be undone: apart from its `SwapFolder`, which may be gone by then."""
 
     path: Path
     descriptor: int
     """Of the folder. The lock is its."""
-    leaving: bool = False
-    stops: list[Stop] = field(default_factory=list)
-    lanes: dict[tuple[int, int], Lanes] = field(default_factory=dict)
+    is_closing: bool = False
+    stop_callbacks: list[StopCallback] = field(default_factory=list)
+    thread_pools: dict[tuple[int, int], IoThreadPools] = field(default_factory=dict)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         if self.descriptor < 0:  # left, or a forked child's copy
             return
-        _HOLDS.discard(self)
-        self.leaving = True
-        patience = PATIENCE
-        for stop in (*self.stops, *(lanes.stop for lanes in self.lanes.values())):
-            patience = patience if stop(patience) else 0.0
+        _LOCKED_DIRS.discard(self)
+        self.is_closing = True
+        timeout = CLOSE_TIMEOUT_SECONDS
+        for stop in (*self.stop_callbacks, *(lanes.stop for lanes in self.thread_pools.values())):
+            timeout = timeout if stop(timeout) else 0.0
         with suppress(OSError, StorageError):
-            _empty(self.descriptor, self.path)
+            _remove_files(self.descriptor, self.path)
             os.rmdir(self.path)
         os.close(self.descriptor)
         self.descriptor = -1
 
 
-_HOLDS: weakref.WeakSet[_Hold] = weakref.WeakSet()
+_LOCKED_DIRS: weakref.WeakSet[_LockedDir] = weakref.WeakSet()
 """Of the process, as its locks are."""
 
 
-def _forget() -> None:
+def _drop_locks_in_child() -> None:
     """A forked child that outlives us must not hold our lock."""
-    for hold in _HOLDS:
+    for hold in _LOCKED_DIRS:
         os.close(hold.descriptor)
         hold.descriptor = -1
-    _HOLDS.clear()
+    _LOCKED_DIRS.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
 @final
-class SwapFolder:
+class SwapDir:
     def __init__(self, nvme_path: str | os.PathLike[str], run: str, rank: int, *, flag: str) -> None:
         """`run` names the run, and again the next start of it; `flag` is the setting that gave `nvme_path`."""
         assert re.fullmatch(r"[\w.-]+", run), run
         self.flag = flag
-        self.path, descriptor = _first_free(usable(nvme_path, flag), f"{run}-rank{rank}", flag)
-        self._owner = os.getpid()
-        self._hold = _Hold(self.path, descriptor)
+        self.path, descriptor = _claim_dir(check_nvme_path(nvme_path, flag), f"{run}-rank{rank}", flag)
+        self._owner_pid = os.getpid()
+        self._locked_dir = _LockedDir(self.path, descriptor)
         try:
-            _empty(descriptor, self.path)
+            _remove_files(descriptor, self.path)
             os.fchmod(descriptor, 0o700)
         except BaseException:
             os.close(descriptor)
             raise
-        _HOLDS.add(self._hold)
-        _close_with_the_process()
-        self.close = weakref.finalize(self, self._hold.leave)
+        _LOCKED_DIRS.add(self._locked_dir)
+        _close_at_exit()
+        self.close = weakref.finalize(self, self._locked_dir.close)
         """Removes folder and files. Called again, at the end of the process or with the object's, does nothing."""
 
-    def create(self, name: str) -> int:
+    def create_file(self, name: str) -> int:
         """The descriptor of a new file `name`.tiles. Raises OSError."""
-        return os.open(name + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
-                       dir_fd=self._hold.descriptor)
+        return os.open(name + SWAP_FILE_SUFFIX,
+                       os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                       0o600,
+                       dir_fd=self._locked_dir.descriptor)
 
-    def lanes(self, slots: int, beside: int) -> Lanes:
+    def thread_pools(self, slots: int, extra_threads: int) -> IoThreadPools:
         """The threads of all files that want so many."""
-        return self._hold.lanes.setdefault((slots, beside), Lanes(slots, beside))
+        return self._locked_dir.thread_pools.setdefault((slots, extra_threads), IoThreadPools(slots, extra_threads))
 
-    def check_ours(self) -> None:
+    def check_same_process(self) -> None:
         """A forked process has neither the threads, nor the memory, nor the lock."""
-        if os.getpid() != self._owner:
-            raise ConfigError(f"{self.path} belongs to process {self._owner}, and this is a fork of it "
+        if os.getpid() != self._owner_pid:
+            raise ConfigError(f"{self.path} belongs to process {self._owner_pid}, and this is a fork of it "
                               f"({os.getpid()}): what an engine keeps on a drive can be used only in the process that "
                               "made the engine; use it there, not in a fork or a worker of a data loader")
 
     @property
-    def leaving(self) -> bool:
+    def is_closing(self) -> bool:
         """Its files are about to be removed."""
-        return self._hold.leaving
+        return self._locked_dir.is_closing
 
-    def before_it_goes(self, stop: Stop) -> None:
+    def add_stop_callback(self, stop: StopCallback) -> None:
         """Ends what uses the files. `stop` must not refer to this object."""
-        self._hold.stops.append(stop)
+        self._locked_dir.stop_callbacks.append(stop)
 
     def __enter__(self) -> Self:
         return self
@@ -137,23 +139,23 @@ class SwapFolder:
         self.close()
 
 
-def close_all() -> None:
+def close_all_swap_dirs() -> None:
     """Every folder of this process goes: for ends that run no atexit."""
-    for hold in list(_HOLDS):
-        hold.leave()
+    for hold in list(_LOCKED_DIRS):
+        hold.close()
 
 
-_CLOSING: set[int] = set()
+_PIDS_WITH_FINALIZER: set[int] = set()
 """Processes that are to do so where `multiprocessing` ends them: this one, and those it was forked from."""
 
 
-def _close_with_the_process() -> None:
-    if os.getpid() not in _CLOSING:
-        _CLOSING.add(os.getpid())
-        Finalize(None, close_all, exitpriority=0)
+def _close_at_exit() -> None:
+    if os.getpid() not in _PIDS_WITH_FINALIZER:
+        _PIDS_WITH_FINALIZER.add(os.getpid())
+        Finalize(None, close_all_swap_dirs, exitpriority=0)
 
 
-def usable(nvme_path: str | os.PathLike[str], flag: str) -> Path:
+def check_nvme_path(nvme_path: str | os.PathLike[str], flag: str) -> Path:
     """The folder, which must exist: making it would hide a drive that is not mounted."""
     path = Path(nvme_path)
     if not os.path.exists(path):
@@ -163,28 +165,32 @@ def usable(nvme_path: str | os.PathLike[str], flag: str) -> Path:
     return path.resolve()
 
 
-def tidy(nvme_path: str | os.PathLike[str], run: str, ranks: Container[int], say: Say = say_stderr) -> None:
+def remove_stale_swap_dirs(nvme_path: str | os.PathLike[str],
+                           run: str,
+                           ranks: Container[int],
+                           warn: PrintLine = print_to_stderr) -> None:
     """Once a node: remove what earlier, killed starts of this run left under names that none of this node's `ranks`
     takes over, and tell of what other runs left."""
-    left: dict[str, int] = {}
-    for path, owner, rank, again in _named_like_ours(Path(nvme_path)):
-        descriptor = None if owner == run and rank in ranks and not again else _take(path, fresh=False)
+    sizes_by_name: dict[str, int] = {}
+    for path, owner, rank, again in _find_swap_dirs(Path(nvme_path)):
+        descriptor = None if owner == run and rank in ranks and not again else _open_and_lock(path, is_new=False)
         if descriptor is not None:
             with suppress(OSError, StorageError):
                 if owner == run:
-                    _empty(descriptor, path)
+                    _remove_files(descriptor, path)
                     os.rmdir(path)
-                elif size := _size(descriptor, path):
-                    left[path.name] = size
+                elif size := _disk_usage(descriptor, path):
+                    sizes_by_name[path.name] = size
             os.close(descriptor)
-    if left:
-        names = sorted(left)
+    if sizes_by_name:
+        names = sorted(sizes_by_name)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        say(f"warning: {nvme_path}: {in_bytes(sum(left.values()))} are left of other runs that have ended: "
+        warn(
+            f"warning: {nvme_path}: {format_bytes(sum(sizes_by_name.values()))} are left of other runs that have ended: "
             f"{', '.join(names[:3])}{more}; remove what nobody needs")
 
 
-def _named_like_ours(root: Path) -> Iterator[tuple[Path, str, int, bool]]:
+def _find_swap_dirs(root: Path) -> Iterator[tuple[Path, str, int, bool]]:
     """Folders with the run, the rank, and whether the name was a second choice."""
     with os.scandir(root) as entries:
         for entry in entries:
@@ -193,28 +199,29 @@ def _named_like_ours(root: Path) -> Iterator[tuple[Path, str, int, bool]]:
                 yield Path(entry.path), found[1], int(found[2]), bool(found[3])
 
 
-def _first_free(root: Path, name: str, flag: str) -> tuple[Path, int]:
+def _claim_dir(root: Path, name: str, flag: str) -> tuple[Path, int]:
     """The folder of the first name that nobody else has, and its descriptor."""
     for number in count(1):
         path = root / (f"{name}-{number}" if number > 1 else name)
-        descriptor = _take(path, _make(path, flag))
+        descriptor = _open_and_lock(path, _create_dir(path, flag))
         if descriptor is not None:
             return path, descriptor
     raise AssertionError("there are always more numbers")
 
 
-def _make(path: Path, flag: str) -> bool:
+def _create_dir(path: Path, flag: str) -> bool:
     """Whether the folder is new."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         return False
     except OSError as error:
-        raise StorageError(f"{flag} {path.parent}: cannot write there: {refusal(error, path.parent)}") from error
+        raise StorageError(
+            f"{flag} {path.parent}: cannot write there: {explain_create_error(error, path.parent)}") from error
     return True
 
 
-def _take(path: Path, fresh: bool) -> int | None:
+def _open_and_lock(path: Path, is_new: bool) -> int | None:
     """Its descriptor, locked. None where somebody else has it, or may have: on a file system without locks only a
     folder just made is surely ours."""
     try:
@@ -224,19 +231,19 @@ def _take(path: Path, fresh: bool) -> int | None:
                            "another folder") from None
     except OSError:  # another user's, or just removed
         return None
-    if _lock(descriptor, path, fresh):
+    if _try_lock(descriptor, path, is_new):
         return descriptor
     os.close(descriptor)
     return None
 
 
-def _lock(descriptor: int, path: Path, fresh: bool) -> bool:
+def _try_lock(descriptor: int, path: Path, is_new: bool) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return fresh
+        return is_new
     status = os.fstat(descriptor)
     try:  # whoever had the lock before may have removed the folder
         return status.st_uid == os.geteuid() and os.path.samestat(status, os.lstat(path))
@@ -244,21 +251,21 @@ def _lock(descriptor: int, path: Path, fresh: bool) -> bool:
         return False
 
 
-def _empty(descriptor: int, path: Path) -> None:
-    for name in _files(descriptor, path):
+def _remove_files(descriptor: int, path: Path) -> None:
+    for name in _list_swap_files(descriptor, path):
         os.unlink(name, dir_fd=descriptor)
 
 
-def _size(descriptor: int, path: Path) -> int:
-    return sum(os.stat(name, dir_fd=descriptor).st_blocks * 512 for name in _files(descriptor, path))
+def _disk_usage(descriptor: int, path: Path) -> int:
+    return sum(os.stat(name, dir_fd=descriptor).st_blocks * 512 for name in _list_swap_files(descriptor, path))
 
 
-def _files(descriptor: int, path: Path) -> list[str]:
+def _list_swap_files(descriptor: int, path: Path) -> list[str]:
     """Only what a swap folder holds: anything else, and it is not one."""
     names = []
     with os.scandir(descriptor) as entries:
         for entry in entries:
-            if not (entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False)):
+            if not (entry.name.endswith(SWAP_FILE_SUFFIX) and entry.is_file(follow_symlinks=False)):
                 raise StorageError(f"{path}: expected a swap folder, found {entry.name} in it; move that elsewhere, or "
                                    "choose another folder")
             names.append(entry.name)

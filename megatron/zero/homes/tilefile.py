@@ -28,11 +28,11 @@ from torch import Tensor, uint8
 from data.storage import crc32
 from megatron.errors import StorageError
 from megatron.zero.homes import swapfolder
-from megatron.zero.homes.blockfile import BlockFile, padded
-from megatron.zero.homes.swapfolder import SUFFIX, SwapFolder
-from megatron.zero.homes.words import in_bytes, trouble
+from megatron.zero.homes.blockfile import DirectIoFile, round_up_to_page
+from megatron.zero.homes.swapfolder import SWAP_FILE_SUFFIX, SwapDir
+from megatron.zero.homes.words import explain_os_error, format_bytes
 
-Kind = Literal["read", "write"]
+IoKind = Literal["read", "write"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class AioSettings:
     """A further thread, so that the disk works on one stretch while another is checksummed."""
 
     @property
-    def stretch(self) -> int:
-        return padded(self.block_size * (1 if self.single_submit else self.queue_depth))
+    def bytes_per_call(self) -> int:
+        return round_up_to_page(self.block_size * (1 if self.single_submit else self.queue_depth))
 
 
 @dataclass
-class Traffic:
+class SwapTraffic:
     """What was asked to be read and written: requests, and their bytes without padding."""
 
     reads: int = 0
@@ -63,7 +63,7 @@ class Traffic:
     read_bytes: int = 0
     written_bytes: int = 0
 
-    def count(self, kind: Kind, size: int) -> None:
+    def add_request(self, kind: IoKind, size: int) -> None:
         if kind == "read":
             self.reads, self.read_bytes = self.reads + 1, self.read_bytes + size
         else:
@@ -71,23 +71,24 @@ class Traffic:
 
 
 @final
-class Pending:
+class SwapRequest:
     """A read or write under way."""
 
-    def __init__(self, kind: Kind, tile: _Tile, buffer: memoryview, pieces: int, after: Sequence[Pending]) -> None:
+    def __init__(self, kind: IoKind, tile: _SwapTile, buffer: memoryview, num_blocks: int,
+                 waits_for: Sequence[SwapRequest]) -> None:
         self._kind, self._tile, self._buffer = kind, tile, buffer
-        self._after = after
+        self._waits_for = waits_for
         """Earlier requests for the tile that this one waits for. Before a read: the write it finds."""
-        self._sums = [0] * pieces
-        self._left = pieces
-        self._begun: set[int] = set()
+        self._checksums = [0] * num_blocks
+        self._blocks_left = num_blocks
+        self._started_blocks: set[int] = set()
         """Stretches that a thread has taken."""
         self._error: Exception | None = None
-        self._ended = Event()
+        self._done_event = Event()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
-        return self._ended.is_set()
+        return self._done_event.is_set()
 
     def wait(self) -> None:
         """Until the bytes are where they belong. Raises what went wrong, each time."""
@@ -96,185 +97,188 @@ class Pending:
 
     def error(self) -> Exception | None:
         """The same; what went wrong is returned."""
-        self._ended.wait()
+        self._done_event.wait()
         return self._error
 
 
 @dataclass
-class _Tile:
+class _SwapTile:
     number: int
-    place: int
+    offset: int
     size: int
-    written: Pending | None = None
+    last_write: SwapRequest | None = None
     """The last write, under way or ended."""
-    reads: list[Pending] = field(default_factory=list)
+    pending_reads: list[SwapRequest] = field(default_factory=list)
     """Under way, since the last write."""
     failure: Exception | None = None
     """Of the last write that has ended: the tile is lost, until a later one."""
 
 
 @dataclass
-class _Works:
+class _SwapFileCleanup:
     """What there is to stop: apart from the `TileFile`, so that the folder can do it and does not keep that alive."""
 
     path: Path
-    disk: BlockFile
-    under_way: set[Pending] = field(default_factory=set)
+    file: DirectIoFile
+    pending: set[SwapRequest] = field(default_factory=set)
     stopped: bool = False
 
-    def stop(self, patience: float) -> bool:
+    def stop(self, timeout: float) -> bool:
         if self.stopped:
             return True
         self.stopped = True  # what is queued ends at once
         with suppress(OSError):
             os.unlink(self.path)
-        for request in list(self.under_way):
-            if not request._ended.wait(patience):
+        for request in list(self.pending):
+            if not request._done_event.wait(timeout):
                 return False  # closed, the call under way could meet another file under the same number
-        self.disk.close()
+        self.file.close()
         return True
 
 
 @final
-class TileFile:
-    def __init__(self, folder: SwapFolder, name: str, sizes: Sequence[int], *,
+class AsyncSwapFile:
+    def __init__(self, swap_dir: SwapDir, name: str, sizes: Sequence[int], *,
                  settings: AioSettings = AioSettings()) -> None:
         """A new file with room for a tile of each of the `sizes` in bytes."""
-        self.path = folder.path / (name + SUFFIX)
-        self.traffic = Traffic()
-        self._folder, self._stretch = folder, settings.stretch  # the folder goes with its object
-        places = [0, *accumulate(map(padded, sizes))]
-        self._tiles = [_Tile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
-        self._asking = RLock()  # never needed by the threads; Ctrl-C may come just before it is given back
-        self._ending = Lock()
-        self._lanes = folder.lanes(settings.intra_op_parallelism, int(settings.overlap_events))
-        self._works = _Works(self.path, self._open(folder, name, places[-1]))
-        folder.before_it_goes(self._works.stop)
+        self.path = swap_dir.path / (name + SWAP_FILE_SUFFIX)
+        self.traffic = SwapTraffic()
+        self._swap_dir, self._block_bytes = swap_dir, settings.bytes_per_call  # the folder goes with its object
+        places = [0, *accumulate(map(round_up_to_page, sizes))]
+        self._tiles = [_SwapTile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
+        self._submit_lock = RLock()  # never needed by the threads; Ctrl-C may come just before it is given back
+        self._completion_lock = Lock()
+        self._thread_pools = swap_dir.thread_pools(settings.intra_op_parallelism, int(settings.overlap_events))
+        self._cleanup = _SwapFileCleanup(self.path, self._open(swap_dir, name, places[-1]))
+        swap_dir.add_stop_callback(self._cleanup.stop)
 
-    def read(self, tile: int, into: Tensor) -> Pending:
+    def read(self, tile: int, into: Tensor) -> SwapRequest:
         """Fill the first bytes of a buffer of uint8 with the tile."""
-        return self._ask("read", self._tiles[tile], into)
+        return self._submit("read", self._tiles[tile], into)
 
-    def write(self, tile: int, source: Tensor) -> Pending:
+    def write(self, tile: int, source: Tensor) -> SwapRequest:
         """Store the first bytes of a buffer of uint8 as the tile."""
-        return self._ask("write", self._tiles[tile], source)
+        return self._submit("write", self._tiles[tile], source)
 
-    def settle(self) -> None:
+    def wait_for_requests(self) -> None:
         """Wait for all that is under way; raise if a tile is lost, because its last write failed."""
-        under_way = list(self._works.under_way)
+        under_way = list(self._cleanup.pending)
         for request in under_way:
-            request._ended.wait()
-        self.check()
+            request._done_event.wait()
+        self.raise_if_lost()
 
     def close(self) -> None:
         """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a tile was lost."""
-        self._folder.check_ours()
-        self._works.stop(swapfolder.PATIENCE)
-        self.check()
+        self._swap_dir.check_same_process()
+        self._cleanup.stop(swapfolder.CLOSE_TIMEOUT_SECONDS)
+        self.raise_if_lost()
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise if a tile is known to be lost."""
         for tile in self._tiles:
             if tile.failure is not None:
                 raise tile.failure
 
-    def _open(self, folder: SwapFolder, name: str, size: int) -> BlockFile:
+    def _open(self, swap_dir: SwapDir, name: str, size: int) -> DirectIoFile:
         try:
-            return BlockFile(folder.create(name), size)
+            return DirectIoFile(swap_dir.create_file(name), size)
         except OSError as error:
-            why, remedy = trouble(error, folder.path)
-            raise StorageError(f"{self.path}: cannot make a file of {in_bytes(size)}: {why}; {self._remedy(remedy)}"
-                               ) from error
+            why, remedy = explain_os_error(error, swap_dir.path)
+            raise StorageError(
+                f"{self.path}: cannot make a file of {format_bytes(size)}: {why}; {self._remedy_text(remedy)}"
+            ) from error
 
-    def _ask(self, kind: Kind, tile: _Tile, buffer: Tensor) -> Pending:
-        self._folder.check_ours()
+    def _submit(self, kind: IoKind, tile: _SwapTile, buffer: Tensor) -> SwapRequest:
+        self._swap_dir.check_same_process()
         assert buffer.dtype == uint8 and buffer.dim() == 1 and buffer.is_contiguous() and len(buffer) >= tile.size
         data = buffer.numpy().data[:tile.size]
-        starts = range(0, max(tile.size, 1), self._stretch)
-        with self._asking:  # until it is queued: who waits for another must stand behind it
-            tile.reads = [request for request in tile.reads if not request.done()]
-            before = [tile.written] if tile.written else []
-            request = Pending(kind, tile, data, len(starts), before if kind == "read" else before + tile.reads)
-            self.traffic.count(kind, tile.size)
+        starts = range(0, max(tile.size, 1), self._block_bytes)
+        with self._submit_lock:  # until it is queued: who waits for another must stand behind it
+            tile.pending_reads = [request for request in tile.pending_reads if not request.is_done()]
+            before = [tile.last_write] if tile.last_write else []
+            request = SwapRequest(kind, tile, data, len(starts),
+                                  before if kind == "read" else before + tile.pending_reads)
+            self.traffic.add_request(kind, tile.size)
             try:
-                self._enter(request, starts)
+                self._enqueue(request, starts)
             except BaseException:  # Ctrl-C: of some stretches it is not known whether they are queued
-                self._enter(request, starts)
+                self._enqueue(request, starts)
                 raise
         return request
 
-    def _enter(self, request: Pending, starts: Iterable[int]) -> None:
+    def _enqueue(self, request: SwapRequest, starts: Iterable[int]) -> None:
         """A request is its tile's, and its stretches are queued. May be done again."""
         tile = request._tile
         if request._kind == "write":
-            tile.written, tile.reads = request, []
-        elif request not in tile.reads:
-            tile.reads.append(request)
-        lane = self._lanes.read if request._kind == "read" else self._lanes.write
-        self._works.under_way.add(request)  # without the lock: Ctrl-C may come before it is given back
+            tile.last_write, tile.pending_reads = request, []
+        elif request not in tile.pending_reads:
+            tile.pending_reads.append(request)
+        pool = self._thread_pools.read if request._kind == "read" else self._thread_pools.write
+        self._cleanup.pending.add(request)  # without the lock: Ctrl-C may come before it is given back
         for start in starts:
-            lane.put(partial(self._carry, request, start))
+            pool.submit(partial(self._run_block, request, start))
 
-    def _carry(self, request: Pending, start: int) -> None:
+    def _run_block(self, request: SwapRequest, start: int) -> None:
         """One stretch, in a thread, once."""
-        with self._ending:
-            if start in request._begun:
+        with self._completion_lock:
+            if start in request._started_blocks:
                 return
-            request._begun.add(start)
+            request._started_blocks.add(start)
         error: Exception | None = None
         try:
-            for earlier in request._after:
-                earlier._ended.wait()
-            if self._stopped():
+            for earlier in request._waits_for:
+                earlier._done_event.wait()
+            if self._is_stopped():
                 raise StorageError(f"{self.path} was closed before it could {request._kind} tile "
                                    f"{request._tile.number}")
-            move = self._fetch if request._kind == "read" else self._store
-            move(request, start, request._buffer[start:start + self._stretch])
+            transfer = self._read_block if request._kind == "read" else self._write_block
+            transfer(request, start, request._buffer[start:start + self._block_bytes])
         except OSError as problem:
-            error = self._worded(request, problem)
+            error = self._to_storage_error(request, problem)
         except Exception as problem:  # for whoever waits
             error = problem
-        self._end(request, error)
+        self._finish_block(request, error)
 
-    def _store(self, request: Pending, start: int, data: memoryview) -> None:
-        request._sums[start // self._stretch] = crc32(data)
-        with self._lanes.write.slots:
-            self._works.disk.write(data, request._tile.place + start)
+    def _write_block(self, request: SwapRequest, start: int, data: memoryview) -> None:
+        request._checksums[start // self._block_bytes] = crc32(data)
+        with self._thread_pools.write.io_slots:
+            self._cleanup.file.write(data, request._tile.offset + start)
 
-    def _fetch(self, request: Pending, start: int, data: memoryview) -> None:
+    def _read_block(self, request: SwapRequest, start: int, data: memoryview) -> None:
         tile = request._tile
-        if not request._after:
+        if not request._waits_for:
             raise StorageError(f"{self.path}: tile {tile.number} was read before it was written")
-        written = request._after[0]
+        written = request._waits_for[0]
         if written._error is not None:
             raise written._error
-        with self._lanes.read.slots:
-            self._works.disk.read(data, tile.place + start)
-        found, expected = crc32(data), written._sums[start // self._stretch]
+        with self._thread_pools.read.io_slots:
+            self._cleanup.file.read(data, tile.offset + start)
+        found, expected = crc32(data), written._checksums[start // self._block_bytes]
         if found != expected:
             raise StorageError(f"{self.path}: tile {tile.number} is not what was written: checksum {found:08x}, "
-                               f"expected {expected:08x}; {self._remedy('check the drive')}")
+                               f"expected {expected:08x}; {self._remedy_text('check the drive')}")
 
-    def _end(self, request: Pending, error: Exception | None) -> None:
+    def _finish_block(self, request: SwapRequest, error: Exception | None) -> None:
         """Of one piece; with the last one, of the request."""
-        with self._ending:
+        with self._completion_lock:
             request._error = request._error or error
-            request._left -= 1
-            if request._left:
+            request._blocks_left -= 1
+            if request._blocks_left:
                 return
-            self._works.under_way.discard(request)
-            request._after, request._buffer = (), memoryview(b"")
-            if request._kind == "write" and not self._stopped():
+            self._cleanup.pending.discard(request)
+            request._waits_for, request._buffer = (), memoryview(b"")
+            if request._kind == "write" and not self._is_stopped():
                 request._tile.failure = request._error
-        request._ended.set()
+        request._done_event.set()
 
-    def _stopped(self) -> bool:
-        return self._works.stopped or self._folder.leaving
+    def _is_stopped(self) -> bool:
+        return self._cleanup.stopped or self._swap_dir.is_closing
 
-    def _worded(self, request: Pending, error: OSError) -> StorageError:
-        tile, (why, remedy) = request._tile, trouble(error, self.path.parent)
-        return StorageError(f"{self.path}: cannot {request._kind} tile {tile.number} of {in_bytes(tile.size)}: {why}; "
-                            f"{self._remedy(remedy)}")
+    def _to_storage_error(self, request: SwapRequest, error: OSError) -> StorageError:
+        tile, (why, remedy) = request._tile, explain_os_error(error, self.path.parent)
+        return StorageError(
+            f"{self.path}: cannot {request._kind} tile {tile.number} of {format_bytes(tile.size)}: {why}; "
+            f"{self._remedy_text(remedy)}")
 
-    def _remedy(self, first: str) -> str:
-        return f"{first}, or choose another folder with {self._folder.flag}, and resume from the last checkpoint"
+    def _remedy_text(self, first: str) -> str:
+        return f"{first}, or choose another folder with {self._swap_dir.flag}, and resume from the last checkpoint"

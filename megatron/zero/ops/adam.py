@@ -3,10 +3,10 @@
 from typing import NoReturn
 
 from megatron.optim.cpu_adam import DeepSpeedCPUAdam
-from megatron.zero.ops import refuse
+from megatron.zero.ops import raise_unsupported
 
 __all__ = ["DeepSpeedCPUAdam"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    refuse(f"adam.{name}")
+    raise_unsupported(f"adam.{name}")

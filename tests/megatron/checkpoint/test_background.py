@@ -295,7 +295,7 @@ def test_a_step_asks_nobody_about_the_save_under_way(side: str, tmp_path: Path) 
         assert engine.is_saving
         go.set()
         for _ in range(20):
-            wait([engine._background._job])
+            wait([engine._background_save._job])
             step()
         assert not engine.is_saving and open_checkpoint(tmp_path, "t").tag == "t"
 
@@ -415,7 +415,7 @@ def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseEx
 
     def breaks(trainer: Trainer, *args: Any) -> Any:
         if trainer.engine.global_steps == 2:
-            trainer.log.say = said.append  # type: ignore[method-assign]
+            trainer.log.print_line = said.append  # type: ignore[method-assign]
             raise kind("broken") if culprit in (None, rank) else PeerError("lost")
         return step(trainer, *args)
 

@@ -27,7 +27,7 @@ from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero.api.saved import load_foreign_weights
+from megatron.zero.api.saved import load_external_weights
 from mpu.groups import build as build_groups
 from mpu.split import Partition
 from tests.distributed import run_ranks
@@ -82,7 +82,7 @@ def our_logits(rank: int, world: int, source: Path, tp: int, stage: int = 0) -> 
     config = build_config({**SHAPE, "batch_size": 1, "zero_stage": stage, "model_parallel_size": tp,
                            "stage3_param_persistence_threshold": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0})
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
-    load_foreign_weights(engine.core, open_foreign(source))
+    load_external_weights(engine.core, open_foreign(source))
     engine.eval()
     with torch.no_grad():
         return torch.stack([engine(tokens()[:, :length]) for length in LENGTHS], dim=1)

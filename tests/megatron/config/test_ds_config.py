@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, OptimConfig, ZeroConfig
-from megatron.config.ds_together import solve_batch
 from megatron.config.ds_file import build, read
 from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
+from megatron.config.ds_together import solve_batch
 from megatron.config.flags import parse_args
 from megatron.config.setting import Key, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.optim.schedule import Schedule
-from megatron.zero.api.schedule import schedule_of
+from megatron.optim.schedule import LRSchedule
+from megatron.zero.api.schedule import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -408,10 +408,10 @@ def test_an_auto_warm_up_is_the_share_that_the_flags_say(kind, steps):
     tree = {"scheduler": {"type": kind, "params": params}}
     config = build(tree, flags={"train_iters": steps, "warmup": 0.02})
     assert f'{steps // 50} steps of {steps}' in " ".join(config.notes)
-    assert schedule_of(config).warmup_steps == steps // 50
+    assert build_lr_schedule(config).warmup_steps == steps // 50
     if kind == "WarmupLR":
         config = build(tree, in_engine=True)
-        assert schedule_of(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
+        assert build_lr_schedule(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
 
 
 def test_a_note_about_a_flag_names_the_key_that_was_given():
@@ -826,8 +826,8 @@ def test_notes_are_told_and_not_saved():
 # ---- learning rate -----------------------------------------------------------------------------------------------
 
 
-def curve(config: Config) -> Schedule:
-    return schedule_of(config)
+def curve(config: Config) -> LRSchedule:
+    return build_lr_schedule(config)
 
 
 def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
@@ -882,7 +882,7 @@ def deepspeed_one_cycle(step: int, first: int, second: int, low: float, high: fl
 def test_one_cycle_is_deepspeeds_at_every_step(first, second):
     params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": first, "decay_step_size": 5,
               "cycle_second_step_size": second, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
-    ours = schedule_of(build({"scheduler": {"type": "OneCycle", "params": params}}))
+    ours = build_lr_schedule(build({"scheduler": {"type": "OneCycle", "params": params}}))
     second = second or first
     for step in range(3 * (first + second)):
         assert ours(step) == pytest.approx(deepspeed_one_cycle(step, first, second, 1e-4, 1e-2, 0.1), rel=1e-12)
@@ -894,14 +894,14 @@ def test_one_cycle_is_deepspeeds_at_every_step(first, second):
     assert ours.betas(first + second + 5)[0] == pytest.approx(high * (1 + 0.01 / 5 * 5))
     assert ours.betas(10**6)[0] < 1
     still = build({"scheduler": {"type": "OneCycle", "params": {**params, "cycle_momentum": False}}})
-    assert schedule_of(still).betas(3) is None
+    assert build_lr_schedule(still).betas(3) is None
 
 
 @pytest.mark.parametrize("stairs", [False, True])
 def test_a_range_test_grows_as_deepspeeds(stairs):
     params = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 5,
               "lr_range_test_staircase": stairs}
-    ours = schedule_of(build({"scheduler": {"type": "LRRangeTest", "params": params}}))
+    ours = build_lr_schedule(build({"scheduler": {"type": "LRRangeTest", "params": params}}))
     for step in range(50):
         interval = step // 7 if stairs else step / 7
         assert ours(step) == pytest.approx(1e-4 * (1 + 5 * interval), rel=1e-12)

@@ -24,11 +24,11 @@ from tests.megatron.zero.models import Net
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from megatron.fsdp.optim_state import whole_states
-    from megatron.fsdp.sharding import inside
+    from megatron.fsdp.optim_state import gather_full_states
+    from megatron.fsdp.sharding import unwrap
     from megatron.fsdp.state_dict import buckets_of
     return whole(model), {index: state for index, (_, state) in enumerate(
-        whole_states(optimizer, buckets_of(inside(model)), keeps=True))}, [
+        gather_full_states(optimizer, buckets_of(unwrap(model)), collects=True))}, [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.fsdp.sharding import inside
+from megatron.fsdp.sharding import unwrap
 from megatron.fsdp.state_dict import buckets_of, full_state_dict
 from megatron.model import GPT2
 from megatron.plan.footprint import Run
@@ -60,12 +60,12 @@ def peak_of_a_full_state_dict(rank: int, world: int) -> tuple[int, int, int]:
     config = build_config(described({**SETTINGS, "world": world}))
     model = around(GPT2(config.model), "torch")
     with LiveBytes() as live:
-        for bucket in buckets_of(inside(model)):
-            bucket.master_state.at_hand("weight").add_(0)  # type: ignore[union-attr]  # seen by the meter
+        for bucket in buckets_of(unwrap(model)):
+            bucket.master_state.device_view("weight").add_(0)  # type: ignore[union-attr]  # seen by the meter
         before = live.sample()
         state = full_state_dict(model, everywhere=False)
         peak = live.peak - before
-    sizes = [bucket.layout.numel * 4 for bucket in buckets_of(inside(model))]
+    sizes = [bucket.layout.numel * 4 for bucket in buckets_of(unwrap(model))]
     assert (len(state) > 0) == (rank == 0)
     return peak, max(sizes), sum(sizes)
 

@@ -19,7 +19,7 @@ from torch import nn
 from megatron.errors import TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
-from megatron.fsdp.shard import Shard
+from megatron.fsdp.shard import ShardedParam
 from megatron.zero import watch
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
@@ -162,7 +162,7 @@ def refused_around_a_shared_parameter(rank: int, world: int, shard: Callable[[nn
     fully_shard(model.a)
     with pytest.raises(TrainerError, match="number is of torch.int64"):
         shard(model)
-    assert isinstance(model.a.weight, Shard)
+    assert isinstance(model.a.weight, ShardedParam)
     model.a(torch.ones(1, 4)).sum().backward()
     fully_shard(model, ignored_params=[model.number])
     return torch.equal(whole(model)["b.weight"], before)
@@ -725,7 +725,7 @@ def an_evaluation_that_skips(rank: int) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             model.eval()(batch(rank, 99))
         model.train()
-        assert isinstance(model.blocks[1].wide.weight, Shard), "it is at rest"
+        assert isinstance(model.blocks[1].wide.weight, ShardedParam), "it is at rest"
         clip_grad_norm_(model.parameters(), CLIP)
 
     train(model, evaluate_and_clip, rank, STEPS)

@@ -75,8 +75,8 @@ def most_whole(rank: int, world: int, way: str, given: dict[str, Any]) -> int:
     """Elements that were whole at once."""
     model = around(Net(), way, **given)
     inside = getattr(model, "module", model)
-    from megatron.fsdp.sharding import the_member
-    root = the_member(inside).root
+    from megatron.fsdp.sharding import require_fsdp_state
+    root = require_fsdp_state(inside).root
     most = 0
     gather = type(root.buckets[0]).start_gather
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.command import main as checkpoint
 from megatron.inference import loading
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.saved import whole_weights
+from megatron.zero.api.saved import gather_full_state_dict
 from megatron.zero.quantise import MoQState
 from mpu import groups
 from mpu.partition import join_local_slices, partition_of
@@ -42,7 +42,7 @@ def trained(folder: Path, **values: Any) -> dict[str, Tensor]:
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
         engine.step()
     engine.save_checkpoint(folder)
-    return whole_weights(engine.core)
+    return gather_full_state_dict(engine.core)
 
 
 def loaded(rank: int, world: int, folder: str, dtype: torch.dtype) -> dict[str, Tensor]:

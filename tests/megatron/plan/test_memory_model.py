@@ -20,7 +20,7 @@ from megatron.config.flags import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.rule import StepScalars, UpdateSegment
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.memory import moments, peak, step_moments
 from megatron.train.build import engine as build_engine, model as build_model, seed_everything
@@ -228,8 +228,8 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
     assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
-    assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
-    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.IN_CACHE
+    assert megatron.plan.footprint.LARGEST_TILE == adam.MAX_TILE_NUMEL
+    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
@@ -251,12 +251,12 @@ def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
     taken: list[int] = []
     empty = torch.empty
     count, narrow = 3 * 2 ** 17, torch.bfloat16
-    span = Span(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
-                {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
+    span = UpdateSegment(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
+                         {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
     with patch.object(torch, "get_num_threads", lambda: threads), \
             patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
         adam.AdamW().step_many([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-                               StepScalars.of(1.0, 0, CPU))
+                               StepScalars.for_applied_step(1.0, 0, CPU))
     assert taken == [min(count, threads * megatron.plan.memory.CPU_ADAM_BLOCK)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
-from megatron.optim.schedule import SHAPES, Schedule
+from megatron.optim.schedule import LR_STYLES, LRSchedule
 from megatron.train.rate import RateWatch, idle_steps
 from tests.megatron.helpers import TINY, steps, train
 
@@ -19,7 +19,7 @@ def warnings(said: str) -> list[str]:
     return [line for line in said.splitlines() if "learning rate" in line and "warning" in line]
 
 
-@pytest.mark.parametrize("style", SHAPES)
+@pytest.mark.parametrize("style", LR_STYLES)
 @pytest.mark.parametrize("floor", [0.0, 1e-5])
 def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
     """Every end of the warm-up and of the decay, every length of the run, every step a resume may start at, with and
@@ -28,7 +28,7 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
             (peak, decay, warm, last, start, skipped)
             for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay} for last in (0, 1, 4, 7)
             for start in (0, 3, 4, 7) for skipped in (0, 2) if skipped <= start]:
-        schedule = Schedule(style, peak, min(floor, peak), warm, decay)
+        schedule = LRSchedule(style, peak, min(floor, peak), warm, decay)
         config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})
         rates = [schedule(step) for step in range(start - skipped, start - skipped + max(0, last - start))]
         tail = next((k for k in range(len(rates) + 1) if not any(rates[k:])), 0)

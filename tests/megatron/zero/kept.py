@@ -36,6 +36,6 @@ def states(bucket: FlatBucket) -> list[Tensor]:
 
 def change(bucket: FlatBucket, kind: str, how: Callable[[Tensor], object]) -> None:
     """Do something to all numbers of one kind, in place."""
-    for part in bucket.master_state.parts:
+    for part in bucket.master_state.chunks:
         with bucket.master_state.open(part, [kind], writes=True) as numbers:
             how(numbers[kind])

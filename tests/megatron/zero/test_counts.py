@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim import adam
-from megatron.optim.rule import Span
+from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.verdict import all_reduce_step_scalars
 from mpu import grads, groups
@@ -142,13 +142,13 @@ class Kernel:
     groups: list[int] = []
 
     @staticmethod
-    def update(spans: Sequence[Span], places: object, hyper: object, at: object, **rule: bool) -> bool:
+    def update(spans: Sequence[UpdateSegment], places: object, hyper: object, at: object, **rule: bool) -> bool:
         if spans[0].group not in Kernel.groups:
             return False
         for span in spans:
-            assert span.narrow is not None and span.narrow.dtype == torch.bfloat16
+            assert span.lp_out is not None and span.lp_out.dtype == torch.bfloat16
             span.master.add_(1)
-            span.narrow.copy_(span.master)
+            span.lp_out.copy_(span.master)
         return True
 
 
@@ -157,7 +157,7 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """With 16-bit gradients torch's kernel needs a copy of them for each group, and one of the weights for all."""
     monkeypatch.setattr(Kernel, "groups", groups)
-    monkeypatch.setattr(adam, "_kernel_on", lambda device: Kernel)
+    monkeypatch.setattr(adam, "_load_kernel", lambda device: Kernel)
     engine = made(24, "bf16")
     before = [master(bucket) for bucket in engine.buckets]
     kernels = counted_step(engine, 1).kernels
@@ -170,7 +170,7 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
 def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
     """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
     with on_the_accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
-            patch.object(adam, "_kernel_on", lambda device: Kernel if rank == 0 else None):
+            patch.object(adam, "_load_kernel", lambda device: Kernel if rank == 0 else None):
         engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
         calls = counted_step(engine, 1).kernels["_fused_adamw_"]
     return calls, [master(bucket) for bucket in engine.buckets]

@@ -26,7 +26,7 @@ from megatron.errors import ConfigError
 from megatron.inference import loading
 from megatron.zero import settings
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions, load_foreign_weights
+from megatron.zero.api.saved import LoadOptions, load_external_weights
 from megatron.zero.norm import GradNorm
 from mpu.groups import Groups, build
 from tests.distributed import run_ranks
@@ -279,13 +279,13 @@ def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], lis
         found: list[Any] = []
         for given in ([[1.0, 2.0], []], [[], [3.0]], [8 * [1.0], [torch.tensor(2.0), 4]]):
             engine.backward(engine(rows(rank, 0)))
-            report = engine.step(riders=given[rank])
+            report = engine.step(extra_scalars=given[rank])
             assert report is not None and report.applied
             found.append(report.extra_scalars)
         before, refused = whole(engine), []
         for wrong in (9 * [1.0], [torch.ones(2)]):
             engine.backward(engine(rows(rank, 1)))
-            refused.append(said(lambda: (engine.step(riders=wrong if rank == 1 else [1.0]), engine.conclude())))
+            refused.append(said(lambda: (engine.step(extra_scalars=wrong if rank == 1 else [1.0]), engine.conclude())))
             assert torch.equal(whole(engine), before)
         return found, refused
 
@@ -627,7 +627,7 @@ def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str
                             max_position_embeddings=8, zero_stage=stage)
     core = gpt2_engine(config, build(1) if world > 1 else Groups())
     before = [bucket.device_param_shard.clone() for bucket in core.buckets]
-    found = said(lambda: load_foreign_weights(core, open_folder(Path(folders[rank]))))
+    found = said(lambda: load_external_weights(core, open_folder(Path(folders[rank]))))
     assert all(map(torch.equal, before, [bucket.device_param_shard for bucket in core.buckets])) == bool(found)
     return found
 

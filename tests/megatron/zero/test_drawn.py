@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
 from megatron.zero import initial_params
-from megatron.zero.api.saved import whole_weights
+from megatron.zero.api.saved import gather_full_state_dict
 from megatron.zero.placeholder import Placeholder
 from mpu import draws, groups
 from mpu.groups import Groups
@@ -45,7 +45,7 @@ def start(rank: int, world: int, stage: int, precision: str, tp: int) -> tuple[d
                                                                                   sent):
         engine = build.engine(config, build.model(config, grid), grid, CPU)
     kept = sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
-    return whole_weights(engine.core), drawn[0], sent.call_count, kept
+    return gather_full_state_dict(engine.core), drawn[0], sent.call_count, kept
 
 
 @pytest.mark.parametrize(("stage", "precision", "tp"), [

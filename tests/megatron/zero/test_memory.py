@@ -22,7 +22,7 @@ def live_bytes(engine: ZeroEngine) -> int:
         whole = bucket.grads._full_buffer
         held = [
             bucket._gathered_params, bucket.device_param_shard, None if whole is None else whole.flat,
-            bucket.grads._shard, *map(bucket.master_state.at_hand, bucket.master_state.kinds)
+            bucket.grads._shard, *map(bucket.master_state.device_view, bucket.master_state.kinds)
         ]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():

@@ -19,7 +19,7 @@ from torch import nn
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.api import monitor as monitor_module
-from megatron.zero.homes.words import in_bytes
+from megatron.zero.homes.words import format_bytes
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -71,7 +71,7 @@ def test_times_tell_of_a_drive(tmp_path: Path, capsys: Any) -> None:
     out = [line for line in capsys.readouterr().out.splitlines() if not line.lstrip().startswith("nvme")]
     assert [line.partition(" ")[0] for line in out] == ["step=2,", "time", "drive"]
     wait = re.fullmatch(r"drive wait \(ms\): ([\d.]+) \| drive read 0 bytes, written (.*)", out[2])
-    assert wait is not None and wait[2] == in_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
+    assert wait is not None and wait[2] == format_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
 
 
 def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:
@@ -166,7 +166,7 @@ def test_an_engine_that_writes_where_another_does_is_told(tmp_path: Path, capsys
 
 
 def test_more_scalars_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_module, "MOST_OPEN", 2)
+    monkeypatch.setattr(monitor_module, "MAX_OPEN_FILES", 2)
     engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
     for step in range(2):
         engine.monitor.write_events([(f"{name}", float(step), step) for name in ("a", "b", "c/d", "c_d")])

@@ -26,7 +26,7 @@ from megatron.zero.hidden import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_ferry import late_copy_streams
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, WIDTH, Model, first, gradient, samples_of
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_two_sides import REASONS
@@ -83,7 +83,7 @@ def whole(by_rank: list[Any], tp: int, model: nn.Module) -> dict[str, Tensor]:
 
 def products(*, in_bf16: bool) -> Any:
     """Inside, the processor multiplies bf16 fast, or does not."""
-    return patch.object(muon, "multiplies_bf16", lambda device: in_bf16)
+    return patch.object(muon, "has_fast_bf16_matmul", lambda device: in_bf16)
 
 
 def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any], in_bf16: bool = True) -> Any:
@@ -224,7 +224,7 @@ def _at_home(rank: int, world: int, folder: Path, stage: int, tp: int) -> list[s
     with accelerator_side():
         wanted = _trained(rank, world, layout, {"bf16": True})
         for name, home in homes(folder, stage, stage).items():
-            with late_ferry():
+            with late_copy_streams():
                 if not alike(_trained(rank, world, layout, {"bf16": True, **home}), wanted):
                     found.append(name)
     return found
@@ -299,13 +299,13 @@ def test_layouts_are_alike_in_fp32_as_well() -> None:
 def counted() -> Iterator[list[tuple[int, ...]]]:
     """The shapes of what is made orthogonal."""
     shapes: list[tuple[int, ...]] = []
-    original = muon.orthogonal
+    original = muon.orthogonalize
 
     def orthogonal(matrix: Tensor, steps: int) -> Tensor:
         shapes.append(tuple(matrix.shape))
         return original(matrix, steps)
 
-    with patch.object(muon, "orthogonal", orthogonal):
+    with patch.object(muon, "orthogonalize", orthogonal):
         yield shapes
 
 
@@ -342,10 +342,10 @@ def test_qkv_may_be_one_matrix() -> None:
 def test_what_is_orthogonal_has_singular_values_around_1() -> None:
     for shape in ((24, 56), (40, 24), (24, 24)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        values = torch.linalg.svdvals(muon.orthogonal(matrix, 5))
+        values = torch.linalg.svdvals(muon.orthogonalize(matrix, 5))
         assert 0.6 < values.min() and values.max() < 1.25
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        assert ((u @ v) * muon.orthogonal(matrix, 5)).sum() > 0.9 * min(shape) * values.mean()
+        assert ((u @ v) * muon.orthogonalize(matrix, 5)).sum() > 0.9 * min(shape) * values.mean()
 
 
 # ---- what it sends ---------------------------------------------------------------------------------------------------

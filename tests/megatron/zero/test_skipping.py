@@ -153,7 +153,7 @@ QUESTIONS: dict[str, Callable[[Engine], object]] = {
     "applied steps": lambda engine: engine.applied_steps,
     "steps of the optimizer": lambda engine: engine.core.optimizer_steps,
     "an overflow": lambda engine: engine.optimizer.overflow,
-    "a printed line": lambda engine: list(engine.monitor._lines(engine, None)),
+    "a printed line": lambda engine: list(engine.monitor._console_lines(engine, None)),
 }
 
 

@@ -37,10 +37,11 @@ def _found(rank: int, world: int, stage: int, tp: int) -> dict[str, tuple[Tensor
             own = master(bucket)[start:stop]
             for whole in gather_full_params(bucket, engine.groups.tp, group, own):
                 values = whole.values.clone()
-                is_own = torch.equal(whole.own(), own[whole.part])
+                is_own = torch.equal(whole.local_values(), own[whole.local_range])
                 for tensor in whole.tensors:
                     tensor.mul_(2)
-                found[whole.name] = values, whole.joined, is_own and torch.equal(whole.own(), 2 * own[whole.part])
+                found[whole.name] = values, whole.num_fused, is_own and torch.equal(whole.local_values(),
+                                                                                    2 * own[whole.local_range])
     return found
 
 
@@ -64,7 +65,8 @@ def _kinds(rank: int, world: int) -> list[Any]:
         start, stop = bucket.layout.group_range(bucket.shard_group.rank, 0)
         for dtype in (torch.bfloat16, torch.float32):
             bring = partial(gather_full_params, bucket, engine.groups.tp, 0)
-            found += [(whole.values.dtype, whole.own().dtype) for whole in bring(torch.ones(stop - start, dtype=dtype))]
+            found += [(whole.values.dtype, whole.local_values().dtype)
+                      for whole in bring(torch.ones(stop - start, dtype=dtype))]
     return found
 
 

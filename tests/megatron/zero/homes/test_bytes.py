@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import Nvme
-from megatron.zero.homes.parts import GRAIN
+from megatron.zero.homes.nvme import NvmeStorage
+from megatron.zero.homes.parts import CHUNK_ALIGNMENT
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import PRECISIONS, batches, everywhere, train
@@ -50,8 +50,11 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
 
 
 def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
-    engine.engine_storage.settle()
-    return {name: asdict(home.traffic) for name, home in vars(engine.engine_storage).items() if isinstance(home, Nvme)}
+    engine.engine_storage.wait_for_writes()
+    return {
+        name: asdict(home.traffic)
+        for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)
+    }
 
 
 @pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
@@ -59,8 +62,8 @@ def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: in
     """Where a buffer for weights is smaller: a step writes whole parts, and reads nothing of them. A block has ten
     grains on one rank."""
     cell = {"zero_stage": 3, "bf16": True, "hidden_size": 40, "batch_size": 2, "stage3_max_reuse_distance": 0,
-            **everywhere(tmp_path, 3), "sub_group_size": of_step * GRAIN, "offload_optimizer_buffer_count": 9,
-            "offload_param_buffer_size": of_weights * GRAIN, "offload_param_buffer_count": 1}
+            **everywhere(tmp_path, 3), "sub_group_size": of_step * CHUNK_ALIGNMENT, "offload_optimizer_buffer_count": 9,
+            "offload_param_buffer_size": of_weights * CHUNK_ALIGNMENT, "offload_param_buffer_count": 1}
     engine = gpt2_engine(configure_gpt2(**cell), groups.build(1))
     rows = batches(2)
     train(engine, rows[:1])

@@ -25,7 +25,7 @@ from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_ferry import late_copy_streams
 from tests.late_wire import late_wire
 from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.homes.test_equal import ROWS, batches, train
@@ -68,7 +68,7 @@ def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None =
 def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float], list[float], bool]:
     """The last step's weights are published while those of the step before are still on their way."""
     rows = batches(STEPS)
-    with accelerator_side(), late_ferry(), late_wire():
+    with accelerator_side(), late_copy_streams(), late_wire():
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
@@ -91,7 +91,7 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
     """What goes wrong where somebody needs the weights while an update is under way."""
     wrong = []
     rows = batches(8)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
@@ -132,7 +132,7 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(tmp_path: Path, w
 def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
     """What is not of the last step, of an engine that was just given one."""
     rows, wrong = batches(5), []
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world, zero_stage=stage, stage3_gather_16bit_weights_on_model_save=True)
                       for _ in range(2))
         for engine in (one, other):
@@ -198,7 +198,7 @@ def sums(tensor: bool) -> float:
 
 
 def test_a_rate_that_is_a_tensor_is_that_of_its_step() -> None:
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         assert sums(tensor=True) == pytest.approx(sums(tensor=False), rel=1e-6)  # of which one is fp32
 
 
@@ -222,7 +222,7 @@ def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
 
     flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 " \
             "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
-    with accelerator_side(), late_ferry(), patch.object(PassCoordinator, "before_forward", noted), \
+    with accelerator_side(), late_copy_streams(), patch.object(PassCoordinator, "before_forward", noted), \
             patch.object(DelayedOptimizerUpdate, "__init__", kept):
         train_by_flags(flags.split())
     training, evaluating = ([is_beside for learns, is_beside in beside if learns is which] for which in (True, False))
@@ -232,7 +232,7 @@ def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
 def resumed(rank: int, world: int, folder: Path) -> bool:
     """A save completes the update; what goes on from there, here or in a new run, is the same."""
     rows = batches(6)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world) for _ in range(2))
         train(one.core, rows[:3])
         one.save_checkpoint(str(folder), tag="three")

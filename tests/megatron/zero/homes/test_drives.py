@@ -12,7 +12,7 @@ from torch import nn
 from megatron.config.tree import Config
 from megatron.errors import StorageError
 from megatron.optim.adam import AdamW
-from megatron.zero.api.offload import Drives, expected_of_drives
+from megatron.zero.api.offload import NvmeDirs, expected_nvme_usage
 from megatron.zero.homes import preflight
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import everywhere
@@ -35,11 +35,11 @@ def configured(folder: Path, **cell: Any) -> Config:
 
 def told(config: Config, kinds: tuple[str, ...] = ("optimizer", "param")) -> list[str]:
     """Of a model of 100 x 100 + 100 numbers."""
-    drives = Drives(config, groups.build(1))
+    drives = NvmeDirs(config, groups.build(1))
     try:
         for kind in kinds:
-            drives.folder(kind)
-        return drives.examine(expected_of_drives(config, AdamW(), nn.Linear(100, 100), 1))
+            drives.swap_dir(kind)
+        return drives.probe(expected_nvme_usage(config, AdamW(), nn.Linear(100, 100), 1))
     finally:
         drives.close()
 

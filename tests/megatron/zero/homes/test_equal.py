@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import Nvme, NvmeShelf
+from megatron.zero.homes.nvme import NvmeShard, NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import kept, work
@@ -107,7 +107,7 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
         assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
         for name, home in homes(folder, cell["zero_stage"], number).items():
             engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-            assert isinstance(engine.engine_storage.optimizer, Nvme) == name.startswith("nvme")
+            assert isinstance(engine.engine_storage.optimizer, NvmeStorage) == name.startswith("nvme")
             assert len({bucket.storage for bucket in engine.buckets}) == 1 + ("share" in name)
             if not alike(outcome(engine, rows), expected):
                 found.append(f"{name}: {cell}")
@@ -134,13 +134,13 @@ def check(folder: Path, world: int, numbers: slice) -> None:
 
 def test_one_part_that_is_not_written_back_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
-    store, calls = NvmeShelf.store, count()
+    store, calls = NvmeShard.start_write, count()
 
-    def store_most(shelf: NvmeShelf, *args: Any) -> None:
+    def store_most(shelf: NvmeShard, *args: Any) -> None:
         if next(calls) != 100:
             store(shelf, *args)
 
-    monkeypatch.setattr(NvmeShelf, "store", store_most)
+    monkeypatch.setattr(NvmeShard, "start_write", store_most)
     cell, rows, home = next(cells(1)), batches(STEPS), homes(tmp_path, 1, 0)["nvme"]
     plain, marred = (outcome(gpt2_engine(configure_gpt2(**cell, **more), groups.build(1)), rows) for more in ({}, home))
     assert next(calls) > 120 and not alike(plain, marred)

@@ -21,9 +21,9 @@ from megatron.zero.api import offload, update
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.parts import GRAIN
+from megatron.zero.homes.descent import GradOffloader
+from megatron.zero.homes.memory import page_aligned_zeros
+from megatron.zero.homes.parts import CHUNK_ALIGNMENT
 from mpu import groups
 from mpu.grads import row_norms
 from mpu.groups import SOLO
@@ -167,11 +167,11 @@ def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
 def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "SECONDS", 0.0)
+    monkeypatch.setattr(update, "TRIAL_SECONDS", 0.0)
     with two_sides() as sides, sides.watched() as waits:
-        ferry = offload.ferry_for(DEVICE)
+        ferry = offload.create_copy_streams(DEVICE)
         assert ferry is not None
-        update.trial(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, part=GRAIN)
+        update.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
     assert waits == []
 
 
@@ -208,10 +208,10 @@ def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, 
 
 
 def waits_of_a_hidden_copy(rank: int, world: int, folder: Path) -> list[str]:
-    def norms_of_what_went_down(descent: Descent, out: Tensor) -> None:
+    def norms_of_what_went_down(descent: GradOffloader, out: Tensor) -> None:
         out.copy_(row_norms(descent.sums))
 
-    with patch.object(Descent, "row_norms", norms_of_what_went_down):
+    with patch.object(GradOffloader, "row_norms", norms_of_what_went_down):
         return lives(rank, world, folder, slice(0, 1))
 
 
@@ -247,7 +247,7 @@ MIXED = {
     "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
     "an operation that writes": lambda here, there: torch.add(here, here, out=there),
     "numpy": lambda here, there: here.numpy(),
-    "what the host allotted": lambda here, there: here + numbers(4, torch.float32, pinned=False),
+    "what the host allotted": lambda here, there: here + page_aligned_zeros(4, torch.float32, pinned=False),
     **{f"argument {number} of Adam's kernel": lambda here, there, number=number: adam(number) for number in range(6)},
 }
 
@@ -306,14 +306,14 @@ def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
 
 
 def test_the_ferry_goes_its_way_only(sides: Sides) -> None:
-    ferry, here, there = offload.ferry_for(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
+    ferry, here, there = offload.create_copy_streams(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
     assert ferry is not None
     with sides.watched() as waits:
-        ferry.up.copy(here, there)
-        ferry.down.copy(there, here)
+        ferry.to_device.copy(here, there)
+        ferry.to_host.copy(there, here)
     assert waits == []
     with pytest.raises(MixedSides):
-        ferry.up.copy(there, here)
+        ferry.to_device.copy(there, here)
 
 
 def test_memory_that_is_used_anew_is_where_its_new_tensor_is(sides: Sides) -> None:
