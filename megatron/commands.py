@@ -17,12 +17,12 @@ from collections.abc import Callable
 from functools import wraps
 
 from megatron.launch.exits import prepare_streams, run, write_error
-from megatron.launch.leaving import end_when_asked
-from megatron.neighbours import HiddenPackage, check_neighbours
+from megatron.launch.leaving import exit_on_stop_signal
+from megatron.neighbours import ShadowedPackageError, check_package_shadowing
 from megatron.version import DISTRIBUTION, __version__
 
 
-def _version() -> None:
+def _print_version() -> None:
     print(f"{DISTRIBUTION} {__version__}")
 
 
@@ -31,12 +31,12 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     @wraps(start)
     def command() -> int:
         prepare_streams()
-        end_when_asked()  # until the command listens by itself
+        exit_on_stop_signal()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
-            return run(_version)
+            return run(_print_version)
         try:
-            check_neighbours()
-        except HiddenPackage as hidden:
+            check_package_shadowing()
+        except ShadowedPackageError as hidden:
             write_error(str(hidden))
             return hidden.code
         return start()

@@ -48,7 +48,7 @@ class StorageError(TrainerError):
     code = EXIT_STORAGE
 
 
-class MemoryLack(TrainerError):
+class RankOutOfMemory(TrainerError):
     """A rank has too little memory for what all ranks do together: they leave with the same line."""
 
     code = EXIT_PEER
@@ -78,22 +78,22 @@ def exit_code(error: BaseException) -> int | None:
 _LISTED = re.compile(r" {2}\(\d+\) ")
 
 
-def listed(number: int, sentence: str) -> str:
+def format_listed_error(number: int, sentence: str) -> str:
     """The line of one of several errors, below one that says how many they are."""
     return f"  ({number}) {sentence}"
 
 
-def is_listed(line: str) -> bool:
+def is_listed_error(line: str) -> bool:
     return _LISTED.match(line) is not None
 
 
-def folded(message: str) -> str:
+def to_error_lines(message: str) -> str:
     """One line, and one for each error that is listed: other newlines do not hold. What a terminal would obey becomes
     an escape (`\\x1b`)."""
     lines: list[str] = []
     for line in filter(str.strip, message.splitlines()):
-        if is_listed(line) or not lines:
-            lines.append(line.rstrip() if is_listed(line) else line.strip())
+        if is_listed_error(line) or not lines:
+            lines.append(line.rstrip() if is_listed_error(line) else line.strip())
         else:
             lines[-1] += f" {line.strip()}"
     return "\n".join("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line) for line in lines)

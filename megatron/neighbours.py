@@ -14,23 +14,23 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 
-NEIGHBOURS = {"data": "storage", "mpu": "groups"}
+MARKER_MODULES = {"data": "storage", "mpu": "groups"}
 """Our top-level packages besides this one, and a module that distinguishes them from others of the same name."""
 
 
-class HiddenPackage(ConfigError, ImportError):
+class ShadowedPackageError(ConfigError, ImportError):
     """Another package of the same name is found before ours."""
 
 
 @cache
-def check_neighbours() -> None:
-    for name, module in NEIGHBOURS.items():
-        folders, found_at = _place_of(name)
+def check_package_shadowing() -> None:
+    for name, module in MARKER_MODULES.items():
+        folders, found_at = _find_package(name)
         if not any((folder / f"{module}.py").is_file() for folder in folders):
-            raise HiddenPackage(_explained(name, found_at))
+            raise ShadowedPackageError(_shadowing_message(name, found_at))
 
 
-def _place_of(name: str) -> tuple[list[Path], str | None]:
+def _find_package(name: str) -> tuple[list[Path], str | None]:
     """The folders of a package, and what was found under its name."""
     try:
         spec = find_spec(name)
@@ -42,10 +42,10 @@ def _place_of(name: str) -> tuple[list[Path], str | None]:
     return folders, spec.origin or (str(folders[0]) if folders else None)
 
 
-def _explained(name: str, found_at: str | None) -> str:
-    home = Path(__file__).resolve().parents[1]
+def _shadowing_message(name: str, found_at: str | None) -> str:
+    root = Path(__file__).resolve().parents[1]
     if found_at is None:
-        return f"the package `{name}` is not found beside {home / 'megatron'}; install this program again, whole"
-    return (f"{found_at} hides the package `{name}` of this program ({home / name}): set PYTHONSAFEPATH=1 (or start "
-            f"Python with -P), which keeps the current folder off the path; or put {home} first in PYTHONPATH; or "
+        return f"the package `{name}` is not found beside {root / 'megatron'}; install this program again, whole"
+    return (f"{found_at} hides the package `{name}` of this program ({root / name}): set PYTHONSAFEPATH=1 (or start "
+            f"Python with -P), which keeps the current folder off the path; or put {root} first in PYTHONPATH; or "
             f"rename the other {name}")

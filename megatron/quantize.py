@@ -16,19 +16,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-EVEN_BITS = 3
+MIN_UNIFORM_BITS = 3
 """From so many bits on the numbers of a grid are evenly spaced; 2 bits are ternary, 1 is binary."""
-NEVER = 10**14
+UNREACHABLE_COUNTER = 10**14
 """A counter that no run reaches."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class BitState:
     """How far the bits of one block have fallen."""
 
     bits: int
     period: int
-    fell_at: int = 0
+    last_drop_at: int = 0
     """The counter when the last one fell."""
 
 
@@ -40,39 +40,42 @@ class BitSchedule:
     change_ratio: float | None = None
     """How fast the blend falls, a step; None: weights are rounded at once."""
 
-    def begin(self) -> Progress:
-        return Progress(self.start, self.period)
+    def initial_state(self) -> BitState:
+        return BitState(self.start, self.period)
 
-    def is_due(self, now: Progress, counter: int) -> bool:
+    def is_due(self, state: BitState, counter: int) -> bool:
         """A bit falls when the counter is this."""
-        return now.bits > self.target and counter >= now.period
+        return state.bits > self.target and counter >= state.period
 
-    def after(self, now: Progress, counter: int, factor: int = 1) -> Progress:
+    def next_state(self, state: BitState, counter: int, factor: int = 1) -> BitState:
         """One bit at most falls in a step."""
-        if not self.is_due(now, counter):
-            return now
-        return replace(now, bits=now.bits - 1, period=min(now.period * 2 * factor, NEVER), fell_at=counter)
+        if not self.is_due(state, counter):
+            return state
+        return replace(state,
+                       bits=state.bits - 1,
+                       period=min(state.period * 2 * factor, UNREACHABLE_COUNTER),
+                       last_drop_at=counter)
 
-    def blend(self, now: Progress, counter: int) -> float:
+    def blend(self, state: BitState, counter: int) -> float:
         if self.change_ratio is None:
             return 0.0
-        return max(0.0, 1.0 - self.change_ratio * (counter - now.fell_at))
+        return max(0.0, 1.0 - self.change_ratio * (counter - state.last_drop_at))
 
-    def falls(self, factor: int = 1) -> list[int]:
+    def drop_counters(self, factor: int = 1) -> list[int]:
         """The counter at each fall, if the factor is always this."""
         return [self.period * (2 * factor) ** number for number in range(self.start - self.target)]
 
     def bits_at(self, counter: int, factor: int = 1) -> int:
-        return self.start - sum(counter >= fall for fall in self.falls(factor))
+        return self.start - sum(counter >= fall for fall in self.drop_counters(factor))
 
 
-def factor_of(share: float) -> int:
+def period_factor(relative_eigenvalue: float) -> int:
     """What a period is multiplied by in a block whose largest eigenvalue is this share of that of the steepest block:
     1 to 5."""
-    return 1 + math.floor(4 * share)
+    return 1 + math.floor(4 * relative_eigenvalue)
 
 
-def shares(eigenvalues: list[float]) -> list[float]:
+def relative_eigenvalues(eigenvalues: list[float]) -> list[float]:
     """|eigenvalue| of each block over the largest. What is 0 or not finite counts as the largest: it was not found, and
     caution costs only time."""
     found = [abs(value) if math.isfinite(value) else 0.0 for value in eigenvalues]

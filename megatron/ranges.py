@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-MOST_FACTS = 12
+MAX_DIFFERENCES = 12
 """Differences that are named."""
-MOST_VALUES = 8
+MAX_VALUES = 8
 """Of each."""
-MOST_RUNS = 16
+MAX_RANGES = 16
 """Numbers, or ranges of them, that are named."""
-LONGEST_VALUE = 300
+MAX_VALUE_LENGTH = 300
 """Characters of a value that are shown."""
 
 
-def ranges(numbers: Iterable[int], word: str = "rank") -> str:
+def format_ranks(numbers: Iterable[int], word: str = "rank") -> str:
     """"rank 3", or "ranks 0-2, 5", or "ranks 0, 2, 4 and 1497 others"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -27,39 +27,39 @@ def ranges(numbers: Iterable[int], word: str = "rank") -> str:
         else:
             runs.append([number])
     plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    others = sum(run[-1] - run[0] + 1 for run in runs[MOST_RUNS:])
+    others = sum(run[-1] - run[0] + 1 for run in runs[MAX_RANGES:])
     more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
-    return f"{word}{plural} {', '.join('-'.join(map(str, run)) for run in runs[:MOST_RUNS])}{more}"
+    return f"{word}{plural} {', '.join('-'.join(map(str, run)) for run in runs[:MAX_RANGES])}{more}"
 
 
-def named(items: Sequence[str], what: str = "values") -> str:
+def join_limited(items: Sequence[str], what: str = "values") -> str:
     """The first ones of a list; of the others how many there are."""
-    others = len(items) - MOST_VALUES
+    others = len(items) - MAX_VALUES
     if others <= 0:
         return ", ".join(items)
-    return f"{', '.join(items[:MOST_VALUES])} and {others} other {what.removesuffix('s') if others == 1 else what}"
+    return f"{', '.join(items[:MAX_VALUES])} and {others} other {what.removesuffix('s') if others == 1 else what}"
 
 
-def differences(told: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
+def describe_differences(values_by_ranks: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
     """What some ranks were told and others not: each fact, its values and their ranks. Empty where all is alike."""
     lines = []
-    for name in dict.fromkeys(name for facts, _ in told for name in facts):
+    for name in dict.fromkeys(name for facts, _ in values_by_ranks for name in facts):
         values: dict[str, list[int]] = {}
-        for facts, ranks in told:
-            values.setdefault(_shown(facts[name]) if name in facts else "not there", []).extend(ranks)
+        for facts, ranks in values_by_ranks:
+            values.setdefault(_value_text(facts[name]) if name in facts else "not there", []).extend(ranks)
         if len(values) > 1:
-            lines.append(f"{_cut(name)} is " + named([f"{_cut(value)} on {ranges(who)}"
-                                                      for value, who in values.items()]))
-    more = f"; and {len(lines) - MOST_FACTS} more" if len(lines) > MOST_FACTS else ""
-    return "; ".join(lines[:MOST_FACTS]) + more
+            lines.append(f"{_truncate(name)} is " + join_limited([f"{_truncate(value)} on {format_ranks(who)}"
+                                                                  for value, who in values.items()]))
+    more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+    return "; ".join(lines[:MAX_DIFFERENCES]) + more
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     """Long ones can be told apart by the checksum of the whole."""
-    if len(text) <= LONGEST_VALUE:
+    if len(text) <= MAX_VALUE_LENGTH:
         return text
-    return f"{text[:LONGEST_VALUE]}... ({len(text)} characters, checksum {crc32(text.encode()):08x})"
+    return f"{text[:MAX_VALUE_LENGTH]}... ({len(text)} characters, checksum {crc32(text.encode()):08x})"

@@ -21,7 +21,7 @@ from data.webtext import report
 from data.webtext.counts import DocumentCounts
 from data.webtext.record import StageRecord
 from megatron.checkpoint import command as checkpoint
-from megatron.checkpoint.tags import say_stderr
+from megatron.checkpoint.tags import print_to_stderr
 from megatron.config.tree import LogConfig
 from megatron.errors import ConfigError
 from megatron.inference.answers import _Page
@@ -93,11 +93,11 @@ def of_console(text: str, capfd: Any) -> str:
 
 def of_checkpoint_list(text: str, capfd: Any) -> str:
     found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_parts=True, nbytes=1)
-    return f"{checkpoint._line(found)}\n"
+    return f"{checkpoint._tag_line(found)}\n"
 
 
 def of_checkpoint_warnings(text: str, capfd: Any) -> str:
-    say_stderr(f"warning: {text} is damaged")
+    print_to_stderr(f"warning: {text} is damaged")
     return str(capfd.readouterr().err)
 
 

@@ -33,8 +33,8 @@ This file imports none of them, so that the torch-free half stays torch-free: im
 
 import sys
 
-from megatron.neighbours import check_neighbours
+from megatron.neighbours import check_package_shadowing
 
 # `python -m megatron.checkpoint` imports this file before it can report anything; __main__.py checks in its place.
 if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith("megatron.checkpoint")):
-    check_neighbours()
+    check_package_shadowing()

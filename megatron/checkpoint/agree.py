@@ -11,35 +11,36 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError,
+from megatron.errors import (CheckpointError, ConfigError, NumericsError, PeerError, RankOutOfMemory, StorageError,
                              TrainerError)
-from megatron.launch.alike import difference
-from megatron.launch.exits import is_lack_of_memory
-from megatron.ranges import differences
+from megatron.launch.alike import mismatch_message
+from megatron.launch.exits import is_out_of_memory
+from megatron.ranges import describe_differences
 from mpu.collectives import all_gather_json, all_reduce_min, all_reduce_scalar as reduce_number, broadcast_json
 from mpu.groups import Group
 from mpu.split import ParallelError
 
 T = TypeVar("T")
 
-_FAMILY: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
-    CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError, DataError, UsageError,
+_SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
+    CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
 """Of this package, and of the two that must not import it: all that `errors.exit_code` has a code for."""
 
 
-def agree(action: Callable[[], T], world: Group) -> T:
+def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
     """This rank's result of `action` if every rank succeeds; otherwise the first failing rank's error, on every rank.
 
     One number travels; where a rank failed, its message as well. Only errors that have an exit code are shared.
     Anything else is a bug: it ends this rank with its traceback, and so the job.
     """
-    result, failure = _attempt(action)
-    _raise_first(int(reduce_number(world.size if failure is None else world.rank, world, "min")), failure, world)
+    result, failure = _try_action(action)
+    _raise_first_failure(int(reduce_number(world.size if failure is None else world.rank, world, "min")), failure,
+                         world)
     return cast(T, result)
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _try_action(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Its result, or the error of it that ranks share."""
     try:
         return action(), None
@@ -47,70 +48,72 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _raise_first(first: int, failure: Exception | None, world: Group) -> None:
+def _raise_first_failure(first: int, failure: Exception | None, world: Group) -> None:
     """The error of that rank, on every rank; nothing where it is none. Collective then."""
     if first < world.size:
         report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
         said = broadcast_json(report, world, first)
-        raise _FAMILY.get(said["error"], PeerError)(said["message"]) from failure
+        raise _SHARED_ERRORS.get(said["error"], PeerError)(said["message"]) from failure
 
 
-def with_memory(action: Callable[[], T], world: Group, doing: str) -> T:
+def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str) -> T:
     """The result of `action`; lack of memory in it is an error that ranks agree on, as `agree` does not share it."""
     try:
         return action()
     except Exception as error:
-        if not is_lack_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise MemoryLack(f"rank {world.rank} is out of memory, while {doing}: {reason}; earlier checkpoints are "
-                         "untouched; free memory on its machine, or use a smaller --batch-size, and start the same "
-                         "command to resume") from error
+        raise RankOutOfMemory(
+            f"rank {world.rank} is out of memory, while {doing}: {reason}; earlier checkpoints are "
+            "untouched; free memory on its machine, or use a smaller --batch-size, and start the same "
+            "command to resume") from error
 
 
-def alike(facts: Mapping[str, Any], world: Group, what: str) -> None:
+def assert_equal_across_ranks(values: Mapping[str, Any], world: Group, problem: str) -> None:
     """Every rank has these facts, or each raises a ConfigError that names where they differ: `what` is so. One number
     travels where all is well."""
-    if told := unlike(facts, world):
-        raise ConfigError(difference([(found, [rank]) for rank, found in enumerate(told)], what))
+    if told := find_differences(values, world):
+        raise ConfigError(mismatch_message([(found, [rank]) for rank, found in enumerate(told)], problem))
 
 
-def called_alike(call: str, facts: Mapping[str, Any], world: Group) -> None:
+def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group) -> None:
     """The same of a call that every rank makes, with these arguments."""
-    refuse_call(call, unlike(facts, world))
+    raise_if_arguments_differ(call, find_differences(arguments, world))
 
 
-def refuse_call(call: str, told: Sequence[Mapping[str, Any]]) -> None:
+def raise_if_arguments_differ(call: str, arguments_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Where the ranks' arguments differ: those of each of them, as `unlike` found."""
-    if told:
-        found = differences([(each, [rank]) for rank, each in enumerate(told)])
+    if arguments_by_rank:
+        found = describe_differences([(each, [rank]) for rank, each in enumerate(arguments_by_rank)])
         raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
                           "same on every rank")
 
 
-def unlike(facts: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
+def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
     """Those of every rank, where they differ; nothing where all are alike. One exchange of two numbers then."""
-    return unlike_each([facts], world)[0]
+    return find_differences_in_each([values], world)[0]
 
 
-def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable[[], object] = lambda: None
-                ) -> list[list[dict[str, Any]]]:
+def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]],
+                             world: Group,
+                             check: Callable[[], object] = lambda: None) -> list[list[dict[str, Any]]]:
     """`unlike` of each, and before it the error of `check` as `agree` has it, in one exchange where all is well."""
-    _, failure = _attempt(check)
-    texts = [json.dumps(facts, sort_keys=True, default=str) for facts in told]
+    _, failure = _try_action(check)
+    texts = [json.dumps(facts, sort_keys=True, default=str) for facts in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
     first, *found = all_reduce_min([world.size if failure is None else world.rank,
                                     *digests, *(-digest for digest in digests)], world)
-    _raise_first(int(first), failure, world)
+    _raise_first_failure(int(first), failure, world)
     return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
-            for text, smallest, negated in zip(texts, found[:len(told)], found[len(told):], strict=True)]
+            for text, smallest, negated in zip(texts, found[:len(value_sets)], found[len(value_sets):], strict=True)]
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:
     """`action` on rank 0 alone; its JSON value, or its error, on every rank."""
-    return broadcast_json(agree(action if world.rank == 0 else lambda: None, world), world)
+    return broadcast_json(all_succeed_or_raise(action if world.rank == 0 else lambda: None, world), world)
 
 
-def total(count: int, world: Group) -> int:
+def sum_over_ranks(count: int, world: Group) -> int:
     """The sum over the ranks of a count below 2**53."""
     return int(reduce_number(count, world, "sum"))

@@ -31,26 +31,26 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.tensorfile import Item
-from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
+from megatron.checkpoint.tensorfile import FileTensor
+from megatron.checkpoint.writer import SaveJob, SaveReport, SaveSteps, advance_save
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import exits
 from mpu.groups import Group
 
-ALIGNMENT = 64
+COPY_ALIGNMENT = 64
 """Of each tensor in the copy: views need their own width, copies like a cache line."""
 
 
-class HostCopy:
+class HostSnapshot:
     """One buffer on the host, as large as the largest state it has held."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def hold(self, items: list[Item]) -> list[Item]:
+    def copy_tensors(self, items: list[FileTensor]) -> list[FileTensor]:
         """The items with their present data, which is good until the next call."""
-        sizes = [-(-item.nbytes // ALIGNMENT) * ALIGNMENT for item in items]
+        sizes = [-(-item.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT for item in items]
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_cuda)
@@ -65,55 +65,58 @@ class HostCopy:
         return held
 
 
-class Background:
+class AsyncSaver:
     """At most one save under way. Every rank of `world` makes the same calls in the same order."""
 
-    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None, owner: str = "") -> None:
+    def __init__(self,
+                 world: Group,
+                 before_collective: Callable[[str], None] = lambda where: None,
+                 owner: str = "") -> None:
         """`meet` is called before ranks agree on something, with the name of the place. `owner` is whose saves these
         are, for all ranks: drawn for this engine, not the id of the run that it goes on with."""
         self.world, self.owner, self.root = world, owner, Path()
-        self._meet, self._process, self._name = meet, os.getpid(), ""
-        self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
+        self._before_collective, self._pid, self._name = before_collective, os.getpid(), ""
+        self._save: tuple[SaveSteps, Callable[[SaveReport], None]] | None = None
         self._job: Future[Any] = Future()
-        self._commits = False  # the job is the last one
-        self._kept: TrainerError | None = None
+        self._is_committing = False  # the job is the last one
+        self._deferred_error: TrainerError | None = None
 
     @property
-    def busy(self) -> bool:
+    def has_pending_save(self) -> bool:
         """A save is under way; equal on all ranks."""
         return self._save is not None
 
-    def is_of(self, world: Group) -> bool:
+    def belongs_to(self, world: Group) -> bool:
         """These ranks can complete what it has under way."""
         names = (self.world.name, self.world.control_name)  # of another process group with the same ranks they differ
         return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
-            self._process == os.getpid()
+            self._pid == os.getpid()
 
-    def start(self, steps: Saving, then: Callable[[SaveReport], None], root: Path = Path(),
+    def start(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None], root: Path = Path(),
               tag: str = "a checkpoint") -> None:
         """Begin a save of this tag into `root`; `then` is called when it is complete."""
-        assert not self.busy, "wait for the save under way first"
-        self._job, self.root, self._name = _in_thread(next(steps)), root, f"{tag} of {root}"
-        self._commits = False
-        self._put_under_way(steps, then)
+        assert not self.has_pending_save, "wait for the save under way first"
+        self._job, self.root, self._name = _run_in_thread(next(steps)), root, f"{tag} of {root}"
+        self._is_committing = False
+        self._set_pending(steps, on_complete)
 
-    def _put_under_way(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
-        self._save = steps, then
-        _UNDER_WAY.append(self)
+    def _set_pending(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None]) -> None:
+        self._save = steps, on_complete
+        _PENDING_SAVES.append(self)
         atexit.register(self._finish_at_exit)  # later than the process group's, and so called sooner
 
-    def _take(self) -> tuple[Saving, Callable[[SaveReport], None]]:
+    def _take_pending(self) -> tuple[SaveSteps, Callable[[SaveReport], None]]:
         """It is not under way any more."""
         assert self._save is not None
         taken, self._save = self._save, None
-        _UNDER_WAY.remove(self)
+        _PENDING_SAVES.remove(self)
         atexit.unregister(self._finish_at_exit)
         return taken
 
     @property
     def progress(self) -> tuple[float, ...]:
         """Has this rank's job failed, and is it done? Empty while there is none."""
-        if not self.busy:
+        if not self.has_pending_save:
             return ()
         done = self._job.done()
         return float(done and self._job.exception() is not None), float(done)
@@ -121,55 +124,55 @@ class Background:
     def poll(self, progress: Sequence[float]) -> None:
         """Continue if all ranks can, or if one has failed; otherwise return at once. `progress` is the sum of theirs,
         when it was asked for; a save that has ended since then, or gone on, takes no harm."""
-        self._raise_kept()
-        if self.busy and progress and (progress[0] or progress[1] == self.world.size):
+        self._raise_deferred_error()
+        if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Return when no save is under way."""
-        self._raise_kept()
-        while self.busy:
+        self._raise_deferred_error()
+        while self.has_pending_save:
             self._advance()
 
-    def finish_for_another(self) -> None:
+    def finish_for_other_engine(self) -> None:
         """An error is this one's: it is raised by the next call here, or told at the end of the program."""
         try:
-            self.wait()
+            self.wait_for_save()
         except PeerError:
             raise
         except TrainerError as error:
-            self._kept = error
+            self._deferred_error = error
             atexit.register(self._finish_at_exit)
 
-    def _raise_kept(self) -> None:
-        if self._kept is not None:
-            error, self._kept = self._kept, None
+    def _raise_deferred_error(self) -> None:
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
             atexit.unregister(self._finish_at_exit)
             raise error
 
     def _advance(self) -> None:
         """Wait for this rank's job, agree, and start the next one or end the save."""
-        self._meet("a save in the background")
-        steps, then = self._take()  # an error below ends the save
+        self._before_collective("a save in the background")
+        steps, then = self._take_pending()  # an error below ends the save
         try:
-            self._job = _in_thread(answer(steps, self._job.result, self.world))
+            self._job = _run_in_thread(advance_save(steps, self._job.result, self.world))
         except StopIteration as end:
             then(end.value)
         else:
-            self._commits = True
-            self._put_under_way(steps, then)
+            self._is_committing = True
+            self._set_pending(steps, then)
 
     def abandon(self) -> bool:
         """The save under way is not to be completed: the older tags stay the newest. Its last job makes it one, and is
         waited for where it is at work: is the save complete? Sends nothing."""
-        if not self.busy:
+        if not self.has_pending_save:
             return False
-        steps, _ = self._take()
+        steps, _ = self._take_pending()
         self._job.add_done_callback(lambda job: steps.close())  # its folder is held as long as somebody writes there
-        return self._commits and self._job.exception() is None
+        return self._is_committing and self._job.exception() is None
 
     def _finish_at_exit(self) -> None:
-        if os.getpid() != self._process:  # a fork of it
+        if os.getpid() != self._pid:  # a fork of it
             return
         uncaught = getattr(sys, "last_value", None)  # what the program ends by
         if isinstance(uncaught, KeyboardInterrupt if self.world.is_solo else BaseException):
@@ -179,40 +182,40 @@ class Background:
         try:
             if self.world.is_destroyed:
                 raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
-            self._meet("the end of its program, with a save to complete")
-            self.wait()
+            self._before_collective("the end of its program, with a save to complete")
+            self.wait_for_save()
         except BaseException as error:  # nobody is left to raise it to
-            failure = exits.explain(error)
+            failure = exits.exit_reason_of(error)
             exits.write_error(f"{self._name}, which was being written in the background, is not complete: "
                               f"{failure.text}")
-            exits.leave_now(failure.code)
+            exits.exit_now(failure.code)
 
 
-_UNDER_WAY: list[Background] = []
+_PENDING_SAVES: list[AsyncSaver] = []
 """Of the process."""
 
 
-def under_way_in(root: Path) -> list[str]:
+def pending_saves_in(root: Path) -> list[str]:
     """Whose saves this process has under way in the same folder."""
-    return [save.owner for save in _UNDER_WAY if _are_same(save.root, root)]
+    return [save.owner for save in _PENDING_SAVES if _is_same_folder(save.root, root)]
 
 
-def finish_earlier(owners: Sequence[str], world: Group) -> None:
+def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
     """Wait for what these ranks have under way of them. Collective."""
-    saves = {save.owner: save for save in _UNDER_WAY if save.is_of(world)}
+    saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
     for owner in owners:
         if owner in saves:
-            saves[owner].finish_for_another()
+            saves[owner].finish_for_other_engine()
 
 
-def _are_same(one: Path, other: Path) -> bool:
+def _is_same_folder(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:
         return False
 
 
-def _in_thread(job: Job) -> Future[Any]:
+def _run_in_thread(job: SaveJob) -> Future[Any]:
     """Do the job in a thread that does not keep a process alive which leaves after a failure."""
     future: Future[Any] = Future()
 

@@ -21,20 +21,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.lineage import SaveRecord
-from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, record_of, seal_of, step_of
-from megatron.checkpoint.part import record_in_part
-from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.strangers import check_latest_inside, target_outside
-from megatron.checkpoint.strict import Record, parse_json, read_bytes
-from megatron.checkpoint.tags import ASIDE, complete, folder_of, manifest_of, names_in, steps_of, tag_names
+from megatron.checkpoint.lineage import CommitRecord
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, Manifest, is_safe_name, iteration_of_tag, manifest_checksum,
+                                          read_commit_record)
+from megatron.checkpoint.part import commit_record_of_rank_0
+from megatron.checkpoint.recognise import describe_format, no_checkpoint_message
+from megatron.checkpoint.strangers import check_latest_inside, link_target_outside
+from megatron.checkpoint.strict import StrictRecord, parse_json, read_bytes
+from megatron.checkpoint.tags import (ASIDE_PREFIX, complete_manifests, iterations_by_tag, names_in, read_tag_manifest,
+                                      tag_folder, tag_names)
 from megatron.errors import CheckpointError
 
-PENDING = ".latest-pending"
+PENDING_LATEST = ".latest-pending"
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingLatest:
     """What `latest` is about to say: content of `.latest-pending`."""
 
     tag: str
@@ -46,7 +48,7 @@ class Pending:
 
 # ---- what the user names --------------------------------------------------------------------------------------------
 
-def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
+def parse_checkpoint_path(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
     """`DIR`, `DIR:TAG` or the folder of one tag -> the save root and the tag, if one is named.
 
     A folder that exists is meant as it is written, colons and all.
@@ -61,10 +63,10 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
     return path, None
 
 
-def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
+def find_tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
     """The tag of iteration `step`, and a note where there are several: the one committed last is used."""
-    found = [manifest.tag for manifest in oldest_first(root) if manifest.iteration == step]
-    found = found or [tag for tag, of in steps_of(root).items() if of == step]  # damaged: a load says how
+    found = [manifest.tag for manifest in manifests_in_commit_order(root) if manifest.iteration == step]
+    found = found or [tag for tag, of in iterations_by_tag(root).items() if of == step]  # damaged: a load says how
     if not found:
         raise CheckpointError(f"--ckpt-step {step}: no checkpoint of it under {root}, which holds {names_in(root)}")
     *others, tag = found
@@ -77,7 +79,7 @@ def read_latest(root: Path) -> str | None:
     """What the file says; None where there is none. A link that leads out of the root is not followed."""
     path = root / LATEST
     try:
-        if target_outside(path, root) is not None or not path.is_file():  # a pipe in its place would never end
+        if link_target_outside(path, root) is not None or not path.is_file():  # a pipe in its place would never end
             return None
         with open(path, "rb") as file:
             return file.read(256).decode("utf-8", "replace").strip()
@@ -85,62 +87,65 @@ def read_latest(root: Path) -> str | None:
         return None
 
 
-def read_pending(root: Path) -> Pending | None:
+def read_pending_latest(root: Path) -> PendingLatest | None:
     try:
-        record = Record(parse_json(read_bytes(root / PENDING, PENDING), PENDING), PENDING)
+        record = StrictRecord(parse_json(read_bytes(root / PENDING_LATEST, PENDING_LATEST), PENDING_LATEST),
+                              PENDING_LATEST)
         was = record.fields.pop("was", None)
-        return Pending(record.take("tag", str), record.take("seal", str), was if isinstance(was, str) else None)
+        return PendingLatest(record.take_field("tag", str), record.take_field("seal", str),
+                             was if isinstance(was, str) else None)
     except (OSError, CheckpointError):
         return None
 
 
-def committed_pending(root: Path) -> str | None:
+def committed_pending_tag(root: Path) -> str | None:
     """The tag that was committed when its save was interrupted before `latest` was written; usually None."""
-    pending = read_pending(root)
+    pending = read_pending_latest(root)
     if pending is None or not is_safe_name(pending.tag) or pending.was != read_latest(root):
         return None
-    return pending.tag if seal_of(folder_of(root, pending.tag)) == pending.seal else None
+    return pending.tag if manifest_checksum(tag_folder(root, pending.tag)) == pending.seal else None
 
 
 def latest_tag(root: Path) -> str | None:
     """The tag that a load uses, if `latest` names one: a folder that is there and not empty."""
-    tag = committed_pending(root) or read_latest(root)
-    return tag if tag is not None and is_safe_name(tag) and _holds_files(folder_of(root, tag)) else None
+    tag = committed_pending_tag(root) or read_latest(root)
+    return tag if tag is not None and is_safe_name(tag) and _holds_files(tag_folder(root, tag)) else None
 
 
 # ---- the order of tags ----------------------------------------------------------------------------------------------
 
-def oldest_first(root: Path) -> list[Manifest]:
+def manifests_in_commit_order(root: Path) -> list[Manifest]:
     """The manifests of all complete tags in the order of their commits."""
-    return sorted(complete(root), key=lambda manifest: manifest.record.order)
+    return sorted(complete_manifests(root), key=lambda manifest: manifest.commit_record.commit_order)
 
 
-def steps_oldest_first(root: Path) -> list[SaveRecord]:
+def step_records_in_commit_order(root: Path) -> list[CommitRecord]:
     """Of all complete tags named by their step, in order of commit, without their histories. Nothing is parsed."""
-    found = [record_of(folder_of(root, tag)) for tag in steps_of(root)
-             if step_of(tag) is not None and target_outside(folder_of(root, tag), root) is None]
-    return sorted((record for record in found if record is not None), key=lambda record: record.order)
+    found = [read_commit_record(tag_folder(root, tag)) for tag in iterations_by_tag(root)
+             if iteration_of_tag(tag) is not None and link_target_outside(tag_folder(root, tag), root) is None]
+    return sorted((record for record in found if record is not None), key=lambda record: record.commit_order)
 
 
-def is_empty(root: Path) -> bool:
+def has_no_checkpoint(root: Path) -> bool:
     """No checkpoint is here, and none of another program either: that is an error which says whose it is."""
     check_latest_inside(root)
     empty = not tag_names(root) and latest_tag(root) is None
-    if empty and recognise(root):
-        raise CheckpointError(nothing_under(root))
+    if empty and describe_format(root):
+        raise CheckpointError(no_checkpoint_message(root))
     return empty
 
 
 def all_tags(root: Path) -> list[str]:
     """Every folder that is, or should be, a checkpoint, by step; at least one."""
     check_latest_inside(root)
-    latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(folder_of(root, tag))]
+    latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(tag_folder(root, tag))]
     if not found and latest is None:
-        raise CheckpointError(nothing_under(root) + dangling(root))
+        raise CheckpointError(no_checkpoint_message(root) + dangling(root))
     return found if latest in (None, *found) else [*found, str(latest)]
 
 
-def unreadable(root: Path, check: Callable[[Path, str], Manifest] = manifest_of) -> dict[str, CheckpointError]:
+def unreadable_tags(root: Path,
+                    check: Callable[[Path, str], Manifest] = read_tag_manifest) -> dict[str, CheckpointError]:
     """Tags that do not pass the check, and why: folders, or links, that `latest` names, that are named by a step, or
     that hold a manifest (under a name that may not be its own)."""
     try:
@@ -149,10 +154,11 @@ def unreadable(root: Path, check: Callable[[Path, str], Manifest] = manifest_of)
         return {}  # who lists the complete ones says so
     latest, found = latest_tag(root), dict[str, CheckpointError]()
     for entry in entries:
-        tag, folder = entry.removeprefix(ASIDE), root / entry
+        tag, folder = entry.removeprefix(ASIDE_PREFIX), root / entry
         if entry.startswith(".") and tag == entry:
             continue
-        is_step = step_of(tag) is not None and (folder.is_symlink() or folder.is_dir() and _holds_files(folder))
+        is_step = iteration_of_tag(tag) is not None and (folder.is_symlink()
+                                                         or folder.is_dir() and _holds_files(folder))
         if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
             try:
                 check(root, tag)
@@ -160,54 +166,54 @@ def unreadable(root: Path, check: Callable[[Path, str], Manifest] = manifest_of)
                 found[tag] = error
             except OSError as error:
                 found[tag] = CheckpointError(f"tag {tag}: cannot be read ({error.strerror})")
-    return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0, item[0])))
+    return dict(sorted(found.items(), key=lambda item: (iteration_of_tag(item[0]) or 0, item[0])))
 
 
-def candidates(root: Path, asked: str | None = None) -> list[str]:
+def load_candidates(root: Path, asked: str | None = None) -> list[str]:
     """The tags that a load may use, the best first, at least one. Any may be damaged: the caller finds out.
 
     First the tag `asked` for, or that of `latest`, or the newest one; then its ancestors, those committed last first.
     """
-    first, known, good = _choice(root, asked)
-    return [first, *(tag for tag, record in good.items() if tag != first and known and known.continues(record))]
+    first, known, good = _choose_tag(root, asked)
+    return [first, *(tag for tag, record in good.items() if tag != first and known and known.descends_from(record))]
 
 
-def why_alone(root: Path, asked: str | None = None) -> str:
+def no_fallback_reason(root: Path, asked: str | None = None) -> str:
     """Why nothing may take the place of the first candidate."""
-    first, known, good = _choice(root, asked)
+    first, known, good = _choose_tag(root, asked)
     return (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
             if known is None and good else "no tag is there that it continues from: name another one")
 
 
-def assumption(root: Path, asked: str | None = None) -> str:
+def assumed_ancestor_note(root: Path, asked: str | None = None) -> str:
     """A note where the first candidate does not state from what it continues, but others are offered."""
-    first, known, _ = _choice(root, asked)
+    first, known, _ = _choose_tag(root, asked)
     return "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
 
 
-def _choice(root: Path, asked: str | None) -> tuple[str, SaveRecord | None, dict[str, SaveRecord]]:
+def _choose_tag(root: Path, asked: str | None) -> tuple[str, CommitRecord | None, dict[str, CommitRecord]]:
     """The first candidate, what it continues (None: not known), and the complete tags, those committed last first."""
-    first, there, steps = asked or latest_tag(root), all_tags(root), steps_of(root)
-    good = {manifest.tag: manifest.record for manifest in reversed(oldest_first(root))}
+    first, there, steps = asked or latest_tag(root), all_tags(root), iterations_by_tag(root)
+    good = {manifest.tag: manifest.commit_record for manifest in reversed(manifests_in_commit_order(root))}
     newest = next(iter(good.values()), None)
     if first is None:  # a damaged manifest does not say when it was committed: here the step and the history decide
-        stated = {tag: _stated(root, tag) or SaveRecord(tag, steps.get(tag, 0), "")
-                  for tag in dict.fromkeys([*reversed(there), *unreadable(root)]) if tag not in good}
+        stated = {tag: _record_stated_by_rank_0(root, tag) or CommitRecord(tag, steps.get(tag, 0), "")
+                  for tag in dict.fromkeys([*reversed(there), *unreadable_tags(root)]) if tag not in good}
         damaged = [record for record in stated.values() if newest is None or record.iteration > newest.iteration
-                   or record.continues(newest)]
+                   or record.descends_from(newest)]
         first = max(damaged, key=lambda record: record.iteration).tag if damaged or newest is None else newest.tag
-    known = good.get(first) or _stated(root, first)
+    known = good.get(first) or _record_stated_by_rank_0(root, first)
     if known is None and newest is not None:  # it continues the newest one, unless some tag speaks against that
         last = replace(newest, iteration=steps.get(first, newest.iteration))
-        known = last if all(last.continues(record) for record in good.values()) else None
+        known = last if all(last.descends_from(record) for record in good.values()) else None
     return first, known, good
 
 
-def _stated(root: Path, tag: str) -> SaveRecord | None:
+def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
     """What the part of rank 0 says of this tag."""
-    folder = folder_of(root, tag)
-    record = None if target_outside(folder, root) is not None else record_in_part(folder)
+    folder = tag_folder(root, tag)
+    record = None if link_target_outside(folder, root) is not None else commit_record_of_rank_0(folder)
     return record if record is not None and record.tag == tag else None
 
 
@@ -218,12 +224,12 @@ def _holds_files(folder: Path) -> bool:
         return True  # who opens it will say why it cannot be read
 
 
-def explain_choice(root: Path, chosen: str) -> str | None:
+def latest_file_warning(root: Path, chosen: str) -> str | None:
     """A warning where `latest` does not simply name the tag that was chosen without being asked for."""
     said = read_latest(root)
     if said == chosen:
         return None
-    if committed_pending(root) == chosen:
+    if committed_pending_tag(root) == chosen:
         state = "is missing" if said is None else f"says {said!r:.60}"
         return f"warning: {root / LATEST} {state}: the save of {chosen} was interrupted after its commit; it is taken"
     state = dangling(root) or f"; {root / LATEST} is missing"

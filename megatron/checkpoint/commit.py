@@ -30,21 +30,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
-from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first
-from megatron.checkpoint.flock import abandoned, alone, held
-from megatron.checkpoint.lineage import SaveRecord
-from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name, seal_of
-from megatron.checkpoint.strangers import named, no_link, of_no_save, target_outside
-from megatron.checkpoint.tags import ASIDE, Say, folder_of, folders, manifest_of, say_stderr
-from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
+from megatron.checkpoint.choice import (PENDING_LATEST, PendingLatest, committed_pending_tag, latest_tag, read_latest,
+                                        step_records_in_commit_order)
+from megatron.checkpoint.flock import exclusive_access, hold_folder, is_abandoned
+from megatron.checkpoint.lineage import CommitRecord
+from megatron.checkpoint.manifest import LATEST, MANIFEST, check_safe_name, manifest_checksum, read_commit_number
+from megatron.checkpoint.strangers import format_file_names, link_target_outside, remove_link, unknown_files
+from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, print_to_stderr, read_tag_manifest, tag_folder,
+                                      tag_folder_names)
+from megatron.checkpoint.trash import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
+                                       delete_folder, discard_folder)
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.launch.distributed import is_in_a_hurry
+from megatron.launch.distributed import is_stop_requested
 
-STAGING = ".staging-"
-LOCK = ".lock"
+STAGING_PREFIX = ".staging-"
+LOCK_FILE = ".lock"
 """Held by the one training job that saves into a folder; the content names it, for people. The kernel's lock goes with
 its process, so that a dead job does not block the next one."""
-SCRIPT = "zero_to_fp32.py"
+FP32_SCRIPT = "zero_to_fp32.py"
 """Placed beside the tags: it turns them into one state dict where this program is not installed."""
 
 
@@ -58,71 +61,72 @@ class Keep:
 
 
 @contextmanager
-def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
+def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
     """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free. Lack of memory is no
     matter of the disk."""
     kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
     except StorageFault as error:  # names its file itself
-        raise StorageError(f"{flag}: {error}{_lack_of_inodes(path)}{kept}") from error
+        raise StorageError(f"{flag}: {error}{_inode_note(path)}{kept}") from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
-        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
-                           f"{_lack_of_inodes(path)}{kept}") from error
+        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free_bytes(path)} free"
+                           f"{_inode_note(path)}{kept}") from error
 
 
-def _free(path: Path) -> int | str:
+def _free_bytes(path: Path) -> int | str:
     with suppress(OSError):
-        disk = shutil.disk_usage(_existing(path))
+        disk = shutil.disk_usage(_nearest_existing(path))
         return disk.free if disk.total else "unknown"  # some network file systems do not say
     return "unknown"
 
 
-def _lack_of_inodes(path: Path) -> str:
+def _inode_note(path: Path) -> str:
     with suppress(OSError):
-        found = os.statvfs(_existing(path))
+        found = os.statvfs(_nearest_existing(path))
         if found.f_files and not found.f_favail:
             return f"; no free inodes: its file system holds at most {found.f_files} files; delete some"
     return ""
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """It, or the nearest folder above it that is there."""
     return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
-def probe(root: Path, flag: str = "--save") -> None:
+def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
     try:
         if root.is_symlink() and not root.exists():
-            objection: str | None = f"dangling symbolic link to {os.readlink(root)}"
+            problem: str | None = f"dangling symbolic link to {os.readlink(root)}"
         elif root.exists() and not root.is_dir():
-            objection = "is a file; a folder is needed"
+            problem = "is a file; a folder is needed"
         else:
-            objection = _without_parent(root)
-        if objection is None:
+            problem = _missing_parent_problem(root)
+        if problem is None:
             root.mkdir(exist_ok=True)
-            trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
+            trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
             trial.mkdir()
             with suppress(FileNotFoundError):  # another program's sweep was here
                 trial.rmdir()
     except FileNotFoundError:  # as under /proc, where folders are there and take no new ones
-        objection = f"{root.parent} is there, but nothing can be created in it; choose another folder"
+        problem = f"{root.parent} is there, but nothing can be created in it; choose another folder"
     except OSError as error:
-        objection = f"cannot be written ({error.strerror})"
-    if objection is not None:
-        raise StorageError(f"{flag} {root}: {objection}")
+        problem = f"cannot be written ({error.strerror})"
+    if problem is not None:
+        raise StorageError(f"{flag} {root}: {problem}")
 
 
 @contextmanager
-def locked(root: str | Path) -> Iterator[None]:
+def lock_save_root(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
-    path = Path(root) / LOCK
-    with storing(path, 0):  # the file is emptied below: a symbolic link in its place must not lead to another one
+    path = Path(root) / LOCK_FILE
+    with explain_disk_errors(path,
+                             0):  # the file is emptied below: a symbolic link in its place must not lead to another one
         file = open(path, "a+", encoding="utf-8", errors="replace",
                     opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     with file, unlock_on_exit(file):
@@ -132,20 +136,20 @@ def locked(root: str | Path) -> Iterator[None]:
             file.seek(0)
             holder = " ".join(file.read(200).split()) or "another process"
             raise ConfigError(f"--save {root}: locked by {holder}; stop it or choose another folder") from error
-        with storing(path, 0):
+        with explain_disk_errors(path, 0):
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
 
 
-def check_parent(path: Path, flag: str) -> None:
+def check_parent_folder(path: Path, flag: str) -> None:
     """The folder that `path` is to be written into is there."""
-    if (objection := _without_parent(path)) is not None:
+    if (objection := _missing_parent_problem(path)) is not None:
         raise StorageError(f"{flag} {path}: {objection}")
 
 
-def _without_parent(path: Path) -> str | None:
+def _missing_parent_problem(path: Path) -> str | None:
     """Why nothing can be created at `path`: a folder on the way to it is missing, or is a file."""
     if path.parent.is_dir():
         return None
@@ -156,134 +160,142 @@ def _without_parent(path: Path) -> str | None:
 
 
 @contextmanager
-def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0,
-          trash: BehindTheRun | None = None) -> Iterator[Path]:
+def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine = print_to_stderr, needed: int = 0,
+                        deleter: BackgroundDeleter | None = None) -> Iterator[Path]:
     """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
     free: better no byte of a checkpoint than half of them. It is held until the block ends. What is in the `trash` is
     waited for only where its room is needed, or where it piles up."""
-    staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
+    staging = root / f"{STAGING_PREFIX}{check_safe_name(tag, 'tag')}-{check_safe_name(run_id, 'run id')}"
     with ExitStack() as until_saved:
-        with storing(staging, needed):
+        with explain_disk_errors(staging, needed):
             if not root.is_dir():
                 root.mkdir(exist_ok=True)
                 fsync_directory(root.parent)
-            sweep(root, say, delete_now if trash is None else trash.delete)
-            if trash is not None:
-                _wait_for_room(root, needed, trash, say)
-            if _lacks(root, needed):
+            clean_up_save_root(root, print_line, delete_folder if deleter is None else deleter.delete)
+            if deleter is not None:
+                _wait_for_disk_space(root, needed, deleter, print_line)
+            if _lacks_disk_space(root, needed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with alone(root):
+            with exclusive_access(root):
                 while staging.exists():  # another engine that went on from the same checkpoint is saving the same tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
-                until_saved.enter_context(held(staging))
+                until_saved.enter_context(hold_folder(staging))
         yield staging
 
 
-def _wait_for_room(root: Path, needed: int, trash: BehindTheRun, say: Say) -> None:
+def _wait_for_disk_space(root: Path, needed: int, deleter: BackgroundDeleter, print_line: PrintLine) -> None:
     """Not alone in the folder, where others may save meanwhile."""
-    if trash.waiting > MOST and not is_in_a_hurry():
-        say(f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
-        trash.wait(MOST, is_in_a_hurry)
-    if trash.waiting and _lacks(root, needed):
-        say(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
-        trash.wait(until=lambda: not _lacks(root, needed))
+    if deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
+        print_line(
+            f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
+        deleter.wait_for_deletions(MAX_PENDING_FOLDERS, is_stop_requested)
+    if deleter.pending_count and _lacks_disk_space(root, needed):
+        print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
+        deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
 
 
-def _lacks(root: Path, needed: int) -> bool:
-    free = _free(root)
+def _lacks_disk_space(root: Path, needed: int) -> bool:
+    free = _free_bytes(root)
     return isinstance(free, int) and free < needed
 
 
-def sweep(root: Path, say: Say = say_stderr, delete: Delete = delete_now) -> None:
+def clean_up_save_root(root: Path,
+                       print_line: PrintLine = print_to_stderr,
+                       delete: DeleteFolder = delete_folder) -> None:
     """Remove what a killed save left, and give a tag that was moved aside its name back."""
-    with alone(root):
-        _tidy(root, say, delete)
+    with exclusive_access(root):
+        _clean_up_entries(root, print_line, delete)
 
 
-def _tidy(root: Path, say: Say, delete: Delete) -> None:
+def _clean_up_entries(root: Path, print_line: PrintLine, delete: DeleteFolder) -> None:
     for name in sorted(os.listdir(root)):
-        if name.startswith(ASIDE):
-            _settle(root, name.removeprefix(ASIDE), say, delete)
-        elif name == PENDING:
-            _settle_latest(root, say)
-        elif name.startswith(STAGING) and abandoned(root / name):
-            say(f"removing {root / name}, left by an interrupted save")
-            discard(root / name, delete)
-        elif name.startswith(TRASH):
+        if name.startswith(ASIDE_PREFIX):
+            _finish_replacement(root, name.removeprefix(ASIDE_PREFIX), print_line, delete)
+        elif name == PENDING_LATEST:
+            _finish_latest(root, print_line)
+        elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
+            print_line(f"removing {root / name}, left by an interrupted save")
+            discard_folder(root / name, delete)
+        elif name.startswith(TRASH_PREFIX):
             delete(root / name)
-        elif name.startswith((f".{LATEST}.", f".{PENDING}.", f".{SCRIPT}.")):
+        elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
 
-def _settle(root: Path, tag: str, say: Say, delete: Delete) -> None:
+def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: DeleteFolder) -> None:
     """Finish a replacement that was cut short: forward if the new copy is there, otherwise back."""
-    folder, aside = root / tag, root / (ASIDE + tag)
+    folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
-        say(f"restoring {folder}, moved aside by an interrupted save")
+        print_line(f"restoring {folder}, moved aside by an interrupted save")
         os.rename(aside, folder)
         fsync_directory(root)
         return
     with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
-        manifest_of(root, tag)
-        discard(aside, delete)
+        read_tag_manifest(root, tag)
+        discard_folder(aside, delete)
 
 
-def _settle_latest(root: Path, say: Say) -> None:
+def _finish_latest(root: Path, print_line: PrintLine) -> None:
     """Let `latest` name the tag whose save was interrupted after its commit."""
-    if tag := committed_pending(root):
-        say(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
+    if tag := committed_pending_tag(root):
+        print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
         _write_latest(root, tag)
     else:
-        (root / PENDING).unlink(missing_ok=True)
+        (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
-def commit(staging: Path, root: Path, tag: str, latest: bool = True, delete: Delete = delete_now) -> None:
+def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete: DeleteFolder = delete_folder) -> None:
     """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name, and name it in `latest`."""
-    folder, aside = root / tag, root / (ASIDE + tag)
-    with storing(folder, 0):
+    folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
+    with explain_disk_errors(folder, 0):
         fsync_directory(staging)
-        _place_script(root)
+        _copy_fp32_script(root)
         try:
             if latest:
-                pending = Pending(tag, str(seal_of(staging)), read_latest(root))
-                write_json_atomic(no_link(root / PENDING), asdict(pending))
+                pending = PendingLatest(tag, str(manifest_checksum(staging)), read_latest(root))
+                write_json_atomic(remove_link(root / PENDING_LATEST), asdict(pending))
             if folder.exists() and aside.exists():
-                discard(folder, delete)  # `sweep` kept the aside copy because this one is damaged
+                discard_folder(folder, delete)  # `sweep` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
         except OSError:
-            (root / PENDING).unlink(missing_ok=True)
+            (root / PENDING_LATEST).unlink(missing_ok=True)
             raise
         fsync_directory(root)
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):
-            discard(aside, delete)
+            discard_folder(aside, delete)
 
 
 def _write_latest(root: Path, tag: str) -> None:
-    with staged_file(no_link(root / LATEST), "w") as file:
+    with staged_file(remove_link(root / LATEST), "w") as file:
         file.write(f"{tag}\n")
-    (root / PENDING).unlink(missing_ok=True)
+    (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
-def last_commit(root: Path) -> int:
+def last_commit_number(root: Path) -> int:
     """The largest number of a commit in the root."""
-    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None),
+    return max((read_commit_number(root / name)
+                for name in tag_folder_names(root) if link_target_outside(root / name, root) is None),
                default=0)
 
 
-def _place_script(root: Path) -> None:
+def _copy_fp32_script(root: Path) -> None:
     """The script that reads the tags of this format, if it is not there."""
-    text, path = (Path(__file__).with_name("interchange") / SCRIPT).read_bytes(), root / SCRIPT
+    text, path = (Path(__file__).with_name("interchange") / FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
     if path.is_symlink() or not path.is_file() or path.read_bytes() != text:
-        with staged_file(no_link(path)) as file:
+        with staged_file(remove_link(path)) as file:
             file.write(text)
 
 
-def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, delete: Delete = delete_now) -> list[str]:
+def delete_old_tags(root: Path,
+                    keep: Keep,
+                    saved: CommitRecord,
+                    print_line: PrintLine = print_to_stderr,
+                    delete: DeleteFolder = delete_folder) -> list[str]:
     """Delete the complete step tags that `keep` does not name, after the save `saved`; the names deleted.
 
     The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
@@ -294,25 +306,30 @@ def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, dele
     """
     if keep.last is None:
         return []
-    with storing(root, 0):
+    with explain_disk_errors(root, 0):
         try:
-            steps = steps_oldest_first(root)
+            steps = step_records_in_commit_order(root)
         except CheckpointError as error:  # the folder cannot be listed
             raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
-        line = [record for record in steps if saved.continues(record)]
-        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in line]
-        if others and len(line) == 1:
+        ancestors = [record for record in steps if saved.descends_from(record)]
+        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
+        if others and len(ancestors) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
+            print_line(
+                f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
                 "checkpoints of this run only")
-        if len(line) < keep.last:
+        if len(ancestors) < keep.last:
             return []
-        oldest_kept, latest = line[-keep.last].order, latest_tag(root)
-        doomed = [record.tag for record in steps if record.order < oldest_kept and record.iteration <= saved.iteration
-                  and record.tag not in (latest, *others)
-                  and not (keep.every and record.iteration % keep.every == 0)]
+        oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
+        doomed = [
+            record.tag for record in steps
+            if record.commit_order < oldest_kept and record.iteration <= saved.iteration and record.tag not in (
+                latest, *others) and not (keep.every and record.iteration % keep.every == 0)
+        ]
         for tag in doomed:
-            if strangers := of_no_save(folder_of(root, tag)):
-                say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(strangers)}")
-            discard(folder_of(root, tag), delete)
+            if strangers := unknown_files(tag_folder(root, tag)):
+                print_line(
+                    f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {format_file_names(strangers)}"
+                )
+            discard_folder(tag_folder(root, tag), delete)
     return doomed

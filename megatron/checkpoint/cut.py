@@ -24,45 +24,45 @@ from megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorSegment:
     """`count` elements that are consecutive in both the local tensor of `tp_rank` and the logical tensor."""
 
     tp_rank: int
-    local: int
-    logical: int
+    local_start: int
+    logical_start: int
     count: int
 
 
 @dataclass(frozen=True)
-class Cut:
+class TPSliceMap:
     """Block lengths of one tensor: `local` elements on one rank are part of `logical` ones."""
 
-    local: int
-    logical: int
+    local_block: int
+    logical_block: int
 
-    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[Run]:
+    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[TensorSegment]:
         """The runs of [start, stop) of rank `tp_rank`'s flattened tensor, in order; padding belongs to no run."""
-        if self.local == 0 or self.logical == 0:
+        if self.local_block == 0 or self.logical_block == 0:
             return
-        for block in range(start // self.local, -(-stop // self.local)):
-            low, high = max(start, block * self.local), min(stop, (block + 1) * self.local)
-            shift = tp_rank * self.local - block * self.local
-            first, last = low + shift, min(high + shift, self.logical)
+        for block in range(start // self.local_block, -(-stop // self.local_block)):
+            low, high = max(start, block * self.local_block), min(stop, (block + 1) * self.local_block)
+            shift = tp_rank * self.local_block - block * self.local_block
+            first, last = low + shift, min(high + shift, self.logical_block)
             if first < last:
-                yield Run(tp_rank, low, block * self.logical + first, last - first)
+                yield TensorSegment(tp_rank, low, block * self.logical_block + first, last - first)
 
-    def to_local(self, start: int, stop: int) -> Iterator[Run]:
+    def to_local(self, start: int, stop: int) -> Iterator[TensorSegment]:
         """The runs of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
         while start < stop:
-            block, within = divmod(start, self.logical)
-            tp_rank, beyond = divmod(within, self.local)
-            count = min(stop - start, self.logical - within, self.local - beyond)
-            yield Run(tp_rank, block * self.local + beyond, start, count)
+            block, within = divmod(start, self.logical_block)
+            tp_rank, beyond = divmod(within, self.local_block)
+            count = min(stop - start, self.logical_block - within, self.local_block - beyond)
+            yield TensorSegment(tp_rank, block * self.local_block + beyond, start, count)
             start += count
 
 
 @dataclass(frozen=True)
-class Sharding:
+class TPSharding:
     """How one tensor is cut: mpu's Partition as plain numbers, with the local shape and the number of ranks."""
 
     local_shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Sharding:
     tp_size: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def logical_shape(self) -> tuple[int, ...]:
         """The logical, unpadded shape."""
         if self.dim is None:
             return self.local_shape
@@ -82,12 +82,12 @@ class Sharding:
         return self.local_shape[:self.dim] + (length,) + self.local_shape[self.dim + 1:]
 
     @property
-    def cut(self) -> Cut:
+    def slice_map(self) -> TPSliceMap:
         if self.dim is None:
-            return Cut(prod(self.local_shape), prod(self.local_shape))
+            return TPSliceMap(prod(self.local_shape), prod(self.local_shape))
         inner = prod(self.local_shape[self.dim + 1:])
         local = self.local_shape[self.dim] // self.stride * inner
-        return Cut(local, local * self.tp_size if self.size is None else self.size * inner)
+        return TPSliceMap(local, local * self.tp_size if self.size is None else self.size * inner)
 
     def check(self) -> None:
         """The numbers describe a cut that can exist."""
@@ -102,23 +102,23 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Spread:
+class DPSharding:
     """A flattened local tensor begins at element `start` of a flat buffer that is cut into shards of `each`."""
 
     start: int
-    each: int
+    shard_size: int
 
-    def piece(self, shard: int, numel: int) -> tuple[int, int] | None:
+    def piece_in_shard(self, shard: int, numel: int) -> tuple[int, int] | None:
         """(offset, count) of the elements of a tensor of `numel` that are in the shard; None where there are none."""
-        low = max(shard * self.each - self.start, 0)
-        high = min((shard + 1) * self.each - self.start, numel)
+        low = max(shard * self.shard_size - self.start, 0)
+        high = min((shard + 1) * self.shard_size - self.start, numel)
         return (low, high - low) if low < high else None
 
-    def find(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    def locate(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """The elements [start, stop) in order, as (shard, offset of its piece, start in the piece, count)."""
         while start < stop:
-            shard = (self.start + start) // self.each
-            offset = max(shard * self.each - self.start, 0)
-            count = min(stop, (shard + 1) * self.each - self.start) - start
+            shard = (self.start + start) // self.shard_size
+            offset = max(shard * self.shard_size - self.start, 0)
+            count = min(stop, (shard + 1) * self.shard_size - self.start) - start
             yield shard, offset, start - offset, count
             start += count

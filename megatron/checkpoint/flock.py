@@ -17,23 +17,23 @@ from pathlib import Path
 from data.storage import unlock_on_exit
 from megatron.errors import StorageError
 
-PATIENCE = 300.0
+LOCK_SECONDS = 300.0
 """Seconds that a commit of somebody else is waited for."""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """Nobody finds the folder `abandoned` meanwhile."""
-    with _descriptor(folder) as descriptor:
+    with _open_folder(folder) as descriptor:
         if descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
 
-def abandoned(folder: Path) -> bool:
+def is_abandoned(folder: Path) -> bool:
     """The folder is there, and nobody holds it."""
-    with _descriptor(folder) as descriptor:
+    with _open_folder(folder) as descriptor:
         try:
             if descriptor is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,30 +45,31 @@ def abandoned(folder: Path) -> bool:
 
 
 @contextmanager
-def alone(root: Path) -> Iterator[None]:
+def exclusive_access(root: Path) -> Iterator[None]:
     """Nobody else is alone in the folder meanwhile."""
-    with _descriptor(root) as descriptor:
+    with _open_folder(root) as descriptor:
         if descriptor is not None:
-            _wait(descriptor, root)
+            _wait_for_lock(descriptor, root)
         yield
 
 
-def _wait(descriptor: int, root: Path) -> None:
-    end = time.monotonic() + PATIENCE
+def _wait_for_lock(descriptor: int, root: Path) -> None:
+    end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise StorageError(f"--save {root}: another program has been changing this folder for {PATIENCE:.0f} "
-                                   "seconds; stop it or choose another folder") from None
+                raise StorageError(
+                    f"--save {root}: another program has been changing this folder for {LOCK_SECONDS:.0f} "
+                    "seconds; stop it or choose another folder") from None
             time.sleep(0.02)
         except OSError:  # no such locks here
             return None
 
 
 @contextmanager
-def _descriptor(folder: Path) -> Iterator[int | None]:
+def _open_folder(folder: Path) -> Iterator[int | None]:
     """Of the open folder; None where it cannot be opened, which whoever uses it will be told better."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from megatron.errors import CheckpointError
 
-LEVELS, SCALE = "int8", "scale"
+INT8_KIND, SCALE_KIND = "int8", "scale"
 """Kinds of tensors; the name is the matrix's."""
 
-LARGEST = 127
+MAX_LEVEL = 127
 
-BLOCK = 1 << 18
+BLOCK_ELEMENTS = 1 << 18
 """Numbers in memory at a time, but at least a row."""
 
-Read = Callable[[int, Tensor], None]
+ReadRange = Callable[[int, Tensor], None]
 """read(start, out): fill the 1-D `out` with a flattened matrix from `start` on."""
 
 
@@ -37,51 +37,51 @@ def is_quantised(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and name != "wpe.weight"
 
 
-def row_maxima(read: Read, shape: Sequence[int]) -> Tensor:
+def row_maxima(read: ReadRange, shape: Sequence[int]) -> Tensor:
     """[rows, columns] -> the largest |number| of each row, fp32."""
     found = torch.empty(shape[0])
-    for first, block in _blocks(read, shape):
-        found[first : first + len(block)] = _maxima(block)
+    for first, block in _row_blocks(read, shape):
+        found[first : first + len(block)] = _row_maxima_of_block(block)
     return found
 
 
-def quantised(read: Read, shape: Sequence[int], where: str, maxima: Tensor | None = None,
-              device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def quantise_matrix(read: ReadRange, shape: Sequence[int], where: str, maxima: Tensor | None = None,
+                    device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """(levels [rows, columns], scale [rows] in fp32) on `device`; see `quantise_into`."""
     levels = torch.empty(tuple(shape), dtype=torch.int8, device=device)
     return levels, quantise_into(levels, read, where, maxima).to(device)
 
 
-def quantise_into(levels: Tensor, read: Read, where: str, maxima: Tensor | None = None) -> Tensor:
+def quantise_into(levels: Tensor, read: ReadRange, where: str, maxima: Tensor | None = None) -> Tensor:
     """Fill `levels`, [rows, columns] int8 on any device; the scales [rows] in fp32. `maxima` are of whole rows, where
     these are parts. `where` is what an error names."""
     scale = torch.empty(len(levels))
-    for first, block in _blocks(read, levels.shape):
+    for first, block in _row_blocks(read, levels.shape):
         rows = slice(first, first + len(block))
-        scale[rows] = scale_of(_maxima(block) if maxima is None else maxima[rows], where)
+        scale[rows] = scales_from_maxima(_row_maxima_of_block(block) if maxima is None else maxima[rows], where)
         divisor = torch.where(scale[rows] > 0, scale[rows], torch.inf)
-        levels[rows] = block.div_(divisor[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        levels[rows] = block.div_(divisor[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
     return scale
 
 
-def scale_of(maxima: Tensor, where: str) -> Tensor:
+def scales_from_maxima(maxima: Tensor, where: str) -> Tensor:
     if not bool(maxima.isfinite().all()):
         raise CheckpointError(f"{where} is not finite: it cannot be quantised to int8")
-    return maxima / LARGEST
+    return maxima / MAX_LEVEL
 
 
-def _blocks(read: Read, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _row_blocks(read: ReadRange, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """(first row, some rows in fp32); their room is used again for the next ones."""
     rows, columns = shape
-    each = max(1, min(rows, BLOCK // max(1, columns)))
-    room = torch.empty(each * columns)
+    each = max(1, min(rows, BLOCK_ELEMENTS // max(1, columns)))
+    buffer = torch.empty(each * columns)
     for first in range(0, rows, each):
         count = min(each, rows - first)
-        block = room[: count * columns]
+        block = buffer[: count * columns]
         read(first * columns, block)
         yield first, block.view(count, columns)
 
 
-def _maxima(block: Tensor) -> Tensor:
+def _row_maxima_of_block(block: Tensor) -> Tensor:
     low, high = block.aminmax(dim=1)
     return torch.maximum(high, -low)

@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.strict import Record
+from megatron.checkpoint.strict import StrictRecord
 
 
 class Ancestor(NamedTuple):
@@ -30,7 +30,7 @@ History = tuple[Ancestor, ...]
 
 
 @dataclass(frozen=True)
-class SaveRecord:
+class CommitRecord:
     """What orders the saves of a root and relates them."""
 
     tag: str
@@ -46,11 +46,11 @@ class SaveRecord:
         return Ancestor(self.branch, self.commit if self.branch else self.saved_at, self.tag)
 
     @property
-    def order(self) -> tuple[int, int, int, str]:
+    def commit_order(self) -> tuple[int, int, int, str]:
         """Sorts the saves of a root as they were committed."""
         return self.commit, 0 if self.branch else self.saved_at, self.iteration, self.tag
 
-    def continues(self, other: SaveRecord) -> bool:
+    def descends_from(self, other: CommitRecord) -> bool:
         """`other` is an ancestor of this save, or this save itself."""
         branch, commit, _ = other.as_ancestor
         return (other.iteration <= self.iteration and (branch != "" or other.run_id == self.run_id)
@@ -61,29 +61,30 @@ class SaveRecord:
 class Lineage:
     """What the next save of an engine continues from; the lineage of rank 0 is the one recorded."""
 
-    def __init__(self, parent: SaveRecord | None = None) -> None:
+    def __init__(self, parent: CommitRecord | None = None) -> None:
         """`parent`: what was loaded; None at the start of a run."""
         self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
         if parent is not None:
-            self.follow(parent)
+            self.set_parent(parent)
 
-    def follow(self, parent: SaveRecord) -> None:
+    def set_parent(self, parent: CommitRecord) -> None:
         """From here on the next save continues from this one."""
         earlier = (known for known in self.history if known.branch != parent.branch)
         self.history = *earlier, parent.as_ancestor
 
-    def number(self, last: int) -> int:
+    def next_commit_number(self, last: int) -> int:
         """Of the next commit into a root whose last one has the number `last`."""
         return 1 + max([last, *(known.commit for known in self.history if known.branch)])
 
 
-def lineage_in(record: Record) -> tuple[str, History]:
+def parse_lineage(record: StrictRecord) -> tuple[str, History]:
     """The branch and the history that a manifest, or the part of rank 0, states."""
-    branch, history = record.take("branch", str), []
-    for value in record.take("history", list):
-        entry = Record(value, f"{record.where}: history[]")
-        history.append(Ancestor(entry.take("branch", str), entry.count("commit", 10**18), entry.take("tag", str)))
-        entry.done()
+    branch, history = record.take_field("branch", str), []
+    for value in record.take_field("history", list):
+        entry = StrictRecord(value, f"{record.where}: history[]")
+        history.append(
+            Ancestor(entry.take_field("branch", str), entry.take_count("commit", 10**18), entry.take_field("tag", str)))
+        entry.check_all_taken()
     return branch, tuple(history)
 
 

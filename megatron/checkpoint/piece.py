@@ -11,15 +11,15 @@ from math import prod
 
 import torch
 
-from megatron.checkpoint.cut import Sharding, Spread
+from megatron.checkpoint.cut import DPSharding, TPSharding
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.tensorfile import DTYPE_NAMES, Item
+from megatron.checkpoint.tensorfile import DTYPE_NAMES, FileTensor
 from megatron.errors import NumericsError
 from mpu.split import Partition
 
 
 @dataclass(frozen=True)
-class Deferred:
+class LazyData:
     """Data that is fetched when it is written (from NVMe, say), so that a rank never holds all of it at once."""
 
     count: int
@@ -28,7 +28,7 @@ class Deferred:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The elements from `offset` of the flattened local tensor of a tensor-parallel rank."""
 
     name: str
@@ -39,12 +39,12 @@ class Piece:
     tp_rank: int
     tp_size: int
     offset: int
-    data: torch.Tensor | Deferred
+    data: torch.Tensor | LazyData
     """1-D, on any device."""
 
     @property
     def count(self) -> int:
-        return self.data.count if isinstance(self.data, Deferred) else self.data.numel()
+        return self.data.count if isinstance(self.data, LazyData) else self.data.numel()
 
     @property
     def key(self) -> str:
@@ -53,23 +53,23 @@ class Piece:
 
     def load(self) -> torch.Tensor:
         """The data, which must be finite: a checkpoint one cannot train on is never committed."""
-        data = self.data.load() if isinstance(self.data, Deferred) else self.data
+        data = self.data.load() if isinstance(self.data, LazyData) else self.data
         # A sum finds any non-finite element at memory speed; it can overflow by itself, hence the second look.
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data
 
-    def item(self) -> Item:
-        return Item(self.key, self.data.dtype, (self.count,), self.load)
+    def to_file_tensor(self) -> FileTensor:
+        return FileTensor(self.key, self.data.dtype, (self.count,), self.load)
 
-    def tensor(self) -> TensorEntry:
+    def to_tensor_entry(self) -> TensorEntry:
         """The whole tensor, where one data-parallel rank holds all of it."""
         return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
-                           sharding_of(self.shape, self.partition, self.tp_size), Spread(0, prod(self.shape)))
+                           tp_sharding_of(self.shape, self.partition, self.tp_size), DPSharding(0, prod(self.shape)))
 
 
-def sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> Sharding:
+def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
     """mpu's description of a cut in the manifest's words."""
     if partition is None:
-        return Sharding(tuple(shape), None, 1, None, 1)
-    return Sharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)
+        return TPSharding(tuple(shape), None, 1, None, 1)
+    return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)

@@ -12,60 +12,60 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.checkpoint.manifest import LATEST, MANIFEST
-from megatron.checkpoint.part import writer_of
+from megatron.checkpoint.part import rank_of_file
 from megatron.errors import CheckpointError
 
-NAMED = 3
+MAX_NAMES = 3
 """Files that a line names; of others it gives the number."""
-_OF_OLD_FORMATS = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
+_OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
 
 
-def target_outside(path: Path, root: Path) -> str | None:
+def link_target_outside(path: Path, root: Path) -> str | None:
     """Where a link leads that leaves the save root; None for anything else."""
     if not path.is_symlink():
         return None
-    target, home = os.path.realpath(path), os.path.realpath(root)
-    return None if os.path.commonpath([target, home]) == home else target
+    target, root_path = os.path.realpath(path), os.path.realpath(root)
+    return None if os.path.commonpath([target, root_path]) == root_path else target
 
 
-def check_inside(path: Path, root: Path, what: str, remedy: str) -> None:
-    if (target := target_outside(path, root)) is not None:
+def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
+    if (target := link_target_outside(path, root)) is not None:
         raise CheckpointError(f"{what}: {path} is a link to {target}, outside the save root, and is not followed; "
                               f"{remedy}")
 
 
 def check_tag_inside(folder: Path, root: Path, tag: str) -> None:
-    check_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
+    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
 
 
 def check_latest_inside(root: Path) -> None:
-    check_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
+    check_link_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
 
 
-def no_link(path: Path) -> Path:
+def remove_link(path: Path) -> Path:
     """The path, about to be written: a link there makes way, and what it leads to stays as it is."""
     if path.is_symlink():
         path.unlink()
     return path
 
 
-def of_no_save(folder: Path) -> list[str]:
+def unknown_files(folder: Path) -> list[str]:
     """Names in the folder of a tag that no save uses. Nothing is opened."""
     try:
         names = os.listdir(folder)
     except OSError:
         return []
-    return sorted(name for name in names if name != MANIFEST and writer_of(name) is None
-                  and not _OF_OLD_FORMATS.fullmatch(name))
+    return sorted(name for name in names if name != MANIFEST and rank_of_file(name) is None
+                  and not _OLD_FORMAT_FILE.fullmatch(name))
 
 
-def named(names: Iterable[str]) -> str:
+def format_file_names(names: Iterable[str]) -> str:
     """`'notes.txt'`, `'a', 'b', 'c' and 5 more`."""
     known = sorted(names)
-    more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
-    return ", ".join(f"{name!r:.120}" for name in known[:NAMED]) + more
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return ", ".join(f"{name!r:.120}" for name in known[:MAX_NAMES]) + more
 
 
-def unread(tag: str, names: Iterable[str]) -> str:
+def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
     """The warning of a reader."""
-    return f"warning: tag {tag}: not part of this checkpoint, and not read: {named(names)}"
+    return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"

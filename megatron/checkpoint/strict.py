@@ -18,16 +18,16 @@ from megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
-CHECKSUM = b',"crc32":"'
-LONGEST = 256 << 20
+CHECKSUM_FIELD = b',"crc32":"'
+MAX_JSON_BYTES = 256 << 20
 """Bytes of a file of JSON: the longest that was ever written, a manifest of format 2 of many ranks, has half of it. A
 longer one, sparse or not, is not read into memory."""
-MOST = 10**15
+MAX_COUNT = 10**15
 """Steps, samples, elements, bytes: no count is as large."""
 
 
 @contextmanager
-def sense_of(where: str) -> Iterator[None]:
+def reraise_as_corrupt(where: str) -> Iterator[None]:
     """Whatever the block, which talks to no other rank, makes of values from a checkpoint: an error of it is theirs."""
     try:
         yield
@@ -48,32 +48,34 @@ def read_bytes(path: Path, where: str) -> bytes:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            data = file.read(LONGEST + 1) if size <= LONGEST else b""
+            data = file.read(MAX_JSON_BYTES + 1) if size <= MAX_JSON_BYTES else b""
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
-    if max(size, len(data)) > LONGEST:
-        raise CheckpointError(f"{where}: has {max(size, len(data))} bytes, and no file of its kind more than {LONGEST}")
+    if max(size, len(data)) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{where}: has {max(size, len(data))} bytes, and no file of its kind more than {MAX_JSON_BYTES}")
     return data
 
 
-def seal(fields: Mapping[str, Any]) -> bytes:
+def seal_record(fields: Mapping[str, Any]) -> bytes:
     """The record as JSON, sealed."""
     text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
-    return readable(text + ending(text))
+    return check_json_size(text + checksum_ending(text))
 
 
-def readable(data: bytes) -> bytes:
+def check_json_size(data: bytes) -> bytes:
     """`data`, which a reader will take: what is too long for that is refused when it is saved."""
-    if len(data) > LONGEST:
-        raise CheckpointError(f"a state of {len(data)} bytes of JSON is not saved, as no more than {LONGEST} would be "
-                              "read; hold large values in tensors")
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"a state of {len(data)} bytes of JSON is not saved, as no more than {MAX_JSON_BYTES} would be "
+            "read; hold large values in tensors")
     return data
 
 
-def unseal(data: bytes, where: str) -> object:
+def unseal_record(data: bytes, where: str) -> object:
     """The record in `data`, without its seal, which must be good, and without the signature of an older version."""
-    text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
-    if data[len(text):] != ending(text):
+    text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
+    if data[len(text):] != checksum_ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
     try:
         record = parse_json(str(text, "utf-8") + "}", where)
@@ -84,12 +86,12 @@ def unseal(data: bytes, where: str) -> object:
     return record
 
 
-def ending(text: bytes | memoryview) -> bytes:
+def checksum_ending(text: bytes | memoryview) -> bytes:
     """The end of a sealed record whose other bytes are `text`."""
-    return CHECKSUM + b'%08x"}\n' % crc32(text)
+    return CHECKSUM_FIELD + b'%08x"}\n' % crc32(text)
 
 
-class Record:
+class StrictRecord:
     """One JSON object under reading: take each field once by type, then `done()`."""
 
     def __init__(self, value: object, where: str) -> None:
@@ -98,7 +100,7 @@ class Record:
         self.fields = dict(value)
         self.where = where
 
-    def take(self, name: str, kind: type[T]) -> T:
+    def take_field(self, name: str, kind: type[T]) -> T:
         if name not in self.fields:
             raise CheckpointError(f"{self.where}: field {name!r} is missing")
         value = self.fields.pop(name)
@@ -107,9 +109,9 @@ class Record:
             raise CheckpointError(f"{self.where}: field {name!r} must be {kind.__name__}, found {value!r:.80}")
         return value
 
-    def count(self, name: str, most: int = MOST) -> int:
+    def take_count(self, name: str, most: int = MAX_COUNT) -> int:
         """A non-negative integer."""
-        value = self.take(name, int)
+        value = self.take_field(name, int)
         if value < 0:
             raise CheckpointError(f"{self.where}: field {name!r} must not be negative, found {value}")
         if value >= most:
@@ -117,7 +119,7 @@ class Record:
                                   if value < 1e300 else f"{self.where}: field {name!r} is beyond all bounds")
         return value
 
-    def number(self, name: str, above: float = float("-inf")) -> float:
+    def take_number(self, name: str, above: float = float("-inf")) -> float:
         """A finite number."""
         value = self.fields.pop(name, None)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
@@ -125,17 +127,17 @@ class Record:
                                   f"{'' if above == float('-inf') else f' above {above:g}'}, found {value!r:.80}")
         return value
 
-    def optional_count(self, name: str) -> int | None:
+    def take_optional_count(self, name: str) -> int | None:
         if name in self.fields and self.fields[name] is None:
             del self.fields[name]
             return None
-        return self.count(name)
+        return self.take_count(name)
 
-    def counts(self, name: str) -> tuple[int, ...]:
+    def take_counts(self, name: str) -> tuple[int, ...]:
         """A list of non-negative integers."""
-        values = self.take(name, list)
-        return tuple(Record({name: value}, self.where).count(name) for value in values)
+        values = self.take_field(name, list)
+        return tuple(StrictRecord({name: value}, self.where).take_count(name) for value in values)
 
-    def done(self) -> None:
+    def check_all_taken(self) -> None:
         if self.fields:
             raise CheckpointError(f"{self.where}: unknown field {sorted(self.fields)[0]!r}")

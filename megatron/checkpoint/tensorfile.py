@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.header import Place, header_bytes, read_header
+from megatron.checkpoint.header import TensorLocation, build_header, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.errors import CheckpointError
 
@@ -34,22 +34,22 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 4 << 30
 """A file is closed when the next tensor would make it larger: lost or damaged files stay small, copies resume."""
 
 
-AT_A_TIME = 16 << 20
+READ_BYTES = 16 << 20
 """Bytes that are read at a time: where they are wanted in another dtype or place, so much memory is between."""
 
 
-BLOCK = 8 << 20
+WRITE_BLOCK_BYTES = 8 << 20
 """Bytes handed to the disk at once: from here on a disk is as fast as it can be. A multiple of every sector size."""
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
-class Item:
+class FileTensor:
     """One tensor to be written: its size is known now, its data is fetched when its turn comes."""
 
     key: str
@@ -62,13 +62,13 @@ class Item:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[list[Item]]:
+def split_files(items: Sequence[FileTensor], limit: int | None = None) -> Iterator[list[FileTensor]]:
     """The items of each file, filled in order; wide dtypes first, so that each is aligned to its width."""
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
-    batch: list[Item] = []
+    batch: list[FileTensor] = []
     used = 0
     for item in ordered:
-        if batch and used + item.nbytes > (limit or FILE_BYTES):
+        if batch and used + item.nbytes > (limit or MAX_FILE_BYTES):
             yield batch
             batch, used = [], 0
         batch.append(item)
@@ -77,48 +77,48 @@ def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[lis
         yield batch
 
 
-def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
+def write_file(path: Path, items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> FileEntry:
     """Write and fsync a new safetensors file."""
     with open(path, "xb", buffering=0) as file:
-        return write_items(file, items, metadata)
+        return write_tensors(file, items, metadata)
 
 
-def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {}) -> FileEntry:
-    with Sink(file) as sink:
-        sink.write(_header(items, metadata))
+def write_tensors(file: IO[bytes], items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> FileEntry:
+    with ChecksummedWriter(file) as sink:
+        sink.write(_header_bytes(items, metadata))
         for item in items:
-            sink.write(_bytes_of(item))
+            sink.write(_tensor_bytes(item))
         return sink.finish()
 
 
 def write_blob(path: Path, data: bytes) -> FileEntry:
     """Write and fsync a new file of other content."""
-    with open(path, "xb", buffering=0) as file, Sink(file) as sink:
+    with open(path, "xb", buffering=0) as file, ChecksummedWriter(file) as sink:
         sink.write(data)
         return sink.finish()
 
 
-def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
-    return header_bytes({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata)
+def _header_bytes(items: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    return build_header({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata)
 
 
-def _bytes_of(item: Item) -> memoryview:
+def _tensor_bytes(item: FileTensor) -> memoryview:
     tensor = item.load()
     assert tensor.dtype == item.dtype and tensor.numel() == prod(item.shape), f"{item.key}: not what was announced"
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-class Sink:
+class ChecksummedWriter:
     """An empty file being written, and what its manifest entry will say. While one block is filled and checksummed, a
     second thread writes the other one; both leave the interpreter to the training."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.crc = file, 0, 0
-        self._filling, self._leaving = (np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8) for _ in range(2))
+        self._filling, self._flushing = (np.frombuffer(mmap.mmap(-1, WRITE_BLOCK_BYTES), np.uint8) for _ in range(2))
         self._used = 0
         self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
-        self._written: Future[None] | None = None
+        self._pending_write: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -135,44 +135,44 @@ class Sink:
             self.crc = crc32(part.data, self.crc)  # while it is in the processor's cache
             self._used += part.size
             rest = rest[part.size:]
-            if self._used == BLOCK:
-                self._send()
+            if self._used == WRITE_BLOCK_BYTES:
+                self._start_block_write()
 
     def finish(self) -> FileEntry:
         """Wait until everything is on the disk."""
-        self._settle()
-        _set_direct(self.file, False)
-        _write(self.file, self._filling[:self._used].data)
+        self._wait_for_block_write()
+        _set_direct_io(self.file, False)
+        _write_all(self.file, self._filling[:self._used].data)
         os.fsync(self.file.fileno())
         return FileEntry(self.size, f"{self.crc:08x}")
 
-    def _send(self) -> None:
+    def _start_block_write(self) -> None:
         """The full block leaves, the other one is filled next."""
-        if self._written is None:
-            _set_direct(self.file, True)
-        self._settle()
+        if self._pending_write is None:
+            _set_direct_io(self.file, True)
+        self._wait_for_block_write()
         try:
-            self._written = self._helper.submit(_write, self.file, self._filling.data)
+            self._pending_write = self._helper.submit(_write_all, self.file, self._filling.data)
         except RuntimeError:  # no thread can be had: the interpreter is ending, for one
             self._helper.shutdown(cancel_futures=True)  # or a later thread would write this block once more
-            _write(self.file, self._filling.data)
-        self._filling, self._leaving, self._used = self._leaving, self._filling, 0
+            _write_all(self.file, self._filling.data)
+        self._filling, self._flushing, self._used = self._flushing, self._filling, 0
 
-    def _settle(self) -> None:
-        if self._written is not None:
-            self._written.result()
+    def _wait_for_block_write(self) -> None:
+        if self._pending_write is not None:
+            self._pending_write.result()
 
 
-def _write(file: IO[bytes], data: memoryview) -> None:
+def _write_all(file: IO[bytes], data: memoryview) -> None:
     while data:
         try:
             data = data[os.write(file.fileno(), data):]
         except OSError as error:  # EINVAL: the flag was taken, but not these bytes (a short write before them)
-            if error.errno != errno.EINVAL or not _set_direct(file, False):
+            if error.errno != errno.EINVAL or not _set_direct_io(file, False):
                 raise
 
 
-def _set_direct(file: IO[bytes], on: bool) -> bool:
+def _set_direct_io(file: IO[bytes], on: bool) -> bool:
     """Whether the flag could be, and was, changed."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     wanted = flags | O_DIRECT if on else flags & ~O_DIRECT
@@ -182,7 +182,7 @@ def _set_direct(file: IO[bytes], on: bool) -> bool:
         return False
 
 
-class TensorFile:
+class SafetensorsReader:
     """A safetensors file under reading: of a run of a tensor, only its bytes are read, to where they are wanted."""
 
     def __init__(self, path: Path, where: str) -> None:
@@ -191,14 +191,14 @@ class TensorFile:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             with open(self._file, "rb", closefd=False) as file:
-                self.places = read_header(file, where).places
-            self._written = os.fstat(self._file).st_mtime_ns
+                self.tensors = read_header(file, where).tensors
+            self._modified_ns = os.fstat(self._file).st_mtime_ns
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._read_error(error) from error
 
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor."""
-        place = self._place(key)
+        place = self._location_of(key)
         found = torch.empty(place.shape, dtype=DTYPES[place.dtype], device="cpu")
         self.read(key, 0, found.view(-1))
         return found
@@ -206,26 +206,26 @@ class TensorFile:
     def read(self, key: str, start: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with the elements from `start` on of the flattened tensor, whatever its dtype and
         device."""
-        place, count = self._place(key), len(out)
+        place, count = self._location_of(key), len(out)
         dtype = DTYPES[place.dtype]
         if start + count > prod(place.shape):
             raise CheckpointError(f"{self.where}: {key!r} has {prod(place.shape)} elements, {start + count} expected")
         is_as_stored = out.dtype == dtype and out.device == torch.device("cpu") and out.stride(0) == 1
-        at_a_time = AT_A_TIME // dtype.itemsize
+        at_a_time = READ_BYTES // dtype.itemsize
         between = None if is_as_stored else torch.empty(min(count, at_a_time), dtype=dtype, device="cpu")
         for done in range(0, count, at_a_time):
             part = out[done:done + at_a_time]
             block = part if between is None else between[:len(part)]
-            self._fill(block, place.start + (start + done) * dtype.itemsize)
+            self._read_bytes(block, place.start + (start + done) * dtype.itemsize)
             if between is not None:
                 part.copy_(block)
 
-    def _place(self, key: str) -> Place:
-        if key not in self.places:
+    def _location_of(self, key: str) -> TensorLocation:
+        if key not in self.tensors:
             raise CheckpointError(f"{self.where}: no tensor {key!r}")
-        return self.places[key]
+        return self.tensors[key]
 
-    def _fill(self, block: torch.Tensor, offset: int) -> None:
+    def _read_bytes(self, block: torch.Tensor, offset: int) -> None:
         left = block.detach().view(torch.uint8).numpy().data
         try:
             while left:
@@ -233,11 +233,11 @@ class TensorFile:
                 if not got:
                     break
                 left, offset = left[got:], offset + got
-            is_changed = os.fstat(self._file).st_mtime_ns != self._written
+            is_changed = os.fstat(self._file).st_mtime_ns != self._modified_ns
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._read_error(error) from error
         if left or is_changed:
             raise CheckpointError(f"{self.where}: was written to or cut off while it was read")
 
-    def _unreadable(self, error: OSError) -> CheckpointError:
+    def _read_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self.where}: cannot be read ({error.strerror or error})")

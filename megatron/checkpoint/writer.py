@@ -37,19 +37,21 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
-from megatron.checkpoint.agree import agree, on_rank_0, total, with_memory
-from megatron.checkpoint.commit import Keep, commit, last_commit, prune, stage, storing
-from megatron.checkpoint.flock import alone
+from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
+from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, explain_disk_errors, last_commit_number,
+                                        open_staging_folder)
+from megatron.checkpoint.flock import exclusive_access
 from megatron.checkpoint.lineage import Lineage, lineage_to_json
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, record_of
-from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_of, part_name, tensor_file_name
-from megatron.checkpoint.piece import Piece
-from megatron.checkpoint.state import encode
-from megatron.checkpoint.strangers import named, of_no_save
-from megatron.checkpoint.strict import readable
-from megatron.checkpoint.tags import Say, folder_of, say_stderr
-from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
-from megatron.checkpoint.trash import BehindTheRun, delete_now
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, read_commit_record
+from megatron.checkpoint.part import (CONFIG_FILE, SHARED_STATE_FILE, FileProvenance, RankManifest, provenance_of,
+                                      rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.piece import TensorPiece
+from megatron.checkpoint.state import encode_state
+from megatron.checkpoint.strangers import format_file_names, unknown_files
+from megatron.checkpoint.strict import check_json_size
+from megatron.checkpoint.tags import PrintLine, print_to_stderr, tag_folder
+from megatron.checkpoint.tensorfile import FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.trash import BackgroundDeleter, delete_folder
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
@@ -63,47 +65,61 @@ class SaveReport:
     seconds: float
 
 
-Job = Callable[[], int]
+SaveJob = Callable[[], int]
 """A slow part of a save that needs no other rank; the bytes that it wrote."""
 
-Saving = Generator[Job, int, SaveReport]
+SaveSteps = Generator[SaveJob, int, SaveReport]
 """A save under way: yields a job, is sent the sum over the ranks of what it gave."""
 
-Hold = Callable[[list[Item]], list[Item]]
+Snapshot = Callable[[list[FileTensor]], list[FileTensor]]
 """The same items with data that later steps of training do not change."""
 
 
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
     """`saving` in one go: on return the checkpoint is complete and durable, whoever wrote its parts."""
-    return complete(saving(root, tag, world=world, **content), world)
+    return finish_save(save_protocol(root, tag, world=world, **content), world)
 
 
-def complete(steps: Saving, world: Group) -> SaveReport:
+def finish_save(steps: SaveSteps, world: Group) -> SaveReport:
     """Do what is left of a save, here and now."""
     try:
         job = next(steps)
         while True:
-            job = answer(steps, job, world)
+            job = advance_save(steps, job, world)
     except StopIteration as end:
         report: SaveReport = end.value
         return report
 
 
-def answer(steps: Saving, job: Job, world: Group) -> Job:
+def advance_save(steps: SaveSteps, job: SaveJob, world: Group) -> SaveJob:
     """The next job, after all ranks have agreed on this one; StopIteration at the end. An error of any rank is raised
     inside the save on every rank, so that it cleans up."""
     try:
-        written = total(agree(job, world), world)
+        written = sum_over_ranks(all_succeed_or_raise(job, world), world)
     except BaseException as error:
         return steps.throw(error)
     return steps.send(written)
 
 
-def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
-           shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-           run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-           say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-           trash: BehindTheRun | None = None, lineage: Lineage | None = None) -> Saving:
+def save_protocol(root: str | Path,
+                  tag: str,
+                  *,
+                  pieces: Iterable[TensorPiece],
+                  rank_state: Mapping[str, Any],
+                  shared_state: Mapping[str, Any],
+                  config: Mapping[str, Any],
+                  layout: Mapping[str, Any],
+                  world: Group,
+                  run_id: str,
+                  iteration: int,
+                  tensors: Iterable[TensorEntry] | None = None,
+                  place: int | None = None,
+                  say: PrintLine = print_to_stderr,
+                  keep: Keep = Keep(),
+                  hold: Snapshot | None = None,
+                  latest: bool = True,
+                  trash: BackgroundDeleter | None = None,
+                  lineage: Lineage | None = None) -> SaveSteps:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name. It continues from
     the last save of this `lineage`; without one it is the first of a branch.
 
@@ -115,40 +131,45 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     kill has left, are taken apart in the `trash`; without one they are gone when the save ends.
     """
     begin = time.perf_counter()
-    delete = delete_now if trash is None else trash.delete
+    delete = delete_folder if trash is None else trash.delete
     root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
+    whole = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
+                   key=lambda t: (t.kind, t.name))
     manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), branch=lineage.branch,
                         history=lineage.history)
-    manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
-    fits = partial(with_memory, world=world, doing=f"saving {tag}")
-    share = agree(lambda: fits(lambda: _share(manifest, place, own, rank_state, shared_state, hold)),
-                  world)
-    needed = total(share.nbytes, world)
+    manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
+    with_memory_check = partial(raise_shared_out_of_memory, world=world, doing=f"saving {tag}")
+    share = all_succeed_or_raise(
+        lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state, shared_state, hold)),
+        world)
+    needed = sum_over_ranks(share.nbytes, world)
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
         def prepare() -> str:
-            return str(until_saved.enter_context(stage(root, tag, run_id, say, needed, trash)))
+            return str(until_saved.enter_context(open_staging_folder(root, tag, run_id, say, needed, trash)))
 
-        staging = Path(on_rank_0(lambda: fits(prepare), world))
+        staging = Path(on_rank_0(lambda: with_memory_check(prepare), world))
 
         def publish() -> int:
-            with storing(root / tag, 0), alone(root):
-                if replaced := _replaced(root, tag):
+            with explain_disk_errors(root / tag, 0), exclusive_access(root):
+                if replaced := _replacement_note(root, tag):
                     say(replaced)
                 now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
-                made = replace(manifest, nbytes=written, saved_at=now, commit=lineage.number(last_commit(root)))
+                made = replace(manifest,
+                               nbytes=written,
+                               saved_at=now,
+                               commit=lineage.next_commit_number(last_commit_number(root)))
                 data = made.to_bytes()  # the last of all files
-                with storing(staging / MANIFEST, len(data)):
+                with explain_disk_errors(staging / MANIFEST, len(data)):
                     write_blob(staging / MANIFEST, data)
-                commit(staging, root, tag, latest, delete)
-                lineage.follow(made.record)
-                prune(root, keep, made.record, say, delete)
+                commit_tag(staging, root, tag, latest, delete)
+                lineage.set_parent(made.commit_record)
+                delete_old_tags(root, keep, made.commit_record, say, delete)
                 return len(data)
 
         try:
-            written = yield partial(fits, partial(_write_rank, staging, share))
-            size = yield partial(fits, publish) if world.rank == 0 else lambda: 0
+            written = yield partial(with_memory_check, partial(_write_rank_files, staging, share))
+            size = yield partial(with_memory_check, publish) if world.rank == 0 else lambda: 0
         except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -156,48 +177,49 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     return SaveReport(tag, written + size, time.perf_counter() - begin)
 
 
-def _agree_on(manifest: Manifest, own: Sequence[Piece], place: int, world: Group) -> str:
+def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int, world: Group) -> str:
     """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
     have. Collective."""
-    mind = f"{crc32(manifest.tensor_bytes()):08x}"
-    save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", mind], world)
+    tensors_checksum = f"{crc32(manifest.tensors_as_json()):08x}"
+    save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", tensors_checksum], world)
 
     def check() -> None:
-        manifest.check_grid(world.size)
-        if mind != first:
+        manifest.check_world_size(world.size)
+        if tensors_checksum != first:
             raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                                   "they are cut")
         _check_pieces(manifest, own, place)
 
-    agree(check, world)
+    all_succeed_or_raise(check, world)
     return str(save_id)
 
 
-def _check_pieces(manifest: Manifest, own: Sequence[Piece], rank: int) -> None:
+def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int) -> None:
     """The rank has exactly the pieces that the manifest says it has."""
     found = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
     for tensor in manifest.tensors:
-        expected, here = manifest.piece_of(tensor, rank), found.pop((tensor.kind, tensor.name), None)
+        expected, here = manifest.piece_of_rank(tensor, rank), found.pop((tensor.kind, tensor.name), None)
         if here != expected:
-            raise CheckpointError(f"{tensor.where}: rank {rank} should write {_elements(expected)} of {tensor.numel}, "
-                                  f"and has {_elements(here)}")
+            raise CheckpointError(
+                f"{tensor.label}: rank {rank} should write {_describe_elements(expected)} of {tensor.numel}, "
+                f"and has {_describe_elements(here)}")
     if found:
         raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(found)))
 
 
-def _elements(piece: tuple[int, int] | None) -> str:
+def _describe_elements(piece: tuple[int, int] | None) -> str:
     return "no elements" if piece is None else f"{piece[1]} elements from element {piece[0]} on"
 
 
-def _replaced(root: Path, tag: str) -> str | None:
+def _replacement_note(root: Path, tag: str) -> str | None:
     """What to say about the tag of this name that the save replaces."""
     if not os.path.lexists(root / tag):
         return None
     if (root / tag).is_symlink():
         return f"replacing {root / tag}, a link; what it leads to stays as it is"
-    others = of_no_save(root / tag)
-    lost = f", and what no save wrote with it: {named(others)}" if others else ""
-    record = record_of(folder_of(root, tag))
+    others = unknown_files(root / tag)
+    lost = f", and what no save wrote with it: {format_file_names(others)}" if others else ""
+    record = read_commit_record(tag_folder(root, tag))
     if record is None or record.tag != tag:
         return f"replacing {root / tag}, which is damaged{lost}"
     saved_at = record.saved_at
@@ -206,11 +228,11 @@ def _replaced(root: Path, tag: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankShare:
     """What one rank is to write."""
 
-    origin: Origin
-    items: list[Item]
+    provenance: FileProvenance
+    tensors: list[FileTensor]
     """In files of tensors."""
     texts: Mapping[str, bytes]
     """Other files by name."""
@@ -220,40 +242,43 @@ class _Share:
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items) + sum(map(len, self.texts.values()))
+        return sum(item.nbytes for item in self.tensors) + sum(map(len, self.texts.values()))
 
 
-def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
-           shared_state: Mapping[str, Any], hold: Hold | None) -> _Share:
+def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                      shared_state: Mapping[str, Any], snapshot: Snapshot | None) -> _RankShare:
     """Tensors of the states are in the same files as the pieces."""
-    items: list[Item] = []
-    origin = origin_of(manifest, rank)
-    own = encode(rank_state, f"rank{rank}", items)
+    items: list[FileTensor] = []
+    provenance = provenance_of(manifest, rank)
+    own = encode_state(rank_state, f"rank{rank}", items)
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": asdict(origin), "state": encode(shared_state, "shared", items)}
-        texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
-    items += [piece.item() for piece in pieces]
-    return _Share(origin, items if hold is None else hold(items), texts, own, lineage)
+        shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
+        texts = {
+            SHARED_STATE_FILE: _json_bytes(shared),
+            CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))
+        }
+    items += [piece.to_file_tensor() for piece in pieces]
+    return _RankShare(provenance, items if snapshot is None else snapshot(items), texts, own, lineage)
 
 
-def _write_rank(staging: Path, share: _Share) -> int:
+def _write_rank_files(staging: Path, share: _RankShare) -> int:
     """Write a rank's share, and then what it was; the bytes."""
     files: dict[str, FileEntry] = {}
-    rank = share.origin.rank
-    for index, batch in enumerate(split_files(share.items)):
+    rank = share.provenance.rank
+    for index, batch in enumerate(split_files(share.tensors)):
         name = tensor_file_name(rank, index)
-        with storing(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch, share.origin.as_metadata())
+        with explain_disk_errors(staging / name, share.nbytes):
+            files[name] = write_file(staging / name, batch, share.provenance.as_metadata())
     for name, text in share.texts.items():
-        with storing(staging / name, share.nbytes):
+        with explain_disk_errors(staging / name, share.nbytes):
             files[name] = write_blob(staging / name, text)
-    name, text = part_name(rank), Part(share.origin, files, share.state, share.lineage).to_bytes()
-    with storing(staging / name, len(text)):
+    name, text = rank_manifest_name(rank), RankManifest(share.provenance, files, share.state, share.lineage).to_bytes()
+    with explain_disk_errors(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)
 
 
-def _text(value: object) -> bytes:
-    return readable(json.dumps(value, indent=1).encode() + b"\n")
+def _json_bytes(value: object) -> bytes:
+    return check_json_size(json.dumps(value, indent=1).encode() + b"\n")

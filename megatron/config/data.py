@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import require, setting
 
 
@@ -14,25 +14,25 @@ class DataConfig:
 
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
-        "data-path", "train-data-path", "train-file", newcomer=True, place=True)
+        "data-path", "train-data-path", "train-file", in_short_help=True, is_location=True)
     valid_data: tuple[str, ...] = setting(
         (), "validation corpus (default: the second part of --split)", "val-data-path", "validation-file",
-        place=True)
+        is_location=True)
     test_data: tuple[str, ...] = setting(
-        (), "test corpus (default: the third part of --split)", "test-data-path", place=True)
+        (), "test corpus (default: the third part of --split)", "test-data-path", is_location=True)
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
-    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", newcomer=True)
+    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", in_short_help=True)
     tokenizer_type: str | None = setting(
         None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", metavar="NAME",
-        newcomer=True)
-    vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", place=True)
-    merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", place=True)
-    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True,
-                                         place=True)
+        in_short_help=True)
+    vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", is_location=True)
+    merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", is_location=True)
+    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", in_short_help=True,
+                                         is_location=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
     data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files",
-                                          place=True)
+                                          is_location=True)
     text_key: str = setting("text", "key of the text in .jsonl files", "json-key", metavar="KEY")
     document_separator: str | None = setting(
         None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
@@ -45,10 +45,10 @@ class DataConfig:
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "num_workers", 0)
         problems.require_range(self, "seq_length", 1)
-        problems.stop()
+        problems.raise_if_any()
         require(
             not (self.mock_data and self.train_data),
             "--mock-data and --train-data exclude each other: give one of them",

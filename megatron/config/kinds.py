@@ -14,12 +14,12 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kind:
+class JsonType:
     """A type of JSON value: `convert` gives the Python value, or raises ValueError for what is not `expected`."""
 
     expected: str
     convert: Callable[[Any], Any]
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     """The texts it can be, where it is one of a few."""
 
 
@@ -59,7 +59,7 @@ def _pair(value: Any) -> tuple[float, float]:
     return _number(value[0]), _number(value[1])
 
 
-def _from(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Callable[[Any], Any]:
+def _in_range(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
         number = convert(value)
         if not low <= number <= high:
@@ -69,7 +69,7 @@ def _from(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Ca
     return checked
 
 
-_BITS = ("start_bits", "target_bits")
+_BIT_NAMES = ("start_bits", "target_bits")
 
 
 def _weight_group(value: Any) -> tuple[int, int, int]:
@@ -77,14 +77,14 @@ def _weight_group(value: Any) -> tuple[int, int, int]:
     (group,) = value.values() if isinstance(value, dict) and len(value) == 1 else ({},)
     if not isinstance(group, dict) or group.get("modules", ["*"]) not in (["*"], "*") or \
             set(group) - {"params", "modules", "related_modules"} or group.get("related_modules") or \
-            not isinstance(group.get("params"), dict) or set(group["params"]) - {*_BITS, "quantization_period"}:
+            not isinstance(group.get("params"), dict) or set(group["params"]) - {*_BIT_NAMES, "quantization_period"}:
         raise ValueError
     start, target, period = (_integer(group["params"].get(name, default))
-                             for name, default in (*zip(_BITS, (16, 8)), ("quantization_period", 1)))
+                             for name, default in (*zip(_BIT_NAMES, (16, 8)), ("quantization_period", 1)))
     return start, target, max(period, 1) if start == target else period  # no bit falls, whatever it says: 0 is usual
 
 
-def choice(*words: str) -> Kind:
+def one_of(*words: str) -> JsonType:
     """One of these texts, in upper or lower case."""
     known = {word.lower(): word for word in words}
 
@@ -93,34 +93,35 @@ def choice(*words: str) -> Kind:
             raise ValueError
         return known[value.lower()]
 
-    return Kind(" or ".join(f'"{word}"' for word in words), convert, words)
+    return JsonType(" or ".join(f'"{word}"' for word in words), convert, words)
 
 
-BOOLEAN = Kind("true or false", _boolean)
-TEXT = Kind("a text that is not empty", _text)
-ANY_TEXT = Kind("a text", lambda value: value if value == "" else _text(value))
-NUMBER = Kind("a number", _number)
-AT_LEAST_0 = Kind("a number of at least 0", _from(0, _number))
-SHARE = Kind("a number from 0 to 1", _from(0, _number, 1))
-INTEGER = Kind("an integer", _integer)
-COUNT = Kind("an integer of at least 1", _from(1, _integer))
-COUNT_0 = Kind("an integer of at least 0", _from(0, _integer))
-COUNT_0_OR_NONE = Kind("an integer of at least 0", lambda value: 0 if value is None else COUNT_0.convert(value))
-ANY = Kind("anything", lambda value: value)
-EXPONENT = Kind("an integer from 0 to 64", _from(0, _integer, 64))
-PAIR = Kind("a list of two numbers", _pair)
+BOOLEAN = JsonType("true or false", _boolean)
+TEXT = JsonType("a text that is not empty", _text)
+ANY_TEXT = JsonType("a text", lambda value: value if value == "" else _text(value))
+NUMBER = JsonType("a number", _number)
+NUMBER_FROM_0 = JsonType("a number of at least 0", _in_range(0, _number))
+FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
+INTEGER = JsonType("an integer", _integer)
+COUNT = JsonType("an integer of at least 1", _in_range(1, _integer))
+COUNT_FROM_0 = JsonType("an integer of at least 0", _in_range(0, _integer))
+COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0", lambda value: 0
+                                if value is None else COUNT_FROM_0.convert(value))
+ANY = JsonType("anything", lambda value: value)
+EXPONENT = JsonType("an integer from 0 to 64", _in_range(0, _integer, 64))
+PAIR = JsonType("a list of two numbers", _pair)
 
-WEIGHT_GROUP = Kind('one group with the params start_bits, target_bits and quantization_period, and with modules '
-                    '["*"], as all weights have the same bits', _weight_group)
+WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
+                        '["*"], as all weights have the same bits', _weight_group)
 """Of compression_training: which bits which modules have; here all have the same."""
-SWITCH_OR_OBJECT = Kind("an object {...}", _boolean)
+SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)
 """A section that was a switch once."""
 
-OF_TYPE: dict[type, Kind] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
+JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
 """The kind of a Python type, where nothing narrower is said."""
 
 
-def shown(value: Any) -> str:
+def json_text(value: Any) -> str:
     """A value as JSON, shortened where it is long."""
     try:
         text = json.dumps(value)

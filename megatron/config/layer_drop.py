@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.kinds import NUMBER
-from megatron.config.problems import Problems
-from megatron.config.setting import Key, setting
+from megatron.config.problems import ErrorList
+from megatron.config.setting import JsonKey, setting
 from megatron.layer_drop import ThetaSchedule
 
-_HERE = "progressive_layer_drop."
+_PROGRESSIVE_LAYER_DROP = "progressive_layer_drop."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +18,18 @@ class LayerDropConfig:
     the later ones (docs/methods.md)."""
 
     progressive_layer_drop: bool = setting(False, "leave out blocks of a training step at random",
-                                           json=_HERE + "enabled")
+                                           json=_PROGRESSIVE_LAYER_DROP + "enabled")
     pld_theta: float = setting(
         0.5, "what the keep probability falls to, behind the last block",
-        json=Key(_HERE + "theta", NUMBER, alone=False, default="1.0",
-                 help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
-    pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_HERE + "gamma")
+        json=JsonKey(_PROGRESSIVE_LAYER_DROP + "theta", NUMBER, is_independent=False, default="1.0",
+                     help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
+    pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "pld_theta", 0, 1, open_low=True)
         problems.require_range(self, "pld_gamma", 0)
-        problems.stop()
+        problems.raise_if_any()
 
     @property
     def schedule(self) -> ThetaSchedule | None:

@@ -27,18 +27,18 @@ _EXPECTED = {
 """The parser's words -> ours; the rest are clear already."""
 
 
-class Pairs(list[tuple[str, Any]]):
+class JsonPairs(list[tuple[str, Any]]):
     """The (key, value) pairs of one JSON object, in the file's order."""
 
 
-def parse(text: str, name: str) -> Any:
+def parse_loose_json(text: str, name: str) -> Any:
     """The value of a JSON text; ConfigError with line and column, `name` being the file."""
-    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", _COMMENT.sub(_blank, text))
+    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", _COMMENT.sub(_blank_comment, text))
     try:
-        return json.loads(plain, object_pairs_hook=Pairs)
+        return json.loads(plain, object_pairs_hook=JsonPairs)
     except json.JSONDecodeError as error:
         told = _EXPECTED.get(error.msg, error.msg)
-        found = _found(text, error.pos)
+        found = _word_at(text, error.pos)
         raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {told}, found {found}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
@@ -46,10 +46,10 @@ def parse(text: str, name: str) -> Any:
         raise ConfigError(f"{name} holds a number of too many digits") from None
 
 
-def _blank(match: re.Match[str]) -> str:
+def _blank_comment(match: re.Match[str]) -> str:
     return match[0] if match[1] else re.sub(r"[^\n]", " ", match[0])
 
 
-def _found(text: str, position: int) -> str:
+def _word_at(text: str, position: int) -> str:
     word = re.match(r'[\w."+-]+|.', text[position:])
     return repr(word[0][:30]) if word else "the end of the file" if not text[position:] else "the end of the line"

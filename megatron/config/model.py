@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import setting
 from megatron.errors import ConfigError
 
@@ -13,9 +13,9 @@ from megatron.errors import ConfigError
 class ModelConfig:
     """The shape of the GPT-2. `--preset` fills it in; flags that are given win."""
 
-    num_layers: int = setting(24, "transformer blocks", "n-layer", newcomer=True)
-    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", newcomer=True)
-    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", newcomer=True)
+    num_layers: int = setting(24, "transformer blocks", "n-layer", in_short_help=True)
+    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", in_short_help=True)
+    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", in_short_help=True)
     intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size")
     max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size")
     vocab_size: int | None = setting(None, "tokens in the vocabulary, before padding (default: the tokenizer's)")
@@ -30,25 +30,25 @@ class ModelConfig:
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
         problems.require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
         problems.require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
         problems.require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
-        problems.stop()
+        problems.raise_if_any()
         problems.require_range(self, "tile_factor", 1, self.hidden_size)
         problems.require(
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        problems.stop()
+        problems.raise_if_any()
 
     @property
     def ffn_size(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
 
     @property
-    def tokens(self) -> int:
+    def known_vocab_size(self) -> int:
         """The vocabulary size, which has to be known: the trainer fills it in from its tokenizer."""
         if self.vocab_size is None:
             raise ConfigError("ModelConfig has no vocab_size; give ModelConfig(vocab_size=tokenizer.vocab_size)")
@@ -57,7 +57,7 @@ class ModelConfig:
     def parameters(self, vocab_size: int | None = None) -> int:
         """Exact parameter count (tied embeddings once), without vocabulary padding."""
         h, blocks = self.hidden_size, self.num_layers * self.block_parameters
-        return (vocab_size or self.tokens) * h + self.max_position_embeddings * h + blocks + 2 * h
+        return (vocab_size or self.known_vocab_size) * h + self.max_position_embeddings * h + blocks + 2 * h
 
     @property
     def block_parameters(self) -> int:

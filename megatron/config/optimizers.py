@@ -12,94 +12,106 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
+OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
+                        "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
 
-AUTO = "auto"
+AUTO_STEPS = "auto"
 """A number of steps that is found while a run goes on."""
 
 
 @dataclass(frozen=True)
-class Takes:
+class OptimizerParams:
     """The parameters of one optimizer."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> the names of its fields."""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     """Parameter -> default, whose type is the parameter's."""
     torch_name: str = ""
     """The class of torch.optim, where there is one."""
-    decays: bool = True
+    has_weight_decay: bool = True
     """It takes `weight_decay`."""
     lr: float = 1e-3
     """DeepSpeed's default, and torch's where the class is torch's. The trainer has one of its own (--lr)."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return ("lr", *(["weight_decay"] if self.decays else []), *self.fields, *self.own)
+        return ("lr", *(["weight_decay"] if self.has_weight_decay else []), *self.fields, *self.extra)
 
 
-_ADAM = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
-_ONE_BIT = {**_ADAM, "freeze_step": "onebit_freeze_step"}
-_LAMB = {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}
+_ADAM_FIELDS = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
+_ONE_BIT_FIELDS = {**_ADAM_FIELDS, "freeze_step": "onebit_freeze_step"}
+_LAMB_EXTRA = {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}
 
-OPTIMIZERS: dict[str, Takes] = {
-    "adam": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "Adam"),
-    "adamw": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "AdamW"),
-    "sgd": Takes({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
-    "lamb": Takes(_ADAM, _LAMB),
-    "lion": Takes({}, {"betas": (0.9, 0.99)}),
-    "adagrad": Takes({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0}, "Adagrad", lr=1e-2),
-    "rmsprop": Takes({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop", lr=1e-2),
-    "nadam": Takes(_ADAM, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam", lr=2e-3),
-    "radam": Takes(_ADAM, {"decoupled_weight_decay": False}, "RAdam"),
-    "adamax": Takes(_ADAM, {}, "Adamax", lr=2e-3),
-    "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
-    "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
-    "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False, lr=1e-2),
-    "onebit_adam": Takes(_ONE_BIT, {"bias_correction": True}),
-    "onebit_lamb": Takes(_ONE_BIT, {**_LAMB, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
-                                    "factor_threshold": 0.1}),
-    "muon": Takes(_ADAM, {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
-                          "split_qkv": True, "muon_lr": None, "adam_lr": None}),
+OPTIMIZERS: dict[str, OptimizerParams] = {
+    "adam": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True},
+                            "Adam"),
+    "adamw": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"},
+                             {"amsgrad": False, "bias_correction": True}, "AdamW"),
+    "sgd": OptimizerParams({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
+    "lamb": OptimizerParams(_ADAM_FIELDS, _LAMB_EXTRA),
+    "lion": OptimizerParams({}, {"betas": (0.9, 0.99)}),
+    "adagrad": OptimizerParams({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0},
+                               "Adagrad",
+                               lr=1e-2),
+    "rmsprop": OptimizerParams({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop",
+                               lr=1e-2),
+    "nadam": OptimizerParams(_ADAM_FIELDS, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam", lr=2e-3),
+    "radam": OptimizerParams(_ADAM_FIELDS, {"decoupled_weight_decay": False}, "RAdam"),
+    "adamax": OptimizerParams(_ADAM_FIELDS, {}, "Adamax", lr=2e-3),
+    "adadelta": OptimizerParams({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
+    "asgd": OptimizerParams({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
+    "rprop": OptimizerParams({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
+                             "Rprop",
+                             has_weight_decay=False,
+                             lr=1e-2),
+    "onebit_adam": OptimizerParams(_ONE_BIT_FIELDS, {"bias_correction": True}),
+    "onebit_lamb": OptimizerParams(_ONE_BIT_FIELDS, {
+        **_LAMB_EXTRA, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1
+    }),
+    "muon": OptimizerParams(
+        _ADAM_FIELDS, {
+            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original", "split_qkv": True,
+            "muon_lr": None, "adam_lr": None
+        }),
 }
 
-WORDS = {"adjust_lr_fn": ("original", "match_rms_adamw")}
+TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}
 """Own parameter that is a text -> what it may be."""
 
-ONE_BIT = ("onebit_adam", "onebit_lamb")
+ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
 """Those with an exchange of their own, at one bit a number."""
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     low: float = 0.0
     high: float = math.inf
-    without_low: bool = False
-    without_high: bool = False
+    excludes_low: bool = False
+    excludes_high: bool = False
 
-    def has(self, number: float) -> bool:
-        return (number > self.low or number == self.low and not self.without_low) and \
-            (number < self.high or number == self.high and not self.without_high)
+    def contains(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.excludes_low) and \
+            (number < self.high or number == self.high and not self.excludes_high)
 
     def __str__(self) -> str:
-        above = f"a number {'>' if self.without_low else '>='} {self.low:g}"
-        return above if self.high == math.inf else f"{above} and {'<' if self.without_high else '<='} {self.high:g}"
+        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
 
 
-_POSITIVE, _DECAY = Range(without_low=True), Range(high=1.0, without_high=True)
-RANGES: dict[str, Range] = {
+_POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
+EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
     **dict.fromkeys(("min_coeff", "factor_min", "factor_threshold", "eps", "lr_decay", "initial_accumulator_value",
-                     "momentum_decay", "lambd", "t0"), Range()),
+                     "momentum_decay", "lambd", "t0"), NumberRange()),
     **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
-    **dict.fromkeys(("dampening", "alpha"), Range(high=1.0)),
-    **dict.fromkeys(("muon_lr", "adam_lr"), Range()), "ns_steps": Range(1, 99),
+    **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
+    **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99),
 }
 """Own parameter -> the numbers it may be, each of them where it has two."""
-ORDERED = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
+ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
 """Own parameters of which the first is not above the second."""
-SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
+OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
 """Variants that some optimizers have; switched off they mean the same to all."""
 
 
@@ -122,26 +134,26 @@ REFUSED_TYPES = {
 """Types, in lower case, that DeepSpeed has and we do not -> why."""
 
 
-def own_parameter(optimizer: str, name: str, value: Any) -> Any:
+def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
     """The value as this optimizer takes it; ValueError says what is wrong with it."""
     takes = OPTIMIZERS[optimizer]
     if name in takes.fields:
         flags = " and ".join(f"--{field.replace('_', '-')}" for field in takes.fields[name].split())
         raise ValueError(f"{name} has a flag of its own: give {flags}")
-    if name not in takes.own:
+    if name not in takes.extra:
         raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
-                         f"{', '.join(takes.own) or 'none'}")
-    number = _of_its_type(name, value, takes.own[name])
+                         f"{', '.join(takes.extra) or 'none'}")
+    number = _convert_extra_param(name, value, takes.extra[name])
     numbers = number if isinstance(number, tuple) else () if number is None else (number,)
-    if name in RANGES and not all(map(RANGES[name].has, numbers)):
+    if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
         shown = f"{value:g}" if isinstance(value, float) else value
-        raise ValueError(f"{name} is {shown}: expected {RANGES[name]}")
+        raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
     return number
 
 
-def out_of_order(own: Mapping[str, Any]) -> Iterator[str]:
+def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with own parameters beside each other."""
-    for low, high in ORDERED:
+    for low, high in ORDERED_EXTRAS:
         if low in own and own[low] > own[high]:
             yield f"{low} {own[low]:g} is above {high} {own[high]:g}: it is the lower bound"
     if "etas" in own and not own["etas"][0] < 1 < own["etas"][1]:
@@ -150,7 +162,7 @@ def out_of_order(own: Mapping[str, Any]) -> Iterator[str]:
         yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
 
 
-def _of_its_type(name: str, value: Any, default: Any) -> Any:
+def _convert_extra_param(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         if isinstance(value, bool):
             return value
@@ -160,9 +172,9 @@ def _of_its_type(name: str, value: Any, default: Any) -> Any:
             return value
         raise ValueError(f"{name} is {value!r}: expected a whole number")
     if isinstance(default, str):
-        if value in WORDS[name]:
+        if value in TEXT_CHOICES[name]:
             return value
-        raise ValueError(f"{name} is {value!r}: expected {' or '.join(WORDS[name])}")
+        raise ValueError(f"{name} is {value!r}: expected {' or '.join(TEXT_CHOICES[name])}")
     if default is None and value is None:
         return None
     if isinstance(default, float | None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import require, setting
 
 
@@ -13,7 +13,7 @@ from megatron.config.setting import require, setting
 class ParallelConfig:
     """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
 
-    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", newcomer=True)
+    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", in_short_help=True)
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
     distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
@@ -23,10 +23,10 @@ class ParallelConfig:
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "model_parallel_size", 1)
         problems.require_range(self, "distributed_timeout_seconds startup_timeout_seconds", 0, open_low=True)
-        problems.stop()
+        problems.raise_if_any()
 
     @property
     def startup_limit(self) -> float:

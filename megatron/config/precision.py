@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.kinds import AT_LEAST_0, EXPONENT, choice
-from megatron.config.problems import Problems
-from megatron.config.setting import Key, require, setting
+from megatron.config.kinds import EXPONENT, NUMBER_FROM_0, one_of
+from megatron.config.problems import ErrorList
+from megatron.config.setting import JsonKey, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """The working precision of weights and activations. Master weights and moments are always fp32."""
 
-    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", newcomer=True)
-    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", newcomer=True)
+    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", in_short_help=True)
+    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", in_short_help=True)
     loss_scale: float | None = setting(
         None, "fp16: fixed loss scale (default: dynamic)",
-        json=Key("fp16.loss_scale", AT_LEAST_0, lambda scale: scale or None, help="0 is dynamic"))
+        json=JsonKey("fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"))
     initial_loss_scale: float = setting(
         2.0**16, "fp16: first dynamic loss scale",
-        json=Key("fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16",
-                 help="as the exponent of 2"))
+        json=JsonKey("fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16",
+                     help="as the exponent of 2"))
     loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.")
     hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
@@ -37,16 +37,16 @@ class PrecisionConfig:
               "high on a GPU, highest on a CPU)")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
-        json=Key("communication_data_type", choice("fp32", "fp16", "bf16"), nullable=True,
-                 refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
+        json=JsonKey("communication_data_type", one_of("fp32", "fp16", "bf16"), nullable=True,
+                     refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
         problems.require_range(self, "loss_scale_window hysteresis", 1)
         problems.require_range(self, "max_skipped_in_a_row", 0)
-        problems.stop()
+        problems.raise_if_any()
         require(
             not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
         )

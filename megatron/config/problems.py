@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.config.setting import flag_name
-from megatron.config.words import Words, flags_in
-from megatron.errors import ConfigError, listed
+from megatron.config.words import FlagToKeyNames, flags_in
+from megatron.errors import ConfigError, format_listed_error
 
-SHOWN_AT_ONCE = 40
+MAX_SHOWN_ERRORS = 40
 """Errors in one message: a file with more is of another kind."""
 
 
@@ -24,17 +24,17 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, sentences: Sequence[str], name: str = "") -> None:
         self.sentences = tuple(dict.fromkeys(sentences))
-        count, few = len(self.sentences), self.sentences[:SHOWN_AT_ONCE]
+        count, few = len(self.sentences), self.sentences[:MAX_SHOWN_ERRORS]
         head = f"{count} errors, of which the first {len(few)} are" if count > len(few) else f"{count} errors"
-        text = few[0] if count == 1 else "\n".join([f"{head}:", *map(listed, range(1, count + 1), few)])
+        text = few[0] if count == 1 else "\n".join([f"{head}:", *map(format_listed_error, range(1, count + 1), few)])
         super().__init__((f"{name}: " if name else "") + text)
 
 
-def sentences_of(error: ConfigError) -> tuple[str, ...]:
+def error_sentences(error: ConfigError) -> tuple[str, ...]:
     return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
 
 
-class Problems(list[str]):
+class ErrorList(list[str]):
     """Sentences, until `stop` raises them as one error."""
 
     def require(self, condition: bool, message: str) -> None:
@@ -52,45 +52,45 @@ class Problems(list[str]):
             bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
             self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
 
-    def stop(self, name: str = "") -> None:
+    def raise_if_any(self, name: str = "") -> None:
         """Raise what was found, as one error."""
         if self:
             raise ConfigErrors(self, name)
 
 
-class Draft:
+class ErrorCollector:
     """What is wrong so far, and with which settings."""
 
     def __init__(self) -> None:
-        self.words = Words()
+        self.key_names = FlagToKeyNames()
         """How what is noted from now on is said."""
-        self.is_wrong = False
+        self.has_errors = False
         self._sentences: list[str] = []
         self._doubtful: set[str] = set()
         self._file = ""
 
-    def doubt(self, flags: Iterable[str]) -> None:
+    def ignore_later_errors_of(self, flags: Iterable[str]) -> None:
         self._doubtful.update(*map(flags_in, flags))
 
-    def note(self, sentences: Iterable[str], file: str = "") -> None:
+    def add_errors(self, sentences: Iterable[str], file: str = "") -> None:
         """What one check has found, in the names of flags; `file`: in the words of this file."""
-        told = [sentence for sentence in sentences if self._doubtful.isdisjoint(flags_in(sentence))]
-        said = told if file else list(map(self.words.of, told))
-        if file and told or said != told:
-            self._file = file or self.words.file
-        self._sentences += said
-        self.doubt(told)
-        self.is_wrong = bool(self._sentences)
+        new_sentences = [sentence for sentence in sentences if self._doubtful.isdisjoint(flags_in(sentence))]
+        translated = new_sentences if file else list(map(self.key_names.translate, new_sentences))
+        if file and new_sentences or translated != new_sentences:
+            self._file = file or self.key_names.file
+        self._sentences += translated
+        self.ignore_later_errors_of(new_sentences)
+        self.has_errors = bool(self._sentences)
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting_errors(self) -> Iterator[None]:
         """A ConfigError of the block is noted, and what comes after the block goes on."""
         try:
             yield
         except ConfigError as error:
-            self.note(sentences_of(error))
+            self.add_errors(error_sentences(error))
 
-    def stop(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise what was noted, as one error."""
         if self._sentences:
             raise ConfigErrors(self._sentences, self._file)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import setting
 
-_HERE = "flops_profiler."
+_FLOPS_PROFILER = "flops_profiler."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,22 +16,26 @@ class ProfileConfig:
     """The flops profiler counts and times one training step module by module; a trace says what ran when
     (docs/profiler.md, docs/trace.md)."""
 
-    flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module", json=_HERE + "enabled")
-    flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_HERE + "profile_step")
+    flops_profiler: bool = setting(False,
+                                   "count the arithmetic of one step, module by module",
+                                   json=_FLOPS_PROFILER + "enabled")
+    flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step")
     flops_profiler_module_depth: int = setting(
-        -1, "how deep into the modules the sums over classes go; -1: to the innermost", json=_HERE + "module_depth")
+        -1,
+        "how deep into the modules the sums over classes go; -1: to the innermost",
+        json=_FLOPS_PROFILER + "module_depth")
     flops_profiler_top_modules: int = setting(1, "how many classes are named at each depth",
-                                              json=_HERE + "top_modules")
-    flops_profiler_detailed: bool = setting(True, "print every module", json=_HERE + "detailed")
+                                              json=_FLOPS_PROFILER + "top_modules")
+    flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
     flops_profiler_output_file: str | None = setting(
         None, "write the profile to this file; its ending says as what: .json, .html, or else text",
-        json=_HERE + "output_file", place=True)
+        json=_FLOPS_PROFILER + "output_file", is_location=True)
 
     profile_steps: str | None = setting(
         None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, memory over time, and a line that says where "
               "the time went", metavar="FIRST:LAST")
     profile_rank: int = setting(0, "the rank that is traced", metavar="RANK")
-    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", place=True)
+    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True)
 
     @property
     def traced_steps(self) -> range | None:
@@ -42,7 +46,7 @@ class ProfileConfig:
         return range(first, last + 1)
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         asked = self.profile_steps
         is_range = asked is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", asked) is not None and bool(self.traced_steps)
         problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST of steps from 1 on, in their order: "
@@ -50,7 +54,7 @@ class ProfileConfig:
         problems.require_range(self, "profile_rank", 0)
         problems.require_range(self, "flops_profiler_step flops_profiler_top_modules", 1)
         problems.require_range(self, "flops_profiler_module_depth", -1)
-        problems.stop()
+        problems.raise_if_any()
 
     def notes(self, train_iters: int | None = None) -> list[str]:
         """What is switched on and does nothing."""

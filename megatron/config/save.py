@@ -6,31 +6,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import flag_name, require, setting
 from megatron.errors import ConfigError
 
-NOT_SIGNED = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
+NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
 
 
-def refuse_key(file: str) -> NoReturn:
+def refuse_checkpoint_key(file: str) -> NoReturn:
     """The retired flag of the commands that read checkpoints."""
-    raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED}")
+    raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED_MESSAGE}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveConfig:
     """Checkpoints: where they are written and read, and what of them."""
 
-    save: str | None = setting(None, "folder to write checkpoints to", newcomer=True)
+    save: str | None = setting(None, "folder to write checkpoints to", in_short_help=True)
     load: str | None = setting(
         None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an empty --save",
-        newcomer=True)
+        in_short_help=True)
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
     load_hf: str | None = setting(
-        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", newcomer=True)
+        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", in_short_help=True)
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
-                                 newcomer=True)
+                                 in_short_help=True)
     async_save: bool = setting(False, "train on while a copy of the state is written")
     keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
@@ -45,10 +45,10 @@ class SaveConfig:
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "save_interval ckpt_step", 0)
         problems.require_range(self, "keep_last keep_every", 1)
-        problems.stop()
+        problems.raise_if_any()
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.kinds import COUNT
-from megatron.config.problems import Problems
-from megatron.config.setting import Key, require, setting
+from megatron.config.problems import ErrorList
+from megatron.config.setting import JsonKey, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +16,13 @@ class TrainConfig:
 
     batch_size: int = setting(
         4, "micro-batch: samples per data parallel rank in one forward", "micro-batch-size",
-        "per-device-train-batch-size", newcomer=True,
-        json=Key("train_micro_batch_size_per_gpu", COUNT, alone=False, nullable=True, default=""))
+        "per-device-train-batch-size", in_short_help=True,
+        json=JsonKey("train_micro_batch_size_per_gpu", COUNT, is_independent=False, nullable=True, default=""))
     global_batch_size: int | None = setting(
-        None, "samples per optimizer step (default: batch size x data parallel size)", newcomer=True,
-        json=Key("train_batch_size", COUNT, alone=False, nullable=True))
-    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", newcomer=True)
-    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", newcomer=True)
+        None, "samples per optimizer step (default: batch size x data parallel size)", in_short_help=True,
+        json=JsonKey("train_batch_size", COUNT, is_independent=False, nullable=True))
+    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", in_short_help=True)
+    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", in_short_help=True)
     eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off")
     skip_train: bool = setting(False, "evaluate what --load or --load-hf names, and neither train nor save",
                                "eval-only")
@@ -43,12 +43,12 @@ class TrainConfig:
                                          "need be (docs/training.md)")
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require_range(self, "batch_size global_batch_size", 1)
         problems.require_range(self, "train_iters eval_interval eval_iters", 0)
         problems.require_range(self, "exit_interval exit_duration_in_mins gc_interval", 0)
         problems.require_range(self, "seed", 0, 2**63 - 1)
-        problems.stop()
+        problems.raise_if_any()
         require(self.compile is not False or not self.cuda_graphs,
                 "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")
         require(not self.skip_train or self.evaluates_every > 0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron.errors import TrainerError
 
 _FLAG = r"--[a-z][\w-]*"
-SECTION = "\0"
+NAME_PREFIX_END = "\0"
 """Ends a name that the next word of the message belongs to: "optimizer.params.", and then a parameter."""
 
 
@@ -20,32 +20,33 @@ def flags_in(message: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Words:
+class FlagToKeyNames:
     """A message that names a setting of the file names all its settings as the file does."""
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    keys_of_given: Mapping[str, str] = field(default_factory=dict)
     """Flag -> what was written instead of it."""
-    others: Mapping[str, str] = field(default_factory=dict)
+    keys_of_others: Mapping[str, str] = field(default_factory=dict)
     """Flag that neither the file nor the command line gave -> its key."""
-    no_flags: bool = False
+    has_only_keys: bool = False
     """Whoever reads it has keys only."""
     file: str = ""
     """Where the keys are."""
 
-    def of(self, message: str) -> str:
+    def translate(self, message: str) -> str:
         """A message that speaks of flags, in these words."""
-        if not self.no_flags and self.given.keys().isdisjoint({*re.findall(_FLAG, message), *flags_in(message)}):
+        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(
+            {*re.findall(_FLAG, message), *flags_in(message)}):
             return message
-        names = {**self.others, **self.given}
+        names = {**self.keys_of_others, **self.keys_of_given}
         names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
         said = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
-        return said.replace(SECTION + " ", SECTION).replace(SECTION, "")
+        return said.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
 
     @contextmanager
-    def speaking(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """An error of the block is in these words."""
         try:
             yield
         except TrainerError as error:
-            error.args = (self.of(str(error)),)
+            error.args = (self.translate(str(error)),)
             raise

@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> tuple[Chosen, Asked, bool]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     model, asked, as_json = parse(sys.argv[1:] if argv is None else argv)
-    from megatron.checkpoint.agree import agree
+    from megatron.checkpoint.agree import all_succeed_or_raise
     from megatron.evaluate.report import Report, published
     from megatron.evaluate.setting import Setting
     from megatron.evaluate.tasks import prepare
@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     began = time.monotonic()
     setting = Setting.of(model.source, model.batch_size, model.told)
-    say = distributed.sayer(setting.rank)
+    say = distributed.rank_0_printer(setting.rank)
     for note in model.notes:
         say(note)
     # Before the weights are read: it may find that the data will not do.
-    task = agree(lambda: prepare(asked, setting.subject), setting.groups.world)
+    task = all_succeed_or_raise(lambda: prepare(asked, setting.subject), setting.groups.world)
     say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
         f"tokens; {setting.described}")
     if task.truncated:

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.evaluate.parser import Chosen, chosen, parser_of
 from megatron.inference.source import ModelParser
 from megatron.launch.exits import run
-from megatron.neighbours import check_neighbours
+from megatron.neighbours import check_package_shadowing
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -145,7 +145,7 @@ def is_unreached(error: BaseException) -> bool:
 
 
 def _checked() -> int:
-    check_neighbours()
+    check_package_shadowing()
     return main()
 
 

@@ -33,7 +33,7 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[str, Mapping[str, float]]] = {
 
 def size_of(shape: ModelConfig) -> str | None:
     """The one of GPT-2's four sizes that has this shape."""
-    if shape.tokens != GPT2_TOKENS:
+    if shape.known_vocab_size != GPT2_TOKENS:
         return None
     for size in SHAPES:
         if all(getattr(shape, name) == value for name, value in PRESETS[size].items() if name != "tokenizer_type"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 
@@ -45,7 +45,7 @@ class Asked:
     """Of the split that the model was trained with: only these documents."""
 
     def __post_init__(self) -> None:
-        problems, known = Problems(), PROTOCOLS[self.task]
+        problems, known = ErrorList(), PROTOCOLS[self.task]
         problems.require(self.protocol in known, f"--protocol {self.protocol}: --task {self.task} has "
                          f"{', '.join(known)}")
         problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
@@ -55,7 +55,7 @@ class Asked:
                          f"--stride: no windows overlap in --task {self.task} --protocol {self.protocol}; leave it out")
         problems.require(self.stride is None or self.stride >= 1, f"--stride is {self.stride}: expected 1 or more")
         problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
-        problems.stop()
+        problems.raise_if_any()
 
     @property
     def target(self) -> str | None:

@@ -111,7 +111,7 @@ class Scorer:
 
     def _of_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[n, h], [n] -> fp64 log-probabilities [n], and whether each is the likeliest [n]."""
-        tp, tokens = self._model.tp, self._model.config.tokens
+        tp, tokens = self._model.tp, self._model.config.known_vocab_size
         size = ON_ACCELERATORS if on_accelerator(hidden) else CHUNK_BYTES
         rows = max(1, size * tp.size // (4 * tokens))
         return of_all(torch.cat([found_here(self._model.local_logits(x), target, tp, tokens)

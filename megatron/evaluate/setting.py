@@ -13,7 +13,7 @@ import torch
 from data.plain_text import Separator
 from data.preprocess import TextReadOptions
 from data.tokenizer_base import Tokenizer
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.config.model import ModelConfig
 from megatron.config.tree import require
 from megatron.evaluate.scorer import Scorer
@@ -69,14 +69,14 @@ class Setting:
     @classmethod
     def of(cls, source: Source, batch_size: int, told: Mapping[str, object] | None = None) -> Setting:
         """The weights are not read yet. Collective, of ranks that were `told` the same."""
-        env, size = distributed.init(told=told), source.model_parallel_size
+        env, size = distributed.init(must_match=told), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)
         found = loading.open_source(source, groups)
         _check_shape(found, source.shape)
-        tokenizer = agree(lambda: loading.tokenizer_of(found, source.tokenizer), groups.world)
-        require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
+        tokenizer = all_succeed_or_raise(lambda: loading.tokenizer_of(found, source.tokenizer), groups.world)
+        require(tokenizer.eod < found.shape.known_vocab_size, f"{found.name} has no token for the end of a document")
         subject = _subject(tokenizer, found)
         return cls(found, subject, groups, source.dtype or found.precision, distributed.device_for(env, None),
                    batch_size)

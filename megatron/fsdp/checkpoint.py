@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.commit import Keep, probe
-from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
+from megatron.checkpoint.cut import DPSharding
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import TensorEntry, step_tag
-from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.manifest import TensorEntry, tag_of_iteration
+from megatron.checkpoint.piece import TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.writer import save
@@ -66,9 +66,9 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     module, root = _prepare(model, "save_checkpoint()")
     folder, numbers = Path(save_dir), scalar_states(optimizer, root.trained)
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
-    name = step_tag(steps) if tag is None else str(tag)
-    agree(lambda: check_client_state(client_state or {}), root.dp)
-    on_rank_0(lambda: probe(folder), root.dp)
+    name = tag_of_iteration(steps) if tag is None else str(tag)
+    all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
+    on_rank_0(lambda: check_save_root_is_writable(folder), root.dp)
     kinds = sharded_kinds(optimizer, root.trained)
     with buffers_in_own_dtype(module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
@@ -107,11 +107,11 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     the optimizer and the scheduler where they are given, are in place. Every rank calls it."""
     module, root = _prepare(model, "load_checkpoint()")
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
-    agree(lambda: check_shared_state(found), root.dp)
-    agree(lambda: _check_compatible(found, root, optimizer), root.dp)
-    agree(partial(_read_weights, found, root), root.dp)
+    all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
+    all_succeed_or_raise(lambda: _check_compatible(found, root, optimizer), root.dp)
+    all_succeed_or_raise(partial(_read_weights, found, root), root.dp)
     root.apply_master_edits()
-    root.lineage = Lineage(found.manifest.record)
+    root.lineage = Lineage(found.manifest.commit_record)
     for name, buffer in module.named_buffers():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])
@@ -138,20 +138,20 @@ def _prepare(model: nn.Module, what: str) -> tuple[nn.Module, FSDPRoot]:
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 
-def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[Piece]:
+def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
     for bucket in root.buckets:
         masters = local_masters(bucket)
         for parameter, slot, (start, stop, offset) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
                                                           strict=True):
             if start == stop:
                 continue
-            yield Piece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
+            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
                 zeros = torch.zeros(stop - start, dtype=_state_dtype(optimizer, bucket,
                                                                      kind))  # it has not been met yet
-                yield Piece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
-                            local_tensor(state[kind]) if kind in state else zeros)
+                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
+                                  local_tensor(state[kind]) if kind in state else zeros)
 
 
 def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
@@ -159,8 +159,8 @@ def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> I
         for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
             dtype = DTYPE_NAMES[bucket.master_state.dtype if kind == WEIGHT else _state_dtype(optimizer, bucket, kind)]
             for slot in bucket.layout.slots:
-                yield TensorEntry(kind, slot.name, dtype, sharding_of(slot.shape, slot.partition, 1),
-                                  Spread(slot.offset, bucket.layout.shard_numel))
+                yield TensorEntry(kind, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, 1),
+                                  DPSharding(slot.offset, bucket.layout.shard_numel))
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
@@ -226,7 +226,7 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
                                                          for one in group["params"])}
     state: dict[int, OptimState] = {}
     kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
-    read = agree(
+    read = all_succeed_or_raise(
         lambda: [{kind: _read_optimizer_state(found, bucket, kind)
                   for kind in kinds} for bucket in root.trained], root.dp)
     for bucket, flats in zip(root.trained, read, strict=True):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.errors import ConfigError
 from megatron.fsdp.shard import (ShardedParam, gradient_of, local_tensor, param_ranges, segment_like, segment_location,
                                  set_gradient)
@@ -312,7 +312,7 @@ def _broadcast_from_rank0(model: nn.Module, states: Mapping[str, OptimState], gr
     """This rank's part of the states that the first rank has, and its groups. Collective."""
     root = require_fsdp_state(unwrap(model)).root
     parameters = dict(model.named_parameters())
-    agree(lambda: _check_full_states(states, parameters) if root.dp.rank == 0 else None, root.dp)
+    all_succeed_or_raise(lambda: _check_full_states(states, parameters) if root.dp.rank == 0 else None, root.dp)
     plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
     values = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
                              for group in plain], root.dp)

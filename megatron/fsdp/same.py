@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from data.storage import crc32
-from megatron.checkpoint.agree import unlike
+from megatron.checkpoint.agree import find_differences
 from megatron.errors import ConfigError
-from megatron.launch.alike import difference
+from megatron.launch.alike import mismatch_message
 from megatron.zero.api.same import describe_tensor, first_difference
 from megatron.zero.holders import full_shape, param_owner
 from mpu.device import on_accelerator
@@ -41,13 +41,13 @@ def check_same_on_all_ranks(
             "parameter": [[name, _describe_param(parameter)] for name, parameter in parameters.items()],
             "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]}
     digests = {name: _checksum(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if values}
-    per_rank = unlike({**rows, "values": digests}, group)
+    per_rank = find_differences({**rows, "values": digests}, group)
     if not per_rank:
         return
     for kind in rows:
         if found := first_difference(per_rank, kind):
             raise ConfigError(f"the ranks shard {where} differently: {found}")
-    raise ConfigError(difference(
+    raise ConfigError(mismatch_message(
         [(one["values"], [rank]) for rank, one in enumerate(per_rank)],
         f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
         "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "

@@ -49,7 +49,7 @@ from mpu.groups import SOLO, Group, Groups, subgroup
 STAGE = 3
 _STATE_ATTRIBUTE = "_fsdp_member"
 
-distributed.leave_at_exit()  # before the script meets, where it imports before that
+distributed.register_shutdown_at_exit()  # before the script meets, where it imports before that
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree, alike
+from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import ConfigError
 from megatron.fsdp.root import VOLATILE, FSDPRoot
 from megatron.fsdp.same import byte_checksum
@@ -125,7 +125,7 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
     group = _roots(module)[0].dp
     extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)} if group.rank == 0 else {}
     with _full_parameters(module, group.rank == 0, "cpu") as full:
-        agree(lambda: _load_on_rank0(module, state, extra, strict) if group.rank == 0 else None, group)
+        all_succeed_or_raise(lambda: _load_on_rank0(module, state, extra, strict) if group.rank == 0 else None, group)
     for bucket in buckets_of(module):
         broadcast_masters_from_rank0(bucket, [full.get(parameter) for parameter in bucket.parameters])
     for root in _roots(module):
@@ -259,9 +259,13 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
         if not volatile:
             edits = [(bucket, _edited_values(bucket, whole)) for bucket, whole in full_params]
             if not roots[0].dp.is_solo:
-                alike({slot.name: byte_checksum(value) for bucket, values in edits
-                       for slot, value in zip(bucket.layout.slots, values, strict=True)}, roots[0].dp,
-                      f"the ranks edited parameters differently inside {SUMMON_CALL}, and nothing was kept (checksums)")
+                assert_equal_across_ranks(
+                    {
+                        slot.name: byte_checksum(value)
+                        for bucket, values in edits
+                        for slot, value in zip(bucket.layout.slots, values, strict=True)
+                    }, roots[0].dp,
+                    f"the ranks edited parameters differently inside {SUMMON_CALL}, and nothing was kept (checksums)")
             for bucket, values in edits:
                 store_masters(bucket, values)
     finally:

@@ -98,7 +98,7 @@ def ids_of(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
 def generator_of(loaded: Loaded, decoder: Decoder, wording: Wording, slides: bool) -> Generator:
     tokenizer, model = loaded.tokenizer, loaded.model
     return Generator(decoder, vocabulary=tokenizer.vocab_size, slides=slides, stops=wording.is_over,
-                     eod=tokenizer.eod if tokenizer.eod < model.config.tokens else None)
+                     eod=tokenizer.eod if tokenizer.eod < model.config.known_vocab_size else None)
 
 
 @final

@@ -143,22 +143,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = former.translate_samples(asked)
     check(asked)
     model, wish = replace(source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
-    from megatron.checkpoint.agree import agree
+    from megatron.checkpoint.agree import all_succeed_or_raise
     from megatron.inference import loading
     from megatron.inference.answers import Answers
     from megatron.inference.session import Session
     from megatron.launch import distributed
     from mpu.collectives import broadcast_json
 
-    env = distributed.init(told=told(asked))
+    env = distributed.init(must_match=told(asked))
     first, began = env.rank == 0, time.monotonic()
     groups = loading.groups_of(model, env.world_size, MODULE)
     session = bool(broadcast_json(first and is_session(asked), groups.world))
     terminal = Terminal() if first and session else None
-    say = terminal.say if terminal is not None else distributed.sayer(env.rank)
+    say = terminal.say if terminal is not None else distributed.rank_0_printer(env.rank)
     for note in notes:
         say(note)
-    prompts = agree(lambda: prompts_of(asked, say) if first and not session else Given(()), groups.world)
+    prompts = all_succeed_or_raise(lambda: prompts_of(asked, say) if first and not session else Given(()), groups.world)
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
     if session:

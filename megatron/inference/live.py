@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.config.tree import require
 from megatron.inference.decoder import Decoder
 from megatron.inference.loading import empty, put
@@ -47,7 +47,7 @@ def _reading(engine: Engine) -> Iterator[GPT2]:
             f"{type(model).__name__}: use its forward")
     assert isinstance(model, GPT2)
     engine.conclude()
-    agree(core.check_before_save, core.groups.world)
+    all_succeed_or_raise(core.check_before_save, core.groups.world)
     core.sync_delayed_update("megatron.inference.live")
     engine.train(False)
     try:

@@ -22,14 +22,14 @@ import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
 from data.facts import TokenizerFacts
 from data.tokenizer_base import Tokenizer
-from megatron.checkpoint.agree import agree
-from megatron.checkpoint.choice import locate, tag_of_step
-from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
-from megatron.checkpoint.interchange.foreign import same_weights
-from megatron.checkpoint.interchange.huggingface import open_folder
-from megatron.checkpoint.interchange.recorded import recorded_model
+from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.checkpoint.choice import find_tag_of_step, parse_checkpoint_path
+from megatron.checkpoint.int8 import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima
+from megatron.checkpoint.interchange.foreign import assert_same_weights
+from megatron.checkpoint.interchange.huggingface import open_huggingface
+from megatron.checkpoint.interchange.recorded import read_recorded_model
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.config.hf_shape import shape_in, tokenizer_in
+from megatron.config.hf_shape import read_model_fields, read_tokenizer_fields
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
 from megatron.inference.int8 import Int8, Room, activations_on
@@ -56,7 +56,7 @@ class Weights(Protocol):
     """Of a checkpoint, ours or another program's."""
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
-             tp_size: int, offset: int, out: Tensor) -> None: ...
+             tp_size: int, offset: int, out: Tensor) -> None:        ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
     """Model and tokenizer. Collective."""
     found = open_source(source, groups)
     check_shape(found, source.shape)
-    tokenizer = agree(lambda: tokenizer_of(found, source.tokenizer), groups.world)
+    tokenizer = all_succeed_or_raise(lambda: tokenizer_of(found, source.tokenizer), groups.world)
     dtype = source.dtype or found.precision
     model = build(found, groups, DTYPES[dtype], device)
     return Loaded(model, tokenizer, described(found, dtype, tokenizer))
@@ -136,24 +136,25 @@ def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
 def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
     """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
     first. Collective."""
-    root, tag = locate(folder)
+    root, tag = parse_checkpoint_path(folder)
     if step is not None:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
-        tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
+        tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
     found = open_checkpoint(root, tag, world=groups.world, int8=True)
-    recorded = agree(lambda: recorded_model(found), groups.world)
-    precision = "int8" if found.has(LEVELS) else recorded.precision
-    rounded = None if precision == "int8" else agree(lambda: rounded_weights(found, DTYPES[precision]), groups.world)
+    recorded = all_succeed_or_raise(lambda: read_recorded_model(found), groups.world)
+    precision = "int8" if found.has(INT8_KIND) else recorded.precision
+    rounded = None if precision == "int8" else all_succeed_or_raise(lambda: rounded_weights(found, DTYPES[precision]),
+                                                                    groups.world)
     return Found(rounded or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
                  recorded.tokenizer, has_own_levels=None if rounded is None else rounded.has_levels)
 
 
 def open_hf(folder: str, groups: Groups) -> Found:
     """Of a Hugging Face folder. Collective."""
-    agree(lambda: shape_in(folder), groups.world)  # or what is wrong with the folder
-    found = agree(lambda: open_folder(Path(folder)), groups.world)
-    same_weights(found, groups.world)
-    said = agree(lambda: tokenizer_in(folder), groups.world)
+    all_succeed_or_raise(lambda: read_model_fields(folder), groups.world)  # or what is wrong with the folder
+    found = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
+    assert_same_weights(found, groups.world)
+    said = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
     return Found(found, found.model, said, "fp32", folder)
 
 
@@ -174,9 +175,10 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
     _check_remembered(found, data.tokenizer.canonical_kind(kind), flags)
     made = data.tokenizer.build(kind, vocab_file=said.get("vocab_file"), merge_file=said.get("merge_file"),
                                 tokenizer_path=path)
-    require(made.vocab_size <= found.shape.tokens,
-            f"{found.name} has {found.shape.tokens} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
-            "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
+    require(
+        made.vocab_size <= found.shape.known_vocab_size,
+        f"{found.name} has {found.shape.known_vocab_size} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
+        "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
     if (known := found.trained_with) is not None:
         require(known == made.facts, f"{found.name} was trained with {known.description}, and this is "
                 f"{made.facts.description}: give its own, --tokenizer-type with its files (--tokenizer-path or "
@@ -215,7 +217,7 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
     parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    levelled = agree(lambda: {name for name in sorted(matrices) if found.has_levels(name)}, groups.world)
+    levelled = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if found.has_levels(name)}, groups.world)
     maxima = _maxima_of_rows([part for part in parts if part.name in matrices - levelled], groups)
 
     def fill() -> None:
@@ -232,7 +234,7 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
                 _share(partial(part.numbers, numbers), (numbers,), groups.dp)
                 put(model, part.name, numbers)
 
-    agree(fill, groups.world)
+    all_succeed_or_raise(fill, groups.world)
     return model.eval().requires_grad_(False)
 
 
@@ -247,7 +249,7 @@ def empty(shape: ModelConfig, tp: Group) -> GPT2:
 def _share(read: Callable[[], None], made: Sequence[Tensor], dp: Group) -> None:
     """`read` fills these tensors on the first of the ranks, and is an error of all where it fails; the others are sent
     them. Collective."""
-    agree(read if dp.rank == 0 else _nothing, dp)
+    all_succeed_or_raise(read if dp.rank == 0 else _nothing, dp)
     for part in (part for tensor in made for part in tensor.view(-1).split(SENT)):
         broadcast_into(part, 0, dp).wait()
 
@@ -261,7 +263,7 @@ def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]
     then reads these matrices twice, and never the columns of others. Those that read nothing ask for nothing.
     Collective."""
     cut = [part for part in parts if part.has_cut_rows and groups.dp.rank == 0]
-    own = agree(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
+    own = all_succeed_or_raise(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
     if not cut:
         return {}
     flat = torch.cat(own)
@@ -281,7 +283,7 @@ class _Part:
     def has_cut_rows(self) -> bool:
         return self._partition is not None and self._partition.dim == 1 and not self._tp.is_solo
 
-    def reader(self, kind: str) -> Read:
+    def reader(self, kind: str) -> ReadRange:
         return partial(self._read, kind, self.shape, self._partition)
 
     def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
@@ -305,10 +307,10 @@ class _Part:
 
     def stored(self, levels: Tensor, scale: Tensor) -> None:
         """As it is int8 already."""
-        self.reader(LEVELS)(0, levels.view(-1))
+        self.reader(INT8_KIND)(0, levels.view(-1))
         stored = torch.empty(len(levels))
         cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
-        self._read(SCALE, tuple(stored.shape), cut, 0, stored)
+        self._read(SCALE_KIND, tuple(stored.shape), cut, 0, stored)
         scale.copy_(stored)
 
 

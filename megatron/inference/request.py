@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Sampling:
     """Always the likeliest, once repetitions are."""
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require(0 < self.temperature < float("inf"), f"--temperature is {self.temperature:g}: expected more "
                          "than 0; --greedy takes the likeliest token")
         problems.require(self.top_k >= 0, f"--top-k is {self.top_k}: expected 0 (all) or more")
@@ -27,7 +27,7 @@ class Sampling:
         problems.require(0 <= self.min_p <= 1, f"--min-p is {self.min_p:g}: expected 0 to 1")
         problems.require(0 < self.repetition_penalty < float("inf"), "--repetition-penalty is "
                          f"{self.repetition_penalty:g}: expected more than 0; 1 changes nothing")
-        problems.stop()
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True)

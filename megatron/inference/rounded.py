@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.int8 import LEVELS, SCALE
+from megatron.checkpoint.int8 import INT8_KIND, SCALE_KIND
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.quantize import QuantizeConfig
 from megatron.zero.layout import Segment, Slot
@@ -63,12 +63,12 @@ class RoundedWeights:
              tp_size: int, offset: int, out: Tensor) -> None:
         """Like the checkpoint's, and also of the kinds of an int8 model."""
         tp = Group(tp_rank, tp_size, tuple(range(tp_size)))
-        if kind == SCALE:
+        if kind == SCALE_KIND:
             local = (shape[0], *self._found.shape(WEIGHT, name)[1:])
             group = self._matrix(name, local, partition, tp).group_of_row
             out.copy_(self._rounded(name).grid.scale[group[offset : offset + len(out)]])
             return
-        numbers = torch.empty(len(out)) if kind == LEVELS else out
+        numbers = torch.empty(len(out)) if kind == INT8_KIND else out
         self._found.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
                          offset=offset, out=numbers)
         if self._is_rounded(name):
@@ -77,7 +77,7 @@ class RoundedWeights:
                 place = strip.view_in(numbers)
                 x = place.to(self._work).float()
                 place.copy_(
-                    rounded.levels(x, strip) if kind == LEVELS else rounded.round_values(x, strip).to(self._work))
+                    rounded.levels(x, strip) if kind == INT8_KIND else rounded.round_values(x, strip).to(self._work))
         if numbers is not out:
             out.copy_(numbers)
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from megatron.config.help import CommandParser
-from megatron.config.save import refuse_key
-from megatron.config.setting import place_told
+from megatron.config.help import CommandArgumentParser
+from megatron.config.save import refuse_checkpoint_key
+from megatron.config.setting import location_presence
 from megatron.config.tree import require
 
 TOKENIZER_FLAGS = {
@@ -39,7 +39,7 @@ class Source:
 
 
 @final
-class ModelParser(CommandParser):
+class ModelParser(CommandArgumentParser):
     """The command line of a program that uses a trained model."""
 
     def __init__(self, module: str, description: str, examples: str) -> None:
@@ -47,7 +47,7 @@ class ModelParser(CommandParser):
         add = self.add_argument
         add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
         add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
-        add("--checkpoint-key", type=refuse_key, help=argparse.SUPPRESS)
+        add("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
         add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
         add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
             help="split each layer over so many ranks, whatever the model was trained on (1)")
@@ -60,7 +60,7 @@ class ModelParser(CommandParser):
 
 def told(asked: argparse.Namespace) -> dict[str, object]:
     """Flag -> value, of all that every rank has to be told alike; of a place whether it is given."""
-    return {f"--{name.replace('_', '-')}": place_told(value) if name in PLACES else value
+    return {f"--{name.replace('_', '-')}": location_presence(value) if name in PLACES else value
             for name, value in vars(asked).items()}
 
 

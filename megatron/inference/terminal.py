@@ -13,7 +13,7 @@ from types import FrameType
 from typing import final
 
 from data.storage import escape_to_one_line
-from megatron.launch.signals import take_interrupts
+from megatron.launch.signals import own_interrupts
 
 PROMPT = "> "
 HOW_TO_LEAVE = "Ctrl-D or `stop` leaves"
@@ -38,7 +38,7 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         self._former = signal.signal(signal.SIGINT, self._on_interrupt)
-        take_interrupts()
+        own_interrupts()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         return self

@@ -2,9 +2,9 @@
 
 import sys
 
-from megatron.launch.leaving import end_when_asked
+from megatron.launch.leaving import exit_on_stop_signal
 
 if __name__ == "__main__":
-    end_when_asked("a rank was started")  # before the rest is imported
+    exit_on_stop_signal("a rank was started")  # before the rest is imported
     from megatron.launch.command import main
     sys.exit(main(sys.argv[1:]))

@@ -19,34 +19,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import EXIT_CONFIG, ConfigError, PeerError
-from megatron.ranges import differences, ranges
+from megatron.ranges import describe_differences, format_ranks
 from megatron.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PACKAGES = ("megatron", "mpu", "data")
-MOST_KINDS = 16
+COMPARED_PACKAGES = ("megatron", "mpu", "data")
+MAX_VARIANTS = 16
 """Different ranks whose facts are read."""
-STARTED_DIFFERENTLY = "the ranks were started differently"
-SLACK = timedelta(seconds=10)
+STARTED_DIFFERENTLY_MESSAGE = "the ranks were started differently"
+REPORT_SLACK = timedelta(seconds=10)
 """For rank 0 to say who did not come."""
-ODD_SECONDS = 0.5
+WORLD_SIZE_SECONDS = 0.5
 """For ranks that start together to say their WORLD_SIZE, once two are known to differ."""
 LINGER_SECONDS = 5.0
 """For every rank to read what is wrong, before the one that keeps the store leaves."""
 
 
-def facts_of_code(torch_version: str) -> dict[str, str]:
+def code_identity(torch_version: str) -> dict[str, str]:
     return {"version": __version__, "code": code_digest(), "torch": torch_version}
 
 
 def code_digest() -> str:
     """Of every module of ours, where they lie side by side: some hundred small files, read in milliseconds."""
-    home, found = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in (path for package in PACKAGES for path in _modules(home / package)):
+    root, found = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in (path for package in COMPARED_PACKAGES for path in _modules(root / package)):
         try:
-            found.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+            found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); the ranks compare their code before they "
                               "begin") from error
@@ -62,32 +62,33 @@ def _modules(package: Path) -> Iterator[Path]:
             yield from _modules(path)
 
 
-def check_alike(store: Store, rank: int, ranks: int, facts: Mapping[str, Any], limit: timedelta) -> None:
+def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str, Any], timeout: timedelta) -> None:
     """The same ConfigError on every rank where their facts differ; a PeerError where a rank does not come in time."""
-    text, here = json.dumps(facts, sort_keys=True, default=str), f"process {os.getpid()} on {socket.gethostname()}"
+    text, this_process = json.dumps(settings, sort_keys=True,
+                                    default=str), f"process {os.getpid()} on {socket.gethostname()}"
     if store.add(_key("came", rank), 1) > 1:
         raise ConfigError(f"rank {rank} was given twice: to {store.get(_key('who', rank)).decode()}, which came first, "
-                          f"and to {here}; each process needs a RANK of its own (docs/launch.md)")
-    store.set(_key("who", rank), here)
+                          f"and to {this_process}; each process needs a RANK of its own (docs/launch.md)")
+    store.set(_key("who", rank), this_process)
     store.set(_key("facts", rank), text)
     store.set(_key("digest", rank), hashlib.sha256(text.encode()).hexdigest())
-    odd = _arrive(store, rank, ranks)
+    size_error = _register_rank(store, rank, ranks)
     if rank == 0:
-        found = _verdict(store, ranks, limit)
+        found = _compare_ranks(store, ranks, timeout)
         store.set(_key("verdict"), json.dumps(found))
     else:
-        found = _hear(store, limit)
+        found = _wait_for_result(store, timeout)
     store.add(_key("heard"), 1)
-    if found is None and odd is not None:
-        found = {"error": odd, "code": EXIT_CONFIG}  # the others have begun without this rank
+    if found is None and size_error is not None:
+        found = {"error": size_error, "code": EXIT_CONFIG}  # the others have begun without this rank
     if found is None:
         return
     if rank == 0:
-        _wait_for_all(store, ranks if found["code"] == EXIT_CONFIG else store.add(_key("count"), 0))
+        _wait_until_all_have_read(store, ranks if found["code"] == EXIT_CONFIG else store.add(_key("count"), 0))
     raise (ConfigError if found["code"] == EXIT_CONFIG else PeerError)(found["error"])
 
 
-def _arrive(store: Store, rank: int, ranks: int) -> str | None:
+def _register_rank(store: Store, rank: int, ranks: int) -> str | None:
     """What is wrong with the WORLD_SIZE of this rank, or with that of the first to come."""
     store.set(_key("size", rank), str(ranks))
     size, first = map(int, store.compare_set(_key("size"), "", f"{ranks} {rank}").split())
@@ -95,17 +96,18 @@ def _arrive(store: Store, rank: int, ranks: int) -> str | None:
         store.set(_key("odd"), f"{max(ranks, size, rank + 1)}")
     if store.add(_key("count"), 1) == ranks or size != ranks:
         store.set(_key("all"), "")
-    return None if size == ranks else difference([({"WORLD_SIZE": size}, [first]), ({"WORLD_SIZE": ranks}, [rank])])
+    return None if size == ranks else mismatch_message([({"WORLD_SIZE": size}, [first]),
+                                                        ({"WORLD_SIZE": ranks}, [rank])])
 
 
-def _hear(store: Store, limit: timedelta) -> Any:
+def _wait_for_result(store: Store, timeout: timedelta) -> Any:
     """What rank 0 says."""
-    until = time.monotonic() + limit.total_seconds()
+    until = time.monotonic() + timeout.total_seconds()
     try:
-        store.wait([_key("verdict")], limit + SLACK)
+        store.wait([_key("verdict")], timeout + REPORT_SLACK)
         return json.loads(store.get(_key("verdict")))
     except RuntimeError as error:
-        when = f"within {limit.total_seconds():g} s" if time.monotonic() >= until else "before it left"
+        when = f"within {timeout.total_seconds():g} s" if time.monotonic() >= until else "before it left"
         raise PeerError(f"rank 0 did not say {when} that the job may begin: look for its error, then start the same "
                         "command again") from error
 
@@ -114,43 +116,47 @@ def _key(*words: object) -> str:
     return "/".join(map(str, ("alike", *words)))
 
 
-def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | None:
+def _compare_ranks(store: Store, ranks: int, timeout: timedelta) -> dict[str, Any] | None:
     """Rank 0's: None where all is well."""
     keys = [_key("digest", rank) for rank in range(ranks)]
     with suppress(RuntimeError):  # it is told what is missing
-        store.wait([_key("all")], limit)
+        store.wait([_key("all")], timeout)
     if store.check([_key("odd")]):
-        return {"error": _sizes(store), "code": EXIT_CONFIG}
+        return {"error": _compare_world_sizes(store), "code": EXIT_CONFIG}
     if not store.check([_key("all")]):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        error = PeerError(f"{ranges(missing)} of {ranks} did not come within {limit.total_seconds():g} s: look for "
-                          "the first error among the ranks, and whether all were started with the same WORLD_SIZE")
+        error = PeerError(
+            f"{format_ranks(missing)} of {ranks} did not come within {timeout.total_seconds():g} s: look for "
+            "the first error among the ranks, and whether all were started with the same WORLD_SIZE")
         return {"error": str(error), "code": error.code}
     digests = store.multi_get(keys)
     if len(set(digests)) == 1:
         return None
-    kinds = [[rank for rank in range(ranks) if digests[rank] == digest] for digest in dict.fromkeys(digests)]
-    told = [(json.loads(store.get(_key("facts", kind[0]))), kind) for kind in kinds[:MOST_KINDS]]
-    unread = sum(map(len, kinds[MOST_KINDS:]))
+    variants = [[rank for rank in range(ranks) if digests[rank] == digest] for digest in dict.fromkeys(digests)]
+    values_by_ranks = [(json.loads(store.get(_key("facts", kind[0]))), kind) for kind in variants[:MAX_VARIANTS]]
+    unread = sum(map(len, variants[MAX_VARIANTS:]))
     more = f" ({unread} more ranks were told something else again)" if unread else ""
-    return {"error": difference(told, f"{STARTED_DIFFERENTLY}{more}"), "code": EXIT_CONFIG}
+    return {"error": mismatch_message(values_by_ranks, f"{STARTED_DIFFERENTLY_MESSAGE}{more}"), "code": EXIT_CONFIG}
 
 
-def _sizes(store: Store) -> str:
-    time.sleep(ODD_SECONDS)
+def _compare_world_sizes(store: Store) -> str:
+    time.sleep(WORLD_SIZE_SECONDS)
     came = [rank for rank in range(int(store.get(_key("odd")))) if store.check([_key("size", rank)])]
     sizes = [int(store.get(_key("size", rank))) for rank in came]
-    return difference([({"WORLD_SIZE": size}, [rank for rank, own in zip(came, sizes, strict=True) if own == size])
-                       for size in dict.fromkeys(sizes)])
+    return mismatch_message([({"WORLD_SIZE": size},
+                              [rank for rank, own in zip(came, sizes, strict=True) if own == size])
+                             for size in dict.fromkeys(sizes)])
 
 
-def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = STARTED_DIFFERENTLY) -> str:
+def mismatch_message(values_by_ranks: Sequence[tuple[Mapping[str, Any], Sequence[int]]],
+                     what: str = STARTED_DIFFERENTLY_MESSAGE) -> str:
     """What some ranks were told and others not."""
-    return (f"{what}: {differences(told)}. Start all with the same command, the same code and the same files "
-            "(docs/launch.md)")
+    return (
+        f"{what}: {describe_differences(values_by_ranks)}. Start all with the same command, the same code and the same files "
+        "(docs/launch.md)")
 
 
-def _wait_for_all(store: Store, ranks: int) -> None:
+def _wait_until_all_have_read(store: Store, ranks: int) -> None:
     until = time.monotonic() + LINGER_SECONDS
     while store.add(_key("heard"), 0) < ranks and time.monotonic() < until:
         time.sleep(0.05)

@@ -22,38 +22,38 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.errors import EXIT_PEER, ConfigError, TrainerError
-from megatron.launch.blame import Sight
+from megatron.launch.blame import StragglerMonitor
 from megatron.launch.exits import prepare_streams
-from megatron.launch.folders import making_room, private_folder, reserve
-from megatron.launch.meeting import meet
-from megatron.launch.nodes import Nodes, Place
+from megatron.launch.folders import explain_temp_dir_errors, preallocate_store_file, private_temp_dir
+from megatron.launch.meeting import meet_nodes
+from megatron.launch.nodes import NodeInfo, NodeMonitor
 from megatron.launch.signals import write_stderr
 from megatron.launch.supervise import Supervisor
-from megatron.whereabouts import PLACES_VARIABLE, Places
+from megatron.whereabouts import STATUS_FILE_VARIABLE, StatusFile
 
 DEFAULT_PORT = 29500
-MEETING_SECONDS = 600.0
-SHOWS_CRASHES = ("PYTHONFAULTHANDLER", "1")
+RENDEZVOUS_SECONDS = 600.0
+FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")
 """A rank that crashes in native code (SIGSEGV and the like) shows where in Python each of its threads was."""
-WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
+OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
-def typed(otherwise: str) -> str:
+def command_as_typed(default: str) -> str:
     """The command as it was typed: one of an installation's, or else `otherwise`."""
     name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else otherwise
+    return name if name.startswith("gpt2-") else default
 
 
-class Parser(argparse.ArgumentParser):
+class LauncherArgumentParser(argparse.ArgumentParser):
     """argparse whose errors look like every other error of the trainer."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"launcher: {message}; see {self.prog} --help")
 
 
-def parser() -> Parser:
+def build_launcher_parser() -> LauncherArgumentParser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
-    p = Parser(prog=typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
+    p = LauncherArgumentParser(prog=command_as_typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
@@ -61,8 +61,8 @@ def parser() -> Parser:
     p.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (0)")
     p.add_argument("--master-addr", metavar="A", help="address of node 0; needed with several nodes")
     p.add_argument("--master-port", type=int, metavar="P", help=f"free port on node 0 ({DEFAULT_PORT})")
-    p.add_argument("--meeting-timeout-seconds", type=float, default=MEETING_SECONDS, metavar="S",
-                   help=f"how long nodes wait for each other before a rank is started ({MEETING_SECONDS:g})")
+    p.add_argument("--meeting-timeout-seconds", type=float, default=RENDEZVOUS_SECONDS, metavar="S",
+                   help=f"how long nodes wait for each other before a rank is started ({RENDEZVOUS_SECONDS:g})")
     return p
 
 
@@ -74,22 +74,22 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
     while at < len(argv) and argv[at].startswith("-"):
         name, equals, value = argv[at].partition("=")
         flag = name.replace("_", "-")  # torchrun spells its options with underscores
-        values = 0 if equals or flag in WITHOUT_VALUE else 1
+        values = 0 if equals or flag in OPTIONS_WITHOUT_VALUE else 1
         options += [flag + equals + value, *argv[at + 1:at + 1 + values]]
         at += 1 + values
     return options, argv[at:]
 
 
-def check(options: argparse.Namespace, command: list[str]) -> None:
+def check_options(options: argparse.Namespace, command: list[str]) -> None:
     if not command:
         raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...], "
                           "or -m module [...]")
-    if options.module and not importable(command[0]):
+    if options.module and not is_runnable_module(command[0]):
         raise ConfigError(f"launcher: {sys.executable} finds no module {command[0]!r} to run; install it there, or "
                           "give the path of a script without -m")
     if not options.module and not os.path.isfile(command[0]):
         name = Path(command[0]).stem
-        remedy = (f"the module of that name is installed: start it with -m {name}" if importable(name)
+        remedy = (f"the module of that name is installed: start it with -m {name}" if is_runnable_module(name)
                   else "give the path of a Python script, or -m and the name of an installed module")
         raise ConfigError(f"launcher: script {command[0]!r} is not a file; {remedy}")
     for flag in ("nproc_per_node", "nnodes"):
@@ -107,7 +107,7 @@ def check(options: argparse.Namespace, command: list[str]) -> None:
         raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
 
 
-def importable(module: str) -> bool:
+def is_runnable_module(module: str) -> bool:
     """Whether `python -m` could run this module; only the packages around it are imported."""
     try:
         spec = importlib.util.find_spec(module)
@@ -118,7 +118,7 @@ def importable(module: str) -> bool:
     return spec is not None
 
 
-def interpreter_arguments(options: argparse.Namespace, command: list[str]) -> list[str]:
+def rank_command(options: argparse.Namespace, command: list[str]) -> list[str]:
     """The command of a rank. -P, if it was given, must also keep a rank from importing from the current folder."""
     if not options.module:
         return [sys.executable, *command]
@@ -142,7 +142,7 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
     # Each rank would otherwise start one thread for every core, and N ranks would fight for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
-    environment.setdefault(*SHOWS_CRASHES)
+    environment.setdefault(*FAULT_HANDLER_ON)
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as exits.py does: here also for scripts of others
     environment.pop("MEGATRON_STORE_FILE", None)
     if store_file:
@@ -152,42 +152,42 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
     return environment
 
 
-def launch(options: argparse.Namespace, command: list[str]) -> int:
+def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
     if options.nnodes * options.nproc_per_node == 1:
-        replace_this_process(interpreter_arguments(options, command))
+        become_only_rank(rank_command(options, command))
     with ExitStack() as files:
-        with making_room():
-            private = files.enter_context(private_folder())
-            store_file = os.path.join(private, "store") if options.nnodes == 1 else None
+        with explain_temp_dir_errors():
+            temp_dir = files.enter_context(private_temp_dir())
+            store_file = os.path.join(temp_dir, "store") if options.nnodes == 1 else None
             if store_file:
-                reserve(store_file)
-            path = os.path.join(private, "places")
-            places = Places(path, options.nproc_per_node)
-        nodes = company_of(options)
+                preallocate_store_file(store_file)
+            path = os.path.join(temp_dir, "places")
+            status_file = StatusFile(path, options.nproc_per_node)
+        nodes = meet_other_nodes(options)
         shared = shared_environment(options, store_file)
         first = options.node_rank * options.nproc_per_node
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
-        sight = Sight(places, len(environments))
-        environments = [{**one, PLACES_VARIABLE: path} for one in environments]
-        return Supervisor(interpreter_arguments(options, command), environments, nodes, sight).run()
+        straggler_monitor = StragglerMonitor(status_file, len(environments))
+        environments = [{**one, STATUS_FILE_VARIABLE: path} for one in environments]
+        return Supervisor(rank_command(options, command), environments, nodes, straggler_monitor).run()
 
 
-def company_of(options: argparse.Namespace) -> Nodes:
+def meet_other_nodes(options: argparse.Namespace) -> NodeMonitor:
     """The launchers of the other nodes, once all are there."""
-    own = Place(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
+    own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
     if own.nodes == 1:
-        return Nodes(own)
-    return meet(own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
-                lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
+        return NodeMonitor(own)
+    return meet_nodes(own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
+                      lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
 
 
-def replace_this_process(command: list[str]) -> NoReturn:
+def become_only_rank(command: list[str]) -> NoReturn:
     """A job of one rank needs no launcher. Its numbers are set nevertheless: a batch system may have left others."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    for name in ("MEGATRON_STORE_FILE", PLACES_VARIABLE):
+    for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
         os.environ.pop(name, None)
-    os.environ.setdefault(*SHOWS_CRASHES)
+    os.environ.setdefault(*FAULT_HANDLER_ON)
     os.execv(command[0], command)
 
 
@@ -195,9 +195,9 @@ def main(argv: list[str]) -> int:
     prepare_streams()
     try:
         head, command = split_command_line(argv)
-        options = parser().parse_args(head)
-        check(options, command)
-        return launch(options, command)
+        options = build_launcher_parser().parse_args(head)
+        check_options(options, command)
+        return launch_ranks(options, command)
     except TrainerError as error:
         write_stderr(f"error: {error}\n".encode(errors="backslashreplace"))
         return error.code

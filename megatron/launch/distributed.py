@@ -29,32 +29,32 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, PeerError
-from megatron.launch.alike import check_alike, facts_of_code
-from megatron.whereabouts import HERE, PLACES_VARIABLE, RUNNING, START_UP
+from megatron.launch.alike import check_ranks_match, code_identity
+from megatron.whereabouts import RUNNING, START_UP, STATUS, STATUS_FILE_VARIABLE
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-RETRY_SECONDS, SLOWEST_SECONDS = 0.2, 2.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0
 """Between attempts to reach rank 0, at first and after a while: many ranks may wait for long."""
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
-VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
+RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
 """Set for a meeting where nobody has."""
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
 """Why rank 0 cannot listen; torch has the name of the number in its text."""
-SHARED_BY_RANKS = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
+NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one list of GPUs."""
-_ENDS: list[weakref.WeakMethod[Callable[[], None]]] = []
-_LATER: list[weakref.WeakMethod[Callable[[], None]]] = []
-_HURRY: list[weakref.WeakMethod[Callable[[], bool]]] = []
-_EARLY: list[Callable[[], None]] = []
+_BEFORE_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
+_AFTER_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
+_STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
+_EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
 """Of the process, as its group is."""
 
-SOURCES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
+LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
     # A step's numbers go first: a batch script outside srun also sees SLURM_NTASKS, of tasks nobody started.
@@ -76,7 +76,7 @@ class Environment:
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """The place a launcher gave this process; without a launcher, the only rank."""
-    for rank_name, world_names, local_name, local_world_names in SOURCES:
+    for rank_name, world_names, local_name, local_world_names in LAUNCHER_VARIABLES:
         world_name = next((name for name in world_names if name in environ), None)
         if rank_name not in environ and world_name is None:
             continue
@@ -85,11 +85,11 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
                 continue  # inside an allocation, but not started by srun
             have, lack = (rank_name, world_names[0]) if rank_name in environ else (world_name, rank_name)
             raise ConfigError(f"environment: {have} is set but {lack} is not; set both, or start with megatron.launch")
-        rank, world = _number(environ, rank_name), _number(environ, world_name)
+        rank, world = _integer_variable(environ, rank_name), _integer_variable(environ, world_name)
         local_world_name = next((name for name in local_world_names if name in environ), None)
         # Without a word about nodes, all ranks are on this one.
-        local_world = _number(environ, local_world_name) if local_world_name else world
-        local = _number(environ, local_name) if local_name in environ else rank % max(1, local_world)
+        local_world = _integer_variable(environ, local_world_name) if local_world_name else world
+        local = _integer_variable(environ, local_name) if local_name in environ else rank % max(1, local_world)
         if not rank < world:
             raise ConfigError(f"environment: {rank_name} is {rank} but {world_name} is {world}; "
                               f"expected a rank from 0 to {world - 1}")
@@ -97,7 +97,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     return Environment()
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _integer_variable(environ: Mapping[str, str], name: str) -> int:
     # Slurm writes "4(x2)": four tasks on each of two nodes.
     match = re.fullmatch(r"(\d+)(\(x\d+\))?(,.*)?" if name.startswith("SLURM") else r"(\d+)", environ[name].strip())
     if match is None:
@@ -122,35 +122,35 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
         world = torch.distributed.group.WORLD
         assert world is not None, "it is initialized"
         backend = backend_by_device(world).get("cuda")
-    if env.local_rank >= count and backend != "gloo" and not (count == 1 and _is_shown_its_own_gpu()):
+    if env.local_rank >= count and backend != "gloo" and not (count == 1 and _sees_only_its_own_gpu()):
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
             "node, or set CUDA_VISIBLE_DEVICES= (empty) and run on the CPU")
     return torch.device("cuda", env.local_rank % count)
 
 
-def _is_shown_its_own_gpu() -> bool:
+def _sees_only_its_own_gpu() -> bool:
     """The one GPU this rank sees is no other rank's: Slurm gave each task one, or a wrapper named another GPU for each
     rank. (One list for all ranks, and so one GPU, is what launchers of a whole node leave; a lone `0` may be that too.)
     """
-    if any(name in os.environ for name in SHARED_BY_RANKS):
+    if any(name in os.environ for name in NODE_LAUNCHER_VARIABLES):
         return False
     by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return by_task or os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0"
 
 
 def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *,
-         told: Mapping[str, Any] | None = None) -> Environment:
+         must_match: Mapping[str, Any] | None = None) -> Environment:
     """Read the environment and meet the other ranks; may be called again."""
     env = read_environment()
-    init_process_group(env, backend, timeout_seconds, told=told)
+    init_process_group(env, backend, timeout_seconds, must_match=must_match)
     return env
 
 
 @contextmanager
-def setting_variables() -> Iterator[None]:
+def restore_variables_on_error() -> Iterator[None]:
     """What is set inside for a meeting that fails is taken back: the next one may be told another port or address."""
-    unset = [name for name in VARIABLES if name not in os.environ]
+    unset = [name for name in RENDEZVOUS_VARIABLES if name not in os.environ]
     try:
         yield
     except BaseException:
@@ -159,10 +159,10 @@ def setting_variables() -> Iterator[None]:
         raise
 
 
-@setting_variables()
+@restore_variables_on_error()
 def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
-                       also_alone: bool = False, told: Mapping[str, Any] | None = None) -> None:
+                       even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> None:
     """Choose this rank's device and create torch's default process group; idempotent. One rank needs none, and gets
     one only `also_alone`, for scripts that ask torch.distributed for their rank.
 
@@ -182,14 +182,14 @@ def init_process_group(env: Environment, backend: str | None = None,
     elif backend == "nccl":
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
     if env.world_size > 1:
-        show_place(env)
+        publish_status(env)
     if torch.distributed.is_initialized():  # by the script
-        leave_at_exit()
+        register_shutdown_at_exit()
         return
-    if env.world_size == 1 and not also_alone:
+    if env.world_size == 1 and not even_for_one_rank:
         return
-    leave_at_exit()
-    _make_room_for_connections()
+    register_shutdown_at_exit()
+    _raise_connection_limits()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
@@ -201,36 +201,36 @@ def init_process_group(env: Environment, backend: str | None = None,
                                              world_size=env.world_size, timeout=timeout)
         return
     try:
-        with HERE.doing(f"{START_UP}, meeting the other ranks"):
-            _meet(env, timeout, chosen, device, told)
+        with STATUS.in_activity(f"{START_UP}, meeting the other ranks"):
+            _rendezvous(env, timeout, chosen, device, must_match)
     except (OSError, RuntimeError) as error:
-        _explain_port(error)
+        _raise_port_error(error)
         raise
 
 
-def show_place(env: Environment | None = None) -> None:
+def publish_status(env: Environment | None = None) -> None:
     """From now on our launcher, if there is one, sees where this rank is; may be called again. No torch, unless it is
     here already."""
-    path = os.environ.get(PLACES_VARIABLE)
-    HERE.show_in(path, (env or read_environment()).local_rank)
-    if HERE.place.state != RUNNING:  # or again, after a program of this process that has ended
-        HERE.do("")
-        HERE.begin()
+    path = os.environ.get(STATUS_FILE_VARIABLE)
+    STATUS.publish_in(path, (env or read_environment()).local_rank)
+    if STATUS.snapshot.state != RUNNING:  # or again, after a program of this process that has ended
+        STATUS.set_activity("")
+        STATUS.mark_running()
     if "torch" in sys.modules:
-        importlib.import_module("mpu.wire.waits").show_in(HERE.waits)
+        importlib.import_module("mpu.wire.waits").show_in(STATUS.collective_counters)
 
 
-def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.device, told: Mapping[str, Any] | None
-          ) -> None:
+def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torch.device,
+                must_match: Mapping[str, Any] | None) -> None:
     import torch
 
     from mpu.wire import waits
 
     waits.mark_waiting()
     try:
-        store = _store(env, timeout)
-        facts = {**(told or {}), **facts_of_code(torch.__version__), "backend": backend}
-        check_alike(store, env.rank, env.world_size, facts, timeout)
+        store = _open_store(env, timeout)
+        settings = {**(must_match or {}), **code_identity(torch.__version__), "backend": backend}
+        check_ranks_match(store, env.rank, env.world_size, settings, timeout)
         torch.distributed.init_process_group(
             backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout,
             # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
@@ -239,12 +239,12 @@ def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.devi
         waits.mark_idle()
 
 
-def came_out_of_a_meeting(error: BaseException) -> bool:
+def is_rendezvous_error(error: BaseException) -> bool:
     """There is no mark left to tell: who catches it may go on alone, and later errors are others."""
-    return any(frame.f_code is _meet.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is _rendezvous.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _make_room_for_connections() -> None:
+def _raise_connection_limits() -> None:
     """gloo connects each rank to all others, in each group: with 1,000 ranks more than a process may open by default.
     Only pairs that send to each other connect when it does so on demand."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -253,7 +253,7 @@ def _make_room_for_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _explain_port(error: OSError | RuntimeError) -> None:
+def _raise_port_error(error: OSError | RuntimeError) -> None:
     """A ConfigError where rank 0 cannot listen on the port it was given."""
     for number, why in PORT_REFUSALS.items():
         if isinstance(error, OSError) and error.errno == number or errno.errorcode[number] in str(error):
@@ -262,7 +262,7 @@ def _explain_port(error: OSError | RuntimeError) -> None:
                 "one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node") from error
 
 
-def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
+def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     """Where the ranks find each other: our launcher's file, or rank 0's address."""
     import torch.distributed as dist
 
@@ -276,7 +276,7 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
         raise ConfigError(
             f"environment: {env.world_size} ranks cannot meet without {' and '.join(missing)}; set the address of rank "
             "0's node and a free port there (docs/launch.md), or start with megatron.launch")
-    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    address, port = os.environ["MASTER_ADDR"], _integer_variable(os.environ, "MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         met.set_timeout(timeout)
@@ -287,7 +287,7 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     # Nobody waits in here for the ranks that are missing: alike.py does, and names them.
     tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
-        _wait_until_listening(address, port, timeout.total_seconds())
+        _wait_for_port(address, port, timeout.total_seconds())
         try:
             return tcp()
         except RuntimeError as error:
@@ -301,7 +301,7 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     return tcp(master_listen_fd=listener.detach())
 
 
-def _wait_until_listening(address: str, port: int, seconds: float) -> None:
+def _wait_for_port(address: str, port: int, seconds: float) -> None:
     """A PeerError where rank 0 does not listen in time: torch retries in silence, and prints a stack of its own."""
     until, pause = time.monotonic() + seconds, RETRY_SECONDS
     while True:
@@ -317,66 +317,66 @@ def _wait_until_listening(address: str, port: int, seconds: float) -> None:
                 f"rank 0 did not answer at {address}:{port} within {seconds:g} s ({reason}): look for its "
                 "error, and whether all ranks were started with the same MASTER_ADDR and MASTER_PORT")
         time.sleep(pause)
-        pause = min(1.5 * pause, SLOWEST_SECONDS)
+        pause = min(1.5 * pause, MAX_RETRY_SECONDS)
 
 
-def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
+def hosts_store(environ: Mapping[str, str] = os.environ) -> bool:
     """What the ranks know of each other ends with this process: it is no file of our launcher's, nor kept by torchrun.
     """
     outlives = "MEGATRON_STORE_FILE" in environ or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return read_environment(environ).rank == 0 and not outlives
 
 
-def sayer(rank: int) -> Callable[[str], None]:
+def rank_0_printer(rank: int) -> Callable[[str], None]:
     """Lines for the person at the terminal, from one rank, beside what a program prints."""
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if rank == 0:
             print(line, file=sys.stderr, flush=True)
-    return say
+    return print_line
 
 
-def before_shutdown(end: Callable[[], None]) -> None:
+def before_shutdown(callback: Callable[[], None]) -> None:
     """Call this method, while its object lives, before this process leaves the others after success."""
-    _ENDS.append(weakref.WeakMethod(end))
+    _BEFORE_SHUTDOWN.append(weakref.WeakMethod(callback))
 
 
-def after_shutdown(end: Callable[[], None]) -> None:
+def after_shutdown(callback: Callable[[], None]) -> None:
     """Call this method, while its object lives, at a good end when this process has left the others: it may take long,
     but not where the process `is_in_a_hurry`."""
-    _LATER.append(weakref.WeakMethod(end))
+    _AFTER_SHUTDOWN.append(weakref.WeakMethod(callback))
 
 
-def hurries_when(is_asked: Callable[[], bool]) -> None:
+def register_stop_check(is_asked: Callable[[], bool]) -> None:
     """Ask this method, while its object lives, whether this process is to leave as soon as it can."""
-    _HURRY[:] = [weakref.WeakMethod(is_asked)]
+    _STOP_CHECKS[:] = [weakref.WeakMethod(is_asked)]
 
 
-def is_in_a_hurry() -> bool:
+def is_stop_requested() -> bool:
     """It was asked to stop: what the next start can do as well is left to it."""
-    return any(is_asked() for method in _HURRY if (is_asked := method()) is not None)
+    return any(is_asked() for method in _STOP_CHECKS if (is_asked := method()) is not None)
 
 
-def take_leave() -> None:
+def run_shutdown_callbacks() -> None:
     """Each of these once, where the process ends without destructors."""
-    _call(_ENDS)
-    _call(_LATER)
+    _call_once(_BEFORE_SHUTDOWN)
+    _call_once(_AFTER_SHUTDOWN)
 
 
-def _call(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+def _call_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
     while methods:
         method = methods.pop()()
         if method is not None:
             method()
 
 
-def on_early_exit(answer: Callable[[], None]) -> None:
+def on_early_exit(handler: Callable[[], None]) -> None:
     """Call this where a script ends with exit code 0 in the middle of a step."""
-    if answer not in _EARLY:
-        _EARLY.append(answer)
+    if handler not in _EARLY_EXIT_HANDLERS:
+        _EARLY_EXIT_HANDLERS.append(handler)
 
 
 @cache
-def leave_at_exit() -> None:
+def register_shutdown_at_exit() -> None:
     """Also of a process group that the script has made."""
     # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
     # one, they name none.
@@ -388,10 +388,10 @@ def _shutdown_at_exit() -> None:
     """For scripts that just end: a thread inside of C++ (gloo's drops a tensor, a watch's asks the store) aborts an
     interpreter that winds down around it. After an error the group stays: a peer that is gone could be waited for."""
     failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
-    for answer in _EARLY if HERE.place.is_inside and not failed else ():
+    for answer in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
         answer()
     with suppress(KeyboardInterrupt):  # what it waited for is left to the next start
-        _call(_ENDS) if failed else shutdown()
+        _call_once(_BEFORE_SHUTDOWN) if failed else shutdown()
 
 
 def shutdown() -> None:
@@ -400,8 +400,8 @@ def shutdown() -> None:
     What takes long comes when the group is gone: ranks that destroy theirs wait for each other."""
     import torch
 
-    _call(_ENDS)
+    _call_once(_BEFORE_SHUTDOWN)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    _call(_LATER)
-    HERE.take_leave()
+    _call_once(_AFTER_SHUTDOWN)
+    STATUS.mark_done()

@@ -32,32 +32,32 @@ from itertools import takewhile
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from megatron.launch.leaving import Asked, ignore_at_the_end, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
-                             exit_code, folded)
-from megatron.launch.distributed import came_out_of_a_meeting, on_early_exit, read_environment, take_leave
-from megatron.launch.voice import is_ours_to_say, let_others_come
-from megatron.whereabouts import HERE, RUNNING
+                             exit_code, to_error_lines)
+from megatron.launch.distributed import is_rendezvous_error, on_early_exit, read_environment, run_shutdown_callbacks
+from megatron.launch.leaving import StopRequested, ignore_stop_signals_at_exit, raise_on_stop_signal
+from megatron.launch.voice import is_error_reporter, linger
+from megatron.whereabouts import RUNNING, STATUS
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
 
-EXIT_READER_LEFT = 128 + signal.SIGPIPE
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 """What a shell reports of a program that writes to a pipe nobody reads any more (`| head`)."""
 
 STORE_VARIABLE = "MEGATRON_STORE_FILE"
 """Where the ranks of one node meet."""
 
-TEXT_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 """With one of these a job does not begin: it prints a text."""
 
 DEBUG_VARIABLE = "MEGATRON_DEBUG"
 """Set to 1, it does what --debug does: scripts of one's own have no such flag."""
 
-TORCH_SPEAKS_OF = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+TORCH_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 """Read when torch is imported. Its warnings of a lost peer are a stack in C++ for each connection, beside our line."""
 
-LIBRARIES = frozenset({"megatron", "mpu", "torch"})
+LIBRARY_PACKAGES = frozenset({"megatron", "mpu", "torch"})
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory",
@@ -70,16 +70,16 @@ PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", 
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
 
 
-_FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
-_LAST: list[Callable[[], None]] = []
+_BEFORE_FAILURE: list[weakref.WeakMethod[Callable[[], None]]] = []
+_BEFORE_EXIT: list[Callable[[], None]] = []
 """Of the process, as the exit code is."""
 
 
-class MemoryShortage(MemoryError):
+class ExplainedMemoryError(MemoryError):
     """Memory ran out, and the text says what to do."""
 
 
-class Failure(NamedTuple):
+class ExitReason(NamedTuple):
     """What the user reads, and the exit code for the shell."""
 
     code: int
@@ -93,88 +93,88 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""
     prepare_streams()
-    os.environ.setdefault(*TORCH_SPEAKS_OF)
+    os.environ.setdefault(*TORCH_LOG_LEVEL)
     if not is_job:  # a job listens by itself, and saves
-        raise_when_asked()
-    is_job = is_job and not TEXT_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
+        raise_on_stop_signal()
+    is_job = is_job and not HELP_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
     try:
-        code = _code(main)
+        code = _run_main(main)
         sys.stdout.flush()  # what cannot be written is found here, not when the interpreter winds down
     except BaseException as error:
-        code = EXIT_READER_LEFT
-        if is_job or among_ranks() or not (isinstance(error, BrokenPipeError) and has_no_reader()):
-            failure = explain(error, is_job=is_job)
-            code = _report(error, failure, is_debugged() if debug is None else debug)
-        if among_ranks():
-            leave_now(code)  # from here, where the traceback still holds the store: to close one that is cut off hangs
-    if among_ranks():
+        code = EXIT_BROKEN_PIPE
+        if is_job or has_other_ranks() or not (isinstance(error, BrokenPipeError) and stdout_reader_is_gone()):
+            failure = exit_reason_of(error, is_job=is_job)
+            code = _report_failure(error, failure, shows_tracebacks() if debug is None else debug)
+        if has_other_ranks():
+            exit_now(code)  # from here, where the traceback still holds the store: to close one that is cut off hangs
+    if has_other_ranks():
         if code == EXIT_OK:
-            take_leave()
-        leave_now(code)
-    if not flush():
-        discard_output()
-    ignore_at_the_end()
+            run_shutdown_callbacks()
+        exit_now(code)
+    if not flush_streams():
+        discard_stdout()
+    ignore_stop_signals_at_exit()
     return code
 
 
-def _report(error: BaseException, failure: Failure, debug: bool) -> int:
+def _report_failure(error: BaseException, failure: ExitReason, debug: bool) -> int:
     if debug and not failure.is_peer_loss:  # of a lost peer only the peer's own traceback helps
         traceback.print_exception(error, file=sys.__stderr__)  # torch's hook would catch it in sys.stderr
     write_error(failure.text)
-    if not (failure.is_peer_loss or is_store_cut_off(error)):  # the peers of a victim hear it from the culprit
-        _call(_FAREWELLS)
+    if not (failure.is_peer_loss or is_store_write_error(error)):  # the peers of a victim hear it from the culprit
+        _call_each_once(_BEFORE_FAILURE)
     return failure.code
 
 
-def is_debugged() -> bool:
+def shows_tracebacks() -> bool:
     """Whether errors that are explained show their traceback as well."""
     return "--debug" in sys.argv or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
-def answer_uncaught() -> None:
+def install_excepthook() -> None:
     """From now on an error of ours that a script does not catch ends it as `run` would. May be called again."""
-    on_early_exit(_answer_early_exit)
-    if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _uncaught):
-        sys.excepthook = partial(_uncaught, sys.excepthook)
+    on_early_exit(_handle_early_exit)
+    if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _excepthook):
+        sys.excepthook = partial(_excepthook, sys.excepthook)
 
 
-def _uncaught(others: Callable[..., object], kind: type[BaseException], error: BaseException,
-              trace: TracebackType | None) -> None:
+def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException], error: BaseException,
+                trace: TracebackType | None) -> None:
     """Python's excepthook; `others` is the one before. An interpreter that somebody types into must not end."""
-    is_ours = exit_code(error) is not None or isinstance(error, MemoryShortage) or is_peer_loss(error)
+    is_ours = exit_code(error) is not None or isinstance(error, ExplainedMemoryError) or is_peer_loss(error)
     if not is_ours or hasattr(sys, "ps1") or sys.flags.interactive:
-        others(kind, error, trace)
+        previous_hook(kind, error, trace)
         return
-    failure = explain(error)
-    first, *listed = folded(failure.text).splitlines()
-    text = "\n".join([first + _where(trace), *listed])
-    code = _report(error, failure._replace(text=text), is_debugged())
-    if among_ranks():
-        leave_now(code)
+    failure = exit_reason_of(error)
+    first, *listed = to_error_lines(failure.text).splitlines()
+    text = "\n".join([first + _script_line(trace), *listed])
+    code = _report_failure(error, failure._replace(text=text), shows_tracebacks())
+    if has_other_ranks():
+        exit_now(code)
     raise SystemExit(code)  # out of an excepthook it sets the exit code; what the script left for atexit is done
 
 
-def _where(trace: TracebackType | None) -> str:
+def _script_line(trace: TracebackType | None) -> str:
     """The line of the script that led into our code or torch's."""
     frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
               for frame, line in traceback.walk_tb(trace)]
-    own = list(takewhile(lambda frame: frame[0].partition(".")[0] not in LIBRARIES, frames))
+    own = list(takewhile(lambda frame: frame[0].partition(".")[0] not in LIBRARY_PACKAGES, frames))
     return f" ({os.path.basename(own[-1][1])}, line {own[-1][2]})" if own else ""
 
 
-def before_failing(farewell: Callable[[], None]) -> None:
+def before_failure(callback: Callable[[], None]) -> None:
     """Call this method, while its object lives, when this process is about to leave with an error of its own."""
-    _FAREWELLS.append(weakref.WeakMethod(farewell))
+    _BEFORE_FAILURE.append(weakref.WeakMethod(callback))
 
 
-def before_leaving(last: Callable[[], None]) -> None:
+def before_exit(callback: Callable[[], None]) -> None:
     """Call this function when this process leaves at once, whatever for: nothing else of what is left for the end of a
     program is done then."""
-    if last not in _LAST:
-        _LAST.append(last)
+    if callback not in _BEFORE_EXIT:
+        _BEFORE_EXIT.append(callback)
 
 
-def _call(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+def _call_each_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
     """Each once, if its object lives."""
     while methods:
         method = methods.pop()()
@@ -182,89 +182,90 @@ def _call(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
             method()
 
 
-def _code(main: Callable[[], int | None]) -> int:
+def _run_main(main: Callable[[], int | None]) -> int:
     try:
         return main() or EXIT_OK
     except SystemExit as leaving:
-        if isinstance(leaving, Asked):
+        if isinstance(leaving, StopRequested):
             raise
         if isinstance(leaving.code, str):
             write_error(leaving.code)
-        if leaving.code in (None, EXIT_OK) and among_ranks() and HERE.place.state == RUNNING:
-            raise LeftEarly(_early()) from leaving
+        if leaving.code in (None, EXIT_OK) and has_other_ranks() and STATUS.snapshot.state == RUNNING:
+            raise EarlyExit(_early_exit_text()) from leaving
         return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
 
 
-class LeftEarly(Exception):
+class EarlyExit(Exception):
     """An exit with code 0 that other ranks know nothing of."""
 
 
-def _early() -> str:
+def _early_exit_text() -> str:
     who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
-    return f"{who} left with exit code 0 at {HERE.place}, without the others; look for the sys.exit() in its program"
+    return f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the sys.exit() in its program"
 
 
-def _answer_early_exit() -> None:
+def _handle_early_exit() -> None:
     """Of a script, in the middle of a step. For a rank that is alone nobody waits."""
-    if not among_ranks():
+    if not has_other_ranks():
         return
-    failure = explain(LeftEarly(_early()))
+    failure = exit_reason_of(EarlyExit(_early_exit_text()))
     write_error(failure.text)
-    leave_now(failure.code)
+    exit_now(failure.code)
 
 
-def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> Failure:
+def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> ExitReason:
     """The exit code and the text for one exception."""
     rank = f"rank {environ.get('RANK', '0')}"
     message = str(error) or type(error).__name__
     own_failure = EXIT_OWN_FAILURE_OF_RANK if "MEGATRON_LAUNCHER" in environ else EXIT_PEER
     known = exit_code(error)
     if known is not None:
-        return Failure(known, message, isinstance(error, PeerError))
-    if isinstance(error, Asked):
-        return Failure(EXIT_INTERRUPTED, error.text)
-    if isinstance(error, LeftEarly):
-        return Failure(own_failure, message)
+        return ExitReason(known, message, isinstance(error, PeerError))
+    if isinstance(error, StopRequested):
+        return ExitReason(EXIT_INTERRUPTED, error.text)
+    if isinstance(error, EarlyExit):
+        return ExitReason(own_failure, message)
     if isinstance(error, KeyboardInterrupt):
         remedy = " before training could save; start the same command to resume" if is_job else ""
-        return Failure(EXIT_INTERRUPTED, "interrupted" + remedy)
-    if is_lack_of_memory(error):
-        explained = isinstance(error, MemoryShortage)
+        return ExitReason(EXIT_INTERRUPTED, "interrupted" + remedy)
+    if is_out_of_memory(error):
+        explained = isinstance(error, ExplainedMemoryError)
         what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "
                                           "--checkpoint-activations or a higher --zero-stage")
-        return Failure(own_failure, f"{rank} is out of memory: {what}")
+        return ExitReason(own_failure, f"{rank} is out of memory: {what}")
     if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS or \
             isinstance(error, RuntimeError) and message.startswith(LIMIT_TEXTS):
-        return Failure(own_failure, f"{rank} reached a limit of the system on open files, threads or processes "
+        return ExitReason(own_failure, f"{rank} reached a limit of the system on open files, threads or processes "
                                     f"({message.splitlines()[0]}); raise it (ulimit -n, ulimit -u)")
-    if is_store_cut_off(error, environ):
-        return Failure(EXIT_STORAGE, f"{rank} cannot write {environ[STORE_VARIABLE]}, where the ranks of this node "
+    if is_store_write_error(error, environ):
+        return ExitReason(EXIT_STORAGE, f"{rank} cannot write {environ[STORE_VARIABLE]}, where the ranks of this node "
                                      f"meet: {message.splitlines()[0]}; free space there or name another folder in "
                                      "TMPDIR, then start the same command to resume")
     if is_peer_loss(error):
         # The rest of gloo's message is advice and a greeting.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
-        return Failure(EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure among "
-                                  "the ranks, then start the same command to resume", True)
+        return ExitReason(
+            EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure among "
+            "the ranks, then start the same command to resume", True)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         if error.errno == errno.EPIPE:
-            where = "standard output" if has_no_reader() else "a pipe"
-            return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
+            where = "standard output" if stdout_reader_is_gone() else "a pipe"
+            return ExitReason(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
         where = error.filename or "standard output or a file"
-        return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
+        return ExitReason(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
     how = "run with --debug" if is_job else f"set {DEBUG_VARIABLE}=1"  # commands have no such flag
-    hint = "" if is_debugged() else f" ({how} for the traceback)"
-    return Failure(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
+    hint = "" if shows_tracebacks() else f" ({how} for the traceback)"
+    return ExitReason(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
 
 
-def is_lack_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if MEMORY_CLASSES & names or isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
 
 
-def is_store_cut_off(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
+def is_store_write_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
     """A note for the other ranks did not fit in our launcher's file: a rank that reads it, or writes one, hangs
     (folders.py)."""
     return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
@@ -278,49 +279,49 @@ def is_peer_loss(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     # Out of an exchange comes what became of the others, in many words; but a device fails there as well.
-    among_others = HERE.place.in_exchange or came_out_of_a_meeting(error)
+    among_others = STATUS.snapshot.in_collective or is_rendezvous_error(error)
     return any(text in str(error) for text in PEER_TEXTS) or among_others and "CUDA" not in str(error)
 
 
 def write_error(text: str) -> None:
     """Exactly one line that begins so, and below it those of errors that it lists. None, where another rank says the
     same."""
-    said = folded(text)
-    if not is_ours_to_say(said):
+    said = to_error_lines(text)
+    if not is_error_reporter(said):
         return
     line = f"error: {said.removeprefix('error: ')}\n"
     try:
-        flush()
+        flush_streams()
         os.write(2, line.encode(errors="backslashreplace"))
     except OSError:
         pass  # nobody reads stderr any more; the exit code is still right
 
 
-def among_ranks() -> bool:
+def has_other_ranks() -> bool:
     try:
         return read_environment().world_size > 1
     except ConfigError:
         return False
 
 
-def leave_now(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this rank without destructors. `main` has closed by now what it opened."""
-    while _LAST:
+    while _BEFORE_EXIT:
         with suppress(Exception):  # nobody is left to hear of it
-            _LAST.pop()()
+            _BEFORE_EXIT.pop()()
     logging.shutdown()
-    flush()
-    let_others_come(code)
+    flush_streams()
+    linger(code)
     os._exit(code)
 
 
-def end_by_request(text: str) -> NoReturn:
+def exit_on_request(text: str) -> NoReturn:
     """For a thread whose main thread does not hear that the program was asked to end."""
     write_error(text)
-    leave_now(EXIT_INTERRUPTED)
+    exit_now(EXIT_INTERRUPTED)
 
 
-def flush() -> bool:
+def flush_streams() -> bool:
     """Write what is buffered; False where standard output accepts no more: no reason to hide the first error."""
     good = True
     for stream in (sys.stdout, sys.stderr):
@@ -331,7 +332,7 @@ def flush() -> bool:
     return good
 
 
-def has_no_reader() -> bool:
+def stdout_reader_is_gone() -> bool:
     """Standard output is a pipe whose reader has closed it."""
     try:
         poll = select.poll()
@@ -341,7 +342,7 @@ def has_no_reader() -> bool:
         return False
 
 
-def discard_output() -> None:
+def discard_stdout() -> None:
     """What is left in the buffer has nowhere to go: the interpreter would try once more, and make an error of it."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

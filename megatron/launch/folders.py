@@ -27,26 +27,26 @@ from pathlib import Path
 
 from megatron.errors import StorageError
 
-PREFIX = "megatron-launch-"
-LOCK = "held"
-OLD_SECONDS = 3600.0
+TEMP_DIR_PREFIX = "megatron-launch-"
+LOCK_NAME = "held"
+ABANDONED_SECONDS = 3600.0
 """Of a folder without a lock: those of former versions had none, and were empty until the ranks met."""
-ROOM = 4 * 2**20
+STORE_FILE_BYTES = 4 * 2**20
 """Some kilobytes a rank to begin with, and some for each pause of many seconds."""
-KEEP_SIZE = 1
+FALLOC_FL_KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: a file gets longer only by what is written."""
-CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Of a file system that promises nothing."""
 
 
 @contextmanager
-def private_folder() -> Iterator[str]:
+def private_temp_dir() -> Iterator[str]:
     """For this user alone; swept before are those that launchers of the same user left beside it."""
     parent = Path(tempfile.gettempdir())
-    for folder in parent.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{TEMP_DIR_PREFIX}*"):
         with suppress(OSError):
-            _sweep(folder)
-    path, lock = _make(parent)
+            _remove_if_abandoned(folder)
+    path, lock = _create_locked_dir(parent)
     try:
         yield path
     finally:
@@ -54,29 +54,29 @@ def private_folder() -> Iterator[str]:
         os.close(lock)
 
 
-def _make(parent: Path) -> tuple[str, int]:
+def _create_locked_dir(parent: Path) -> tuple[str, int]:
     while True:
-        path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        path = tempfile.mkdtemp(prefix=TEMP_DIR_PREFIX, dir=parent)
         try:
-            lock = os.open(os.path.join(path, LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            lock = os.open(os.path.join(path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             continue
         with suppress(OSError):  # no such locks here
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(os.path.join(path, LOCK)):
+        if os.path.exists(os.path.join(path, LOCK_NAME)):
             return path, lock
         os.close(lock)  # taken for one that was left, before it was locked
 
 
-def _sweep(folder: Path) -> None:
+def _remove_if_abandoned(folder: Path) -> None:
     """Remove it, if it is this user's and nobody holds it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        if time.time() - status.st_mtime > OLD_SECONDS:
+        if time.time() - status.st_mtime > ABANDONED_SECONDS:
             folder.rmdir()  # if it is empty: its launcher was killed before it made the lock
         return
     try:
@@ -87,7 +87,7 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def making_room() -> Iterator[None]:
+def explain_temp_dir_errors() -> Iterator[None]:
     """An OSError inside is told with the folder, and what to do."""
     try:
         yield
@@ -97,7 +97,7 @@ def making_room() -> Iterator[None]:
                            f"{error.strerror}; free space there, or name another folder in TMPDIR") from error
 
 
-def reserve(path: str, size: int = ROOM) -> None:
+def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
     """Make this file, empty, to which so much can be written."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most != resource.RLIM_INFINITY and most < size:
@@ -105,19 +105,19 @@ def reserve(path: str, size: int = ROOM) -> None:
                            f"ranks meet may need {size}; raise the limit")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _allocate(file, size)
+        _fallocate(file, size)
     finally:
         os.close(file)
 
 
-def _allocate(file: int, size: int) -> None:
+def _fallocate(file: int, size: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate"):  # not Linux
         return
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    while libc.fallocate(file, KEEP_SIZE, 0, size) != 0:
+    while libc.fallocate(file, FALLOC_FL_KEEP_SIZE, 0, size) != 0:
         number = ctypes.get_errno()
-        if number in CANNOT:
+        if number in UNSUPPORTED_ERRNOS:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

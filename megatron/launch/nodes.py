@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from megatron.errors import EXIT_OK, EXIT_PEER
-from megatron.launch.link import Closed, Link, shortened
-from megatron.launch.pulse import NEWS_SECONDS, PULSE, Pulse
+from megatron.launch.link import JsonConnection, JsonConnectionClosed, shorten_error_text
+from megatron.launch.pulse import HEARTBEAT_MESSAGE, SILENCE_WARNING_SECONDS, Heartbeat
 
-WARNING, OF_ITS_OWN, OF_A_VICTIM, LEFT = "warning", "a failure of its own", "a victim", "left"
+WARNING, OWN_FAILURE, VICTIM_FAILURE, LEFT = "warning", "a failure of its own", "a victim", "left"
 SILENT = "silent"
-WORD_SECONDS = 0.5
+SILENCE_REPORT_SECONDS = 0.5
 """For node 0 to say who is silent, before the others end."""
-AGAIN = "start the same command on every node to resume from the last checkpoint"
+RESTART_ADVICE = "start the same command on every node to resume from the last checkpoint"
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInfo:
     """What a launcher says of its node."""
 
     node: int
@@ -38,22 +38,22 @@ class Place:
     host: str
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         first = self.node * self.ranks
         ranks = f"rank {first}" if self.ranks == 1 else f"ranks {first}-{first + self.ranks - 1}"
         return f"node {self.node} ({self.host}, {ranks})"
 
 
 @dataclass(frozen=True)
-class End:
+class NodeExit:
     """Of a node."""
 
-    place: Place
+    node_info: NodeInfo
     code: int
-    said: str = ""
+    error_line: str = ""
     """Its error line; empty where it is lost."""
     is_victim: bool = False
-    silent: float = 0.0
+    silent_seconds: float = 0.0
     """For so many seconds; what it `said` is then what others know of it."""
 
     @property
@@ -61,157 +61,167 @@ class End:
         return self.code != EXIT_OK
 
     def describe(self) -> str:
-        if self.silent:
-            return (f"error: {self.place.described} did not answer for {self.silent:.0f} s{self.said}; it is stopped "
-                    f"or suspended, or it swaps; {AGAIN}")
-        if self.said:
-            return f"error: {self.place.described}: {self.said.removeprefix('error: ')}"
-        return (f"error: {self.place.described} is gone without a word: its launcher was killed, or the machine or its "
-                f"network failed; {AGAIN}")
+        if self.silent_seconds:
+            return (
+                f"error: {self.node_info.description} did not answer for {self.silent_seconds:.0f} s{self.error_line}; it is stopped "
+                f"or suspended, or it swaps; {RESTART_ADVICE}")
+        if self.error_line:
+            return f"error: {self.node_info.description}: {self.error_line.removeprefix('error: ')}"
+        return (
+            f"error: {self.node_info.description} is gone without a word: its launcher was killed, or the machine or its "
+            f"network failed; {RESTART_ADVICE}")
 
 
 @final
-class Nodes:
-    def __init__(self, own: Place, links: Mapping[int, Link] | None = None, places: Mapping[int, Place] | None = None,
-                 say: Callable[[str], None] = lambda line: None) -> None:
+class NodeMonitor:
+    def __init__(self,
+                 own: NodeInfo,
+                 connections: Mapping[int, JsonConnection] | None = None,
+                 other_nodes: Mapping[int, NodeInfo] | None = None,
+                 print_line: Callable[[str], None] = lambda line: None) -> None:
         """`links`: of node 0 to every other node, of these to node 0. `say`: to whoever started this launcher."""
-        self._say, self._pulse = say, Pulse(links or {})
-        self._given_up = 0.0
+        self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
+        self._given_up_after_seconds = 0.0
         """For so many seconds the others have not heard of this node, and have ended without it."""
-        self._own, self._links, self._places = own, dict(links or {}), dict(places or {})
-        self._ends: dict[int, End] = {}
+        self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
+        self._exits: dict[int, NodeExit] = {}
         """Of other nodes, in the order of the news."""
-        self.are_failing = self.has_culprit = False
+        self.others_are_failing = self.others_have_culprit = False
         """Ranks of other nodes fail; and one of them for a reason of its own."""
-        self._have_left: set[int] = set()
-        self._warned = ""
+        self._left_early: set[int] = set()
+        self._announced_failure = ""
         self._selector = selectors.DefaultSelector()
-        for node, link in self._links.items():
+        for node, link in self._connections.items():
             self._selector.register(link, selectors.EVENT_READ, node)
 
     def fileno(self) -> int:
         """Readable when there is news."""
         return self._selector.fileno()  # that of epoll
 
-    def keep_in_touch(self) -> None:
+    def send_heartbeats(self) -> None:
         """To be called often."""
-        away = self._pulse.look()
-        if away >= NEWS_SECONDS and self._links:
-            self._say(f"warning: the launcher of {self._own.described}, this node, did not run for {away:.0f} s: it "
-                      "was stopped or suspended, or this machine swaps")
-        for node in self._pulse.due():
-            self._links[node].send(PULSE)
-        for node, seconds in self._pulse.news().items():
-            self._say(f"warning: the launcher of {self._places[node].described} has not answered for {seconds:.0f} s: "
-                      "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
+        paused_seconds = self._heartbeat.detect_own_pause()
+        if paused_seconds >= SILENCE_WARNING_SECONDS and self._connections:
+            self._print_line(
+                f"warning: the launcher of {self._own.description}, this node, did not run for {paused_seconds:.0f} s: it "
+                "was stopped or suspended, or this machine swaps")
+        for node in self._heartbeat.nodes_due():
+            self._connections[node].send(HEARTBEAT_MESSAGE)
+        for node, seconds in self._heartbeat.silences_to_report().items():
+            self._print_line(
+                f"warning: the launcher of {self._nodes[node].description} has not answered for {seconds:.0f} s: "
+                "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
 
-    def hear(self, seconds: float = 0.0) -> None:
+    def receive(self, seconds: float = 0.0) -> None:
         """Take in what other launchers have said, and wait so long for it."""
-        self.keep_in_touch()
+        self.send_heartbeats()
         for key, _ in self._selector.select(seconds):
-            node, link = key.data, self._links[key.data]
+            node, link = key.data, self._connections[key.data]
             try:
                 messages = link.receive()
-                silence = self._pulse.note(node)
+                silence = self._heartbeat.record_message(node)
                 if silence:
-                    self._say(f"note: the launcher of {self._places[node].described} answers again, after "
-                              f"{silence:.0f} s")
+                    self._print_line(f"note: the launcher of {self._nodes[node].description} answers again, after "
+                                     f"{silence:.0f} s")
                 for message in messages:
-                    self._note(message, node)
-            except Closed:
+                    self._process_message(message, node)
+            except JsonConnectionClosed:
                 self._selector.unregister(link)
                 link.close()
-                del self._links[node]
-                self._pulse.forget(node)
-                if node not in self._ends:
-                    self._note({"node": node, "code": EXIT_PEER}, node)
+                del self._connections[node]
+                self._heartbeat.forget(node)
+                if node not in self._exits:
+                    self._process_message({"node": node, "code": EXIT_PEER}, node)
 
-    def _note(self, message: Mapping[str, Any], source: int) -> None:
+    def _process_message(self, message: Mapping[str, Any], source: int) -> None:
         node, silent = message.get("node"), message.get(SILENT)
         if node == self._own.node and isinstance(silent, float):
-            self._given_up, self.are_failing = max(silent, self._pulse.was_away), True
-        if node not in self._places or node in self._ends:
+            self._given_up_after_seconds, self.others_are_failing = max(silent, self._heartbeat.recent_pause), True
+        if node not in self._nodes or node in self._exits:
             return
         if message.get(LEFT) is True:
-            self._have_left.add(node)
+            self._left_early.add(node)
         elif WARNING in message:
-            self.are_failing, self.has_culprit = True, self.has_culprit or message[WARNING] == OF_ITS_OWN
+            self.others_are_failing, self.others_have_culprit = True, self.others_have_culprit or message[
+                WARNING] == OWN_FAILURE
         else:
             code, said = message.get("code"), message.get("said")
-            end = End(self._places[node], code if isinstance(code, int) else EXIT_PEER,
-                      said if isinstance(said, str) else "", message.get("is_victim") is True,
-                      silent if isinstance(silent, float) else 0.0)
-            self._ends[node] = end
-            if not end.said and not end.silent and end.failed and self._pulse.was_away >= NEWS_SECONDS:
-                self._given_up = self._pulse.was_away  # the connection was cut meanwhile
-            self.are_failing, self.has_culprit = (self.are_failing or end.failed,
-                                                  self.has_culprit or end.failed and not end.is_victim)
-        for other, link in self._links.items():
+            end = NodeExit(self._nodes[node], code if isinstance(code, int) else EXIT_PEER,
+                           said if isinstance(said, str) else "", message.get("is_victim") is True,
+                           silent if isinstance(silent, float) else 0.0)
+            self._exits[node] = end
+            if not end.error_line and not end.silent_seconds and end.failed and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
+                self._given_up_after_seconds = self._heartbeat.recent_pause  # the connection was cut meanwhile
+            self.others_are_failing, self.others_have_culprit = (self.others_are_failing
+                                                                 or end.failed, self.others_have_culprit
+                                                                 or end.failed and not end.is_victim)
+        for other, link in self._connections.items():
             if other != source:
                 link.send(dict(message))
 
     @property
-    def are_at_work(self) -> bool:
+    def others_are_running(self) -> bool:
         """Ranks of other nodes have neither ended nor left."""
-        return not self._places.keys() <= self._ends.keys() | self._have_left
+        return not self._nodes.keys() <= self._exits.keys() | self._left_early
 
     @property
-    def failed(self) -> list[End]:
+    def failed_nodes(self) -> list[NodeExit]:
         """In the order of the news."""
-        return [end for end in self._ends.values() if end.failed]
+        return [end for end in self._exits.values() if end.failed]
 
     @property
-    def is_given_up(self) -> bool:
+    def was_given_up(self) -> bool:
         """The job has ended without this node."""
-        return self._given_up > 0
+        return self._given_up_after_seconds > 0
 
     def describe_absence(self, where: str) -> str:
         """For the node that is back."""
-        return (f"error: this node ({self._own.described.partition(' (')[0]}, {self._own.host}) was away for "
-                f"{self._given_up:.0f} s{where}, and the job has ended without it; it was stopped or suspended, or it "
-                f"swaps; {AGAIN}")
+        return (
+            f"error: this node ({self._own.description.partition(' (')[0]}, {self._own.host}) was away for "
+            f"{self._given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or suspended, or it "
+            f"swaps; {RESTART_ADVICE}")
 
-    def culprit(self, seconds: float, where: str = "") -> End | None:
+    def wait_for_culprit(self, seconds: float, where: str = "") -> NodeExit | None:
         """The node that ended the job for a reason of its own, if its launcher says so within this time; else one that
         is silent, for which this node waited there (`where`)."""
-        until = time.monotonic() + seconds - (WORD_SECONDS if self._own.node == 0 else 0.0)
+        until = time.monotonic() + seconds - (SILENCE_REPORT_SECONDS if self._own.node == 0 else 0.0)
         while True:
-            self.hear()
-            for end in self.failed:
+            self.receive()
+            for end in self.failed_nodes:
                 if not end.is_victim:
                     return end
             left = until - time.monotonic()
-            if left <= 0 or not self._links:
-                return self._silent(where)
-            self.hear(min(left, 0.5))
+            if left <= 0 or not self._connections:
+                return self._report_silent_node(where)
+            self.receive(min(left, 0.5))
 
-    def _silent(self, where: str) -> End | None:
+    def _report_silent_node(self, where: str) -> NodeExit | None:
         """Who has not answered for longest. All are told; who is silent, for its return."""
-        found = sorted(self._pulse.silent().items(), key=lambda one: -one[1])
+        found = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
         for node, seconds in found:
-            self._note({"node": node, "code": EXIT_PEER, "said": where, SILENT: seconds}, self._own.node)
-        return self._ends.get(found[0][0]) if found else None
+            self._process_message({"node": node, "code": EXIT_PEER, "said": where, SILENT: seconds}, self._own.node)
+        return self._exits.get(found[0][0]) if found else None
 
-    def warn(self, *, is_victim: bool) -> None:
+    def announce_failure(self, *, is_victim: bool) -> None:
         """A rank of this node fails. Others look at once who of theirs it may have waited for."""
-        kind = OF_A_VICTIM if is_victim else OF_ITS_OWN
-        if self._warned not in (kind, OF_ITS_OWN):
-            self._warned = kind
-            for link in self._links.values():
+        kind = VICTIM_FAILURE if is_victim else OWN_FAILURE
+        if self._announced_failure not in (kind, OWN_FAILURE):
+            self._announced_failure = kind
+            for link in self._connections.values():
                 link.send({"node": self._own.node, WARNING: kind})
 
-    def tell_left(self) -> None:
-        for link in self._links.values():
+    def announce_early_exit(self) -> None:
+        for link in self._connections.values():
             link.send({"node": self._own.node, LEFT: True})
 
-    def tell(self, code: int, said: str = "", *, is_victim: bool = False) -> None:
+    def announce_exit(self, code: int, error_line: str = "", *, is_victim: bool = False) -> None:
         """How this node ended: a line that is too long for a message in part, since a launcher whose message is refused
         seems to be lost."""
-        message = {"node": self._own.node, "code": code, "said": shortened(said), "is_victim": is_victim}
-        for link in self._links.values():
+        message = {"node": self._own.node, "code": code, "said": shorten_error_text(error_line), "is_victim": is_victim}
+        for link in self._connections.values():
             link.send(message)
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self._connections.values():
             link.close()
         self._selector.close()

@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed
-from megatron.launch.blame import AGAIN, Late, Sight
-from megatron.launch.leaving import REQUESTS, heard
-from megatron.launch.nodes import Nodes
-from megatron.launch.signals import STOPPING, TAKEN, write_lines, write_stderr
-from megatron.whereabouts import DONE, UNKNOWN, Place
+from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed_error
+from megatron.launch.blame import RESUME_ADVICE, Straggler, StragglerMonitor
+from megatron.launch.leaving import STOP_SIGNALS, is_handled_signal
+from megatron.launch.nodes import NodeMonitor
+from megatron.launch.signals import SIGNAL_INTERRUPTS_OWNED_BY_RANK0, STOPPING_LINE, write_lines, write_stderr
+from megatron.whereabouts import DONE, UNKNOWN, StatusSnapshot
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
@@ -36,30 +36,30 @@ GRACE_SECONDS = 2.5
 """From the first failure until SIGTERM: time for the victims to notice, and for the culprit to be among the ended."""
 TERM_SECONDS = 1.0
 """From SIGTERM until SIGKILL. Together they keep the promise: nobody is left 5 seconds after a kill."""
-DEAF_SECONDS = 1.0
+SIGNAL_DELAY_SECONDS = 1.0
 """From the start of the ranks until a request to stop is passed on: at first Python itself starts, which a signal would
 end, with a traceback."""
-OTHERS_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
+OTHER_NODES_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
 """For the launchers of other nodes to find out which of their ranks was the first."""
-HELD_LINES = 16
-PASSED_THROUGH = frozenset({*range(2, 8), EXIT_INTERRUPTED})
+MAX_HELD_LINES = 16
+PASSED_ON_EXIT_CODES = frozenset({*range(2, 8), EXIT_INTERRUPTED})
 PR_SET_PDEATHSIG = 1
-INTERRUPTED = b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n"
-RESUME = AGAIN
+INTERRUPTED_TWICE_LINE = b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n"
+RESUME_REMEDY = RESUME_ADVICE
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankExit:
     """How one rank ended; exactly one of `code` and `signal` is set."""
 
     rank: int
     pid: int
     code: int | None = None
     signal: int | None = None
-    stopped: bool = False
-    asked: bool = False
+    was_stopped: bool = False
+    stop_was_requested: bool = False
     """The launcher, or this rank itself, had got a request to stop before this ending."""
-    place: Place = Place()
+    status: StatusSnapshot = StatusSnapshot()
     """Where the rank was."""
 
     @property
@@ -67,14 +67,14 @@ class Ending:
         return self.code != EXIT_OK
 
     @property
-    def left_early(self) -> bool:
+    def exited_early(self) -> bool:
         """With exit code 0, in the middle of something."""
-        return self.code == EXIT_OK and self.place.is_inside
+        return self.code == EXIT_OK and self.status.is_mid_operation
 
     @property
-    def left_the_others(self) -> bool:
+    def exited_unannounced(self) -> bool:
         """With exit code 0, and without taking leave, as a program of ours does."""
-        return self.code == EXIT_OK and self.place.state != DONE
+        return self.code == EXIT_OK and self.status.state != DONE
 
     @property
     def is_victim(self) -> bool:
@@ -82,36 +82,36 @@ class Ending:
 
     @property
     def job_exit_code(self) -> int:
-        if self.asked and self.signal in REQUESTS:
+        if self.stop_was_requested and self.signal in STOP_SIGNALS:
             return EXIT_INTERRUPTED
-        return EXIT_PEER if self.code is None or self.code not in PASSED_THROUGH else self.code
+        return EXIT_PEER if self.code is None or self.code not in PASSED_ON_EXIT_CODES else self.code
 
     def describe(self, others: Sequence[int] = ()) -> str:
         """The job's error line for a rank that could not write its own. Of `others` that failed like it, any may have
         been the first: a program of somebody else's may end slowly."""
-        who, at = f"error: {self.who}", "" if self.place.state == UNKNOWN else f" at {self.place}"
+        who, at = f"error: {self.rank_name}", "" if self.status.state == UNKNOWN else f" at {self.status}"
         if self.code == EXIT_OK:
-            return f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME}"
+            return f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_REMEDY}"
         if self.signal is None:
             so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
             also = so_did if others else ""
             return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
-        if self.stopped:
-            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME}"
-        if self.asked:
-            return f"{who} ended by {name}{at} before it could save; {RESUME}"
+        if self.was_stopped:
+            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME_REMEDY}"
+        if self.stop_was_requested:
+            return f"{who} ended by {name}{at} before it could save; {RESUME_REMEDY}"
         if self.signal == signal.SIGKILL:
             return (f"{who} ended by {name}{at}: killed from outside, often by the kernel for lack of memory; "
                     "start the same command to resume, with a smaller --batch-size if memory was short")
-        return f"{who} ended by {name}{at}; {RESUME}"
+        return f"{who} ended by {name}{at}; {RESUME_REMEDY}"
 
     @property
-    def who(self) -> str:
-        return described(self.rank, self.pid)
+    def rank_name(self) -> str:
+        return describe_rank(self.rank, self.pid)
 
 
-def described(rank: int, pid: int) -> str:
+def describe_rank(rank: int, pid: int) -> str:
     return f"rank {rank} (pid {pid} on {socket.gethostname()})"
 
 
@@ -122,12 +122,12 @@ class ErrorRelay:
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
-        self.held: list[bytes] = []
+        self.held_errors: list[bytes] = []
         self._partial = b""
         self._in_error = False
         """The line before belongs to an error."""
 
-    def pump(self) -> bool:
+    def relay_available(self) -> bool:
         """Relay what is there; False at the end of the stream."""
         while True:
             try:
@@ -141,9 +141,9 @@ class ErrorRelay:
             self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
             self._relay(lines)
 
-    def finish(self) -> None:
+    def relay_rest(self) -> None:
         """The rank is gone: relay the rest. Not to the end of the stream, which a stray grandchild may hold open."""
-        self.pump()
+        self.relay_available()
         self._relay([self._partial + b"\n"] if self._partial else [])
         self._partial = b""
 
@@ -151,25 +151,25 @@ class ErrorRelay:
         others = []
         for line in lines:
             begins = line.startswith(b"error:")
-            self._in_error = begins or self._in_error and is_listed(line.decode(errors="replace"))
+            self._in_error = begins or self._in_error and is_listed_error(line.decode(errors="replace"))
             if not self._in_error:
                 others.append(line)
             elif not begins:
-                self.held[-1] += line
-            elif len(self.held) < HELD_LINES:
-                self.held.append(line)
+                self.held_errors[-1] += line
+            elif len(self.held_errors) < MAX_HELD_LINES:
+                self.held_errors.append(line)
         write_lines(b"".join(others))
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A child process and what is known about it."""
 
     rank: int
-    local: int
+    local_rank: int
     process: subprocess.Popen[bytes]
     relay: ErrorRelay
-    ending: Ending | None = None
+    exit: RankExit | None = None
     stopped_since: float | None = None
 
 
@@ -179,24 +179,24 @@ class Supervisor:
 
     command: list[str]
     environments: list[dict[str, str]]
-    nodes: Nodes
+    nodes: NodeMonitor
     """The other ones of the job."""
-    sight: Sight
-    _ranks: list[Rank] = field(default_factory=list)
-    _running: list[Rank] = field(default_factory=list)
-    _endings: list[Ending] = field(default_factory=list)
+    straggler_monitor: StragglerMonitor
+    _ranks: list[RankProcess] = field(default_factory=list)
+    _running: list[RankProcess] = field(default_factory=list)
+    _exits: list[RankExit] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _interrupts: int = 0
-    _asked: bool = False
-    _interrupts_taken: bool = False
-    _requests: list[int] = field(default_factory=list)
+    _stop_was_requested: bool = False
+    _rank0_owns_interrupts: bool = False
+    _pending_signals: list[int] = field(default_factory=list)
     """Signals that have not been passed on yet."""
-    _began: float = field(default_factory=time.monotonic)
+    _started_at: float = field(default_factory=time.monotonic)
     _failed_at: float | None = None
-    _left_at: float | None = None
+    _early_exit_at: float | None = None
     """The first rank left in the middle of something, with exit code 0."""
-    _late: list[Late] = field(default_factory=list)
-    _left: list[Ending] = field(default_factory=list)
+    _stragglers: list[Straggler] = field(default_factory=list)
+    _unannounced_exits: list[RankExit] = field(default_factory=list)
     """Whom the others missed when the first rank failed."""
     _terminated: bool = False
 
@@ -205,25 +205,25 @@ class Supervisor:
             self._selector.register(self.nodes, selectors.EVENT_READ, self.nodes)
             try:
                 for environment in self.environments:
-                    self._start(environment)
+                    self._start_rank(environment)
                 while self._running and self._interrupts < 2:
                     self._tick()
-                if self._left_at is not None and self._failed_at is None:
-                    self._see_whether_others_left(self._left_at)
+                if self._early_exit_at is not None and self._failed_at is None:
+                    self._check_early_exit(self._early_exit_at)
             finally:
-                self._end_everyone(signal.SIGKILL)
+                self._signal_all_ranks(signal.SIGKILL)
                 for rank in self._running:
                     rank.process.wait()
-        return self._verdict()
+        return self._report_outcome()
 
-    def _start(self, environment: dict[str, str]) -> None:
+    def _start_rank(self, environment: dict[str, str]) -> None:
         # A session of its own: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data
         # workers. stdout is inherited, so that a progress bar still sees the terminal; stdin by the job's first rank.
         stdin = None if environment["RANK"] == "0" else subprocess.DEVNULL
         process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
-                                   start_new_session=True, preexec_fn=end_with_parent())
+                                   start_new_session=True, preexec_fn=die_with_parent())
         assert process.stderr is not None
-        rank = Rank(int(environment["RANK"]), len(self._ranks), process, ErrorRelay(process.stderr.fileno()))
+        rank = RankProcess(int(environment["RANK"]), len(self._ranks), process, ErrorRelay(process.stderr.fileno()))
         self._ranks.append(rank)
         self._running.append(rank)
         self._selector.register(process.stderr, selectors.EVENT_READ, rank.relay)
@@ -231,63 +231,65 @@ class Supervisor:
     def _tick(self) -> None:
         for key, _ in self._selector.select(TICK_SECONDS):
             if isinstance(key.data, ErrorRelay):
-                if not key.data.pump():
+                if not key.data.relay_available():
                     self._selector.unregister(key.fileobj)
-            elif isinstance(key.data, Nodes):
-                self._hear_of_others()
+            elif isinstance(key.data, NodeMonitor):
+                self._receive_from_nodes()
             else:
                 for number in key.data.recv(256):
                     self._on_signal(number)
-        self._pass_on_requests()
-        self.nodes.keep_in_touch()
-        self.sight.look()
+        self._forward_signals()
+        self.nodes.send_heartbeats()
+        self.straggler_monitor.update()
         for rank in list(self._running):
-            self._look_at(rank)
+            self._poll_rank(rank)
         self._enforce_deadlines()
 
-    def _hear_of_others(self) -> None:
-        self.nodes.hear()
-        if self.nodes.are_failing:
-            self._begin_to_end(time.monotonic())
+    def _receive_from_nodes(self) -> None:
+        self.nodes.receive()
+        if self.nodes.others_are_failing:
+            self._start_teardown(time.monotonic())
 
-    def _see_whether_others_left(self, since: float) -> None:
+    def _check_early_exit(self, since: float) -> None:
         """No rank is here any more, and one left in the middle of something: where others go on, it has failed them."""
-        self.nodes.tell_left()
-        while self.nodes.are_at_work and not self.nodes.are_failing and time.monotonic() - since < GRACE_SECONDS:
-            self.nodes.hear(TICK_SECONDS)
-        if self.nodes.are_at_work or self.nodes.are_failing:
-            self.nodes.warn(is_victim=False)
-            self._begin_to_end(since)
+        self.nodes.announce_early_exit()
+        while self.nodes.others_are_running and not self.nodes.others_are_failing and time.monotonic(
+        ) - since < GRACE_SECONDS:
+            self.nodes.receive(TICK_SECONDS)
+        if self.nodes.others_are_running or self.nodes.others_are_failing:
+            self.nodes.announce_failure(is_victim=False)
+            self._start_teardown(since)
 
-    def _begin_to_end(self, since: float) -> None:
+    def _start_teardown(self, since: float) -> None:
         """A rank has failed, here or on another node."""
         if self._failed_at is None:
             self._failed_at = since
-            self._late = self.sight.late([rank.local for rank in self._running if rank.ending is None])
-            self._left = [ending for ending in self._endings if ending.left_the_others]
+            self._stragglers = self.straggler_monitor.stragglers(
+                [rank.local_rank for rank in self._running if rank.exit is None])
+            self._unannounced_exits = [ending for ending in self._exits if ending.exited_unannounced]
 
     def _on_signal(self, number: int) -> None:
-        if number not in REQUESTS:
-            self._interrupts_taken = self._interrupts_taken or number == TAKEN
+        if number not in STOP_SIGNALS:
+            self._rank0_owns_interrupts = self._rank0_owns_interrupts or number == SIGNAL_INTERRUPTS_OWNED_BY_RANK0
             return  # SIGCHLD only wakes the loop
-        if number == signal.SIGINT and self._interrupts_taken:
-            pass_on(self._ranks[0], number)
+        if number == signal.SIGINT and self._rank0_owns_interrupts:
+            signal_rank(self._ranks[0], number)
             return
-        self._asked = True
+        self._stop_was_requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts == 1:
-                write_lines(STOPPING)
-        self._requests.append(number)
+                write_lines(STOPPING_LINE)
+        self._pending_signals.append(number)
 
-    def _pass_on_requests(self) -> None:
-        if self._requests and time.monotonic() - self._began >= DEAF_SECONDS:
+    def _forward_signals(self) -> None:
+        if self._pending_signals and time.monotonic() - self._started_at >= SIGNAL_DELAY_SECONDS:
             for rank in self._running:
-                for number in self._requests:
-                    pass_on(rank, number)
-            self._requests.clear()
+                for number in self._pending_signals:
+                    signal_rank(rank, number)
+            self._pending_signals.clear()
 
-    def _look_at(self, rank: Rank) -> None:
+    def _poll_rank(self, rank: RankProcess) -> None:
         """Notice that a rank has ended, or has been stopped for too long."""
         # WNOWAIT keeps the zombie, and with it the number of its process group, until that group is cleared.
         options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
@@ -296,106 +298,113 @@ class Supervisor:
             rank.stopped_since = None
         elif status.si_code == os.CLD_STOPPED:
             rank.stopped_since = rank.stopped_since or time.monotonic()
-            if rank.ending is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
-                self._record(rank, Ending(rank.rank, rank.process.pid, signal=status.si_status, stopped=True,
-                                          place=self.sight.place(rank.local)))
+            if rank.exit is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
+                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, signal=status.si_status, was_stopped=True,
+                                                 status=self.straggler_monitor.status_of(rank.local_rank)))
                 kill_group(rank, signal.SIGKILL)
         else:
             kill_group(rank, signal.SIGKILL)
             result = rank.process.wait()
-            rank.relay.finish()
+            rank.relay.relay_rest()
             self._running.remove(rank)
             code, number = (result, None) if result >= 0 else (None, -result)
-            asked = self._asked or not self._terminated and number in REQUESTS
+            asked = self._stop_was_requested or not self._terminated and number in STOP_SIGNALS
             is_ended_here = self._terminated and (number is not None or code == EXIT_INTERRUPTED and not asked)
-            if rank.ending is None and not is_ended_here:
-                self._record(rank, Ending(rank.rank, rank.process.pid, code, number, asked=asked,
-                                          place=self.sight.place(rank.local)))
+            if rank.exit is None and not is_ended_here:
+                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, code, number, stop_was_requested=asked,
+                                                 status=self.straggler_monitor.status_of(rank.local_rank)))
 
-    def _record(self, rank: Rank, ending: Ending) -> None:
-        rank.ending = ending
-        self._endings.append(ending)
-        if ending.failed:
-            self._begin_to_end(time.monotonic())
-            self.nodes.warn(is_victim=ending.is_victim)
-        if ending.left_early and self._left_at is None:
-            self._left_at = time.monotonic()
+    def _record_exit(self, rank: RankProcess, rank_exit: RankExit) -> None:
+        rank.exit = rank_exit
+        self._exits.append(rank_exit)
+        if rank_exit.failed:
+            self._start_teardown(time.monotonic())
+            self.nodes.announce_failure(is_victim=rank_exit.is_victim)
+        if rank_exit.exited_early and self._early_exit_at is None:
+            self._early_exit_at = time.monotonic()
 
     def _enforce_deadlines(self) -> None:
-        if self._left_at is not None and time.monotonic() - self._left_at >= GRACE_SECONDS:
-            self._begin_to_end(self._left_at)  # the others have not left as well
-            self.nodes.warn(is_victim=False)
+        if self._early_exit_at is not None and time.monotonic() - self._early_exit_at >= GRACE_SECONDS:
+            self._start_teardown(self._early_exit_at)  # the others have not left as well
+            self.nodes.announce_failure(is_victim=False)
         if self._failed_at is None:
             return
         waited = time.monotonic() - self._failed_at
         if waited >= GRACE_SECONDS + TERM_SECONDS:
-            self._end_everyone(signal.SIGKILL)
+            self._signal_all_ranks(signal.SIGKILL)
         elif waited >= GRACE_SECONDS and not self._terminated:
-            self._end_everyone(signal.SIGTERM)
+            self._signal_all_ranks(signal.SIGTERM)
 
-    def _end_everyone(self, number: signal.Signals) -> None:
+    def _signal_all_ranks(self, number: signal.Signals) -> None:
         self._terminated = True
         for rank in self._running:
             kill_group(rank, number)
 
-    def _verdict(self) -> int:
+    def _report_outcome(self) -> int:
         if self._interrupts >= 2:
-            return self._end(EXIT_INTERRUPTED, INTERRUPTED)
-        if self.nodes.is_given_up and not any(self._is_own_failure(end) and not end.stopped for end in self._endings):
-            return self._end(EXIT_PEER, self._of_absence(), is_victim=True)
-        failures = [ending for ending in self._endings if ending.failed]
-        culprit: Ending | Late | None = next((end for end in self._endings if self._is_own_failure(end)), None)
-        if culprit is None and not self.nodes.has_culprit:
-            culprit = self._missed()
-        if isinstance(culprit, Late):
-            rank = self._ranks[culprit.local]
-            return self._end(EXIT_PEER, culprit.describe(described(rank.rank, rank.process.pid)).encode() + b"\n")
-        if culprit is None and (failures or self.nodes.are_failing):
-            other = self.nodes.culprit(OTHERS_SECONDS, self._where_it_waited())
-            if other is None and not failures and self.nodes.failed:
-                other = self.nodes.failed[0]
+            return self._finish_job(EXIT_INTERRUPTED, INTERRUPTED_TWICE_LINE)
+        if self.nodes.was_given_up and not any(
+                self._is_own_failure(end) and not end.was_stopped for end in self._exits):
+            return self._finish_job(EXIT_PEER, self._absence_line(), is_victim=True)
+        failures = [ending for ending in self._exits if ending.failed]
+        culprit: RankExit | Straggler | None = next((end for end in self._exits if self._is_own_failure(end)), None)
+        if culprit is None and not self.nodes.others_have_culprit:
+            culprit = self._find_missing_rank()
+        if isinstance(culprit, Straggler):
+            rank = self._ranks[culprit.local_rank]
+            return self._finish_job(EXIT_PEER,
+                                    culprit.describe(describe_rank(rank.rank, rank.process.pid)).encode() + b"\n")
+        if culprit is None and (failures or self.nodes.others_are_failing):
+            other = self.nodes.wait_for_culprit(OTHER_NODES_SECONDS, self._waiting_text())
+            if other is None and not failures and self.nodes.failed_nodes:
+                other = self.nodes.failed_nodes[0]
             if other is not None:
-                return self._end(other.code, other.describe().encode(errors="backslashreplace") + b"\n", is_victim=True)
+                return self._finish_job(other.code,
+                                        other.describe().encode(errors="backslashreplace") + b"\n",
+                                        is_victim=True)
         culprit = culprit or (failures[0] if failures else None)
         if culprit is None:
-            return self._end(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held))
-        held = self._held_of(culprit)
+            return self._finish_job(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held_errors))
+        held = self._held_errors_of(culprit)
         others = [ending.rank for ending in failures
-                  if ending is not culprit and not ending.is_victim and not self._held_of(ending)]
-        return self._end(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
-                         is_victim=culprit.is_victim)
+                  if ending is not culprit and not ending.is_victim and not self._held_errors_of(ending)]
+        return self._finish_job(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
+                                is_victim=culprit.is_victim)
 
-    def _where_it_waited(self) -> str:
-        waited = next((ending for ending in self._endings if ending.is_victim and ending.place.state != UNKNOWN), None)
-        return "" if waited is None else f", while rank {waited.rank} waited at {waited.place}"
+    def _waiting_text(self) -> str:
+        waited = next((ending for ending in self._exits if ending.is_victim and ending.status.state != UNKNOWN), None)
+        return "" if waited is None else f", while rank {waited.rank} waited at {waited.status}"
 
-    def _of_absence(self) -> bytes:
-        place = self.sight.place(0)
+    def _absence_line(self) -> bytes:
+        place = self.straggler_monitor.status_of(0)
         return (self.nodes.describe_absence("" if place.state == UNKNOWN else f" at {place}") + "\n").encode()
 
-    def _is_own_failure(self, ending: Ending) -> bool:
+    def _is_own_failure(self, rank_exit: RankExit) -> bool:
         """Not for the sake of another rank."""
-        return ending.failed and not ending.is_victim or ending.left_early and self._failed_at is not None
+        return rank_exit.failed and not rank_exit.is_victim or rank_exit.exited_early and self._failed_at is not None
 
-    def _missed(self) -> Ending | Late | None:
+    def _find_missing_rank(self) -> RankExit | Straggler | None:
         """The rank of this node that the victims waited for: it has left with exit code 0, or does not come."""
-        ended = {self._local_of(ending) for ending in self._endings if not ending.stopped}
-        found: list[Ending | Late] = [ending for ending in self._left if ending.place.state != UNKNOWN]
-        found += [one for one in self._late if one.local not in ended]
-        return next(iter([*found, *self._left]), None)
+        ended = {self._local_rank_of(ending) for ending in self._exits if not ending.was_stopped}
+        found: list[RankExit
+                    | Straggler] = [ending for ending in self._unannounced_exits if ending.status.state != UNKNOWN]
+        found += [one for one in self._stragglers if one.local_rank not in ended]
+        return next(iter([*found, *self._unannounced_exits]), None)
 
-    def _local_of(self, ending: Ending) -> int:
-        return next(rank.local for rank in self._ranks if rank.rank == ending.rank)
+    def _local_rank_of(self, rank_exit: RankExit) -> int:
+        return next(rank.local_rank for rank in self._ranks if rank.rank == rank_exit.rank)
 
-    def _end(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
+    def _finish_job(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
         """The last word, to whoever started this launcher and to those of other nodes."""
         write_stderr(line)
-        self.nodes.tell(code, line.decode(errors="replace").strip() if code != EXIT_OK else "", is_victim=is_victim)
+        self.nodes.announce_exit(code,
+                                 line.decode(errors="replace").strip() if code != EXIT_OK else "",
+                                 is_victim=is_victim)
         self.nodes.close()
         return code
 
-    def _held_of(self, ending: Ending) -> list[bytes]:
-        return next(rank.relay.held for rank in self._ranks if rank.rank == ending.rank)
+    def _held_errors_of(self, rank_exit: RankExit) -> list[bytes]:
+        return next(rank.relay.held_errors for rank in self._ranks if rank.rank == rank_exit.rank)
 
     @contextlib.contextmanager
     def _signals_as_bytes(self) -> Iterator[None]:
@@ -403,7 +412,7 @@ class Supervisor:
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, receiver)
-        numbers = (*filter(heard, REQUESTS), TAKEN, signal.SIGCHLD)
+        numbers = (*filter(is_handled_signal, STOP_SIGNALS), SIGNAL_INTERRUPTS_OWNED_BY_RANK0, signal.SIGCHLD)
         for number in numbers:
             signal.signal(number, lambda *_: None)
         descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
@@ -418,20 +427,20 @@ class Supervisor:
             sender.close()
 
 
-def pass_on(rank: Rank, number: int) -> None:
+def signal_rank(rank: RankProcess, number: int) -> None:
     """Signal a rank alone. Popen.send_signal would reap a rank that has just ended, and `_look_at` miss it."""
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(rank.process.pid, number)
 
 
-def kill_group(rank: Rank, number: signal.Signals) -> None:
+def kill_group(rank: RankProcess, number: signal.Signals) -> None:
     """Signal a rank and its own children. Called only before the rank is reaped, so its number is still its own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, number)
 
 
-def end_with_parent() -> Callable[[], None]:
+def die_with_parent() -> Callable[[], None]:
     """A function for a fresh child to call: the kernel then kills it when the launcher dies (Linux)."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 

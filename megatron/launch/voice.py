@@ -25,47 +25,47 @@ from megatron.errors import ConfigError
 from megatron.launch.distributed import read_environment
 
 LINGER_SECONDS = 2.0
-JOB_NAMES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-             "SLURM_STEP_ID", "PMIX_NAMESPACE")
+JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+                 "SLURM_STEP_ID", "PMIX_NAMESPACE")
 """What the environments of one job have in common, and those of two jobs have not."""
 
-_NAMES: list[socket.socket] = []
+_CLAIMED_SOCKETS: list[socket.socket] = []
 """Of the process, as its standard error is."""
 
 
-def is_ours_to_say(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether no other rank of this node says the same."""
-    if _NAMES:
+    if _CLAIMED_SOCKETS:
         return False  # this process has said why it ends
-    if "MEGATRON_LAUNCHER" in environ or not _has_company(environ):
+    if "MEGATRON_LAUNCHER" in environ or not _has_local_peers(environ):
         return True
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        name.bind(_name_of(text, environ))
+        claim.bind(_socket_name(text, environ))
     except OSError as error:
-        name.close()
+        claim.close()
         return error.errno != errno.EADDRINUSE
-    _NAMES.append(name)
+    _CLAIMED_SOCKETS.append(claim)
     return True
 
 
-def let_others_come(code: int) -> None:
+def linger(code: int) -> None:
     """To be called by a process that ends with this code, also if its launcher grows impatient."""
-    if _NAMES:
+    if _CLAIMED_SOCKETS:
         with suppress(ValueError):  # only the main thread can
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(LINGER_SECONDS)
 
 
-def _has_company(environ: Mapping[str, str]) -> bool:
+def _has_local_peers(environ: Mapping[str, str]) -> bool:
     try:
         return read_environment(environ).local_world_size > 1
     except ConfigError:
         return False
 
 
-def _name_of(text: str, environ: Mapping[str, str]) -> bytes:
+def _socket_name(text: str, environ: Mapping[str, str]) -> bytes:
     """The same error on two ranks may name them."""
-    job = [str(os.getuid()), *(environ.get(name, "") for name in JOB_NAMES)]
+    job = [str(os.getuid()), *(environ.get(name, "") for name in JOB_VARIABLES)]
     what = "\n".join([*job, re.sub(r"\brank \d+", "rank", text)])
     return b"\0megatron-error-" + hashlib.sha256(what.encode(errors="backslashreplace")).hexdigest().encode()

@@ -34,8 +34,8 @@ class GPT2(nn.Module):
         super().__init__()
         self.config, self.tp, self.seed = config, tp, seed
         init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
-        padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
-        self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight("wte.weight"),
+        padded = pad_vocab(config.known_vocab_size, config.make_vocab_size_divisible_by, tp.size)
+        self.wte = VocabParallelEmbedding(config.known_vocab_size, config.hidden_size, init.weight("wte.weight"),
                                           padded_size=padded, tp=tp)
         self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
@@ -61,8 +61,8 @@ class GPT2(nn.Module):
             return self.logits(x[:, -1])
         if not on_accelerator(targets) and targets.numel():
             highest = int(targets.max())
-            require(highest < self.config.tokens, f"target {highest} is outside the vocabulary 0.."
-                    f"{self.config.tokens - 1}: the data was made with another tokenizer")
+            require(highest < self.config.known_vocab_size, f"target {highest} is outside the vocabulary 0.."
+                    f"{self.config.known_vocab_size - 1}: the data was made with another tokenizer")
         counted = torch.ge(targets, 0, out=torch.empty_like(targets, dtype=torch.float32))  # one launch
         weight = counted if loss_weight is None else loss_weight * counted
         return linear_cross_entropy(
@@ -70,7 +70,7 @@ class GPT2(nn.Module):
             self.wte.weight,
             targets.flatten(),
             self.tp,
-            vocab_size=self.config.tokens,
+            vocab_size=self.config.known_vocab_size,
             loss_weight=weight.flatten(),
             grad_scale=grad_scale,
             weight_main_grad=self.wte.weight_main_grad,
@@ -99,7 +99,7 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
-        return gather_from_region(self.local_logits(x), self.tp)[..., : self.config.tokens]
+        return gather_from_region(self.local_logits(x), self.tp)[..., : self.config.known_vocab_size]
 
     def local_logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V / tp]: this rank's columns, padding among them."""

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.quantize import EVEN_BITS
+from megatron.quantize import MIN_UNIFORM_BITS
 
 TERNARY_THRESHOLD = 0.7
 """Of a ternary grid, in mean|w|."""
@@ -83,7 +83,7 @@ def quantize_to_levels(quantizer: Quantizer, x: Tensor, group: Tensor, noise: Te
 
 def uniform_quantizer(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: bool) -> UniformQuantizer:
     """From the largest and the smallest number of each group, in fp32."""
-    assert bits >= EVEN_BITS
+    assert bits >= MIN_UNIFORM_BITS
     count = 2.0 ** bits
     if symmetric:
         largest = torch.maximum(highest, -lowest)

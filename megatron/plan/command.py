@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data.cli import normalize_flag_names
 from megatron.config.flags import parse_args
-from megatron.config.help import CommandParser
+from megatron.config.help import CommandArgumentParser
 from megatron.config.tree import Config, require
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.forecast import forecast, measured, notes
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
         require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
     require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
-    config = parse_args(flags, options.ranks, beside=parser.flag_names())
+    config = parse_args(flags, options.ranks, other_options=parser.flag_names())
     config.check_world(options.ranks)
     is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
     options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
@@ -68,9 +68,9 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
     return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
 
 
-def _parser(ranks: int) -> CommandParser:
-    parser = CommandParser(MODULE, "The memory, the traffic and the time of a training run, before it starts.",
-                           EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+def _parser(ranks: int) -> CommandArgumentParser:
+    parser = CommandArgumentParser(MODULE, "The memory, the traffic and the time of a training run, before it starts.",
+                                   EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=ranks, metavar="N",
                         help=f"ranks of the run ({ranks}); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
@@ -98,7 +98,7 @@ def with_vocabulary(config: Config) -> Config:
         return config
     from megatron.train import build
 
-    return build.with_vocabulary(config, build.tokenizer(config))
+    return build.with_vocab_size(config, build.tokenizer(config))
 
 
 def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:

@@ -8,7 +8,7 @@ what the first and the last unit send, and the exchange inside of tensor paralle
 
 from __future__ import annotations
 
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import Run
 from megatron.plan.memory import CPU_BLOCK_ROWS, rows_on_cuda
@@ -54,7 +54,7 @@ def _gradients(run: Run, rates: Rates) -> float:
 
 
 def _sums_gradients(run: Run) -> bool:
-    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT
+    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT_OPTIMIZERS
 
 
 def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:

@@ -13,7 +13,7 @@ from functools import cached_property
 from shlex import quote
 from typing import Literal
 
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
@@ -166,7 +166,7 @@ class Run:
     def columns(self) -> int:
         """Columns of the logits on one rank."""
         model = self.config.model
-        return pad_vocab(model.tokens, model.make_vocab_size_divisible_by, self.tp) // self.tp
+        return pad_vocab(model.known_vocab_size, model.make_vocab_size_divisible_by, self.tp) // self.tp
 
     @cached_property
     def root(self) -> FlatLayout:
@@ -269,7 +269,7 @@ class Run:
     @property
     def owed(self) -> int:
         """Bytes of what a rank with a 1-bit optimizer owes to others after the warm-up, and of what was said last."""
-        if self.config.optim.optimizer not in ONE_BIT:
+        if self.config.optim.optimizer not in ONE_BIT_OPTIMIZERS:
             return 0
         numel = self.root.numel + self.layers * self.block.numel
         return numel * FP32 + numel * FP32 // self.dp + numel * 2 // 8  # signs of the numbers, and which are silent
@@ -372,7 +372,7 @@ class Run:
         numel = self.root.numel + self.resident.numel + blocks
         times = self.accumulation if self.policy.grads_are_sharded else 1
         gradients = numel * self.sent * peers // self.dp * times
-        if self.config.optim.optimizer in ONE_BIT:  # after the warm-up, to the servers and back
+        if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
             return Traffic(2 * (numel * peers // self.dp // 8),
                            numel * self.work * peers // self.dp if self.policy.optim_is_sharded else 0)
         if not self.policy.optim_is_sharded:

@@ -25,7 +25,7 @@ from pathlib import Path
 from data.storage import prefix_storage_errors, staged_file, wait_for_lock
 from megatron.config.setting import require
 from megatron.errors import ConfigError, PeerError
-from megatron.launch.supervise import end_with_parent
+from megatron.launch.supervise import die_with_parent
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
 from megatron.plan.gpus import visible_gpus
@@ -138,7 +138,7 @@ def _measured(run: Run, ranks: int, machine: str) -> bytes:
         try:
             done = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, capture_output=True,
                                   text=True, errors="replace", timeout=LONGEST, check=False,
-                                  preexec_fn=end_with_parent())
+                                  preexec_fn=die_with_parent())
         except subprocess.TimeoutExpired as error:
             raise PeerError(f"the probe of this machine took more than {LONGEST} s: try again when it is less busy, or "
                             "give --rates FILE") from error

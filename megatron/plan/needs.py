@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron import host_memory
-from megatron.config.offload import idle
+from megatron.config.offload import unused_offload_settings
 from megatron.config.tree import flag_name
 from megatron.plan.footprint import Run
 from megatron.plan.memory import peak
@@ -53,7 +53,8 @@ def needs(asked: Run, machine: Machine) -> Iterator[str]:
     yield from (f"problem: {sentence}" for sentence in problems(asked, machine, host, nvme))
     offload = replace(asked.config.offload, offload_optimizer_device=asked.homes.optimizer,
                       offload_param_device=asked.homes.params)
-    yield from (asked.config.in_its_words(f"note: {sentence}") for sentence in idle(offload, asked.config.words.given))
+    yield from (asked.config.translate(f"note: {sentence}")
+                for sentence in unused_offload_settings(offload, asked.config.key_names.keys_of_given))
     yield ""
 
 
@@ -65,11 +66,11 @@ def problems(asked: Run, machine: Machine, host: int, nvme: int) -> Iterator[str
         smaller = " or ".join(f"{remedy.flags} (saves {size(remedy.saves)})"
                               for remedy in remedies(asked)[:SHOWN_REMEDIES])
         yield f"a card of {', '.join(small)} GB is too small" + (f"; try {smaller}" if smaller else "")
-    memory = host_memory.installed()
+    memory = host_memory.total_bytes()
     if memory is not None and host > memory:
-        yield f"a node needs {size(host)} of memory, and {host_memory.place('this machine')} has {size(memory)}"
+        yield f"a node needs {size(host)} of memory, and {host_memory.describe_owner('this machine')} has {size(memory)}"
     for folder, flags in _folders(asked).items():
-        named = asked.config.in_its_words(f"{' and '.join(flags)} {folder}")
+        named = asked.config.translate(f"{' and '.join(flags)} {folder}")
         if not Path(folder).is_dir():
             yield f"{named}: there is no such folder on this machine; the run needs it"
         free = shutil.disk_usage(_existing(Path(folder))).free

@@ -33,7 +33,7 @@ from megatron.plan.small_models import seconds_in_training, steps_in_turn
 from megatron.plan.stopwatch import Stopwatch
 from megatron.plan.time import HEAD_WIDTH
 from megatron.train.allocator import keep_freed_memory
-from megatron.train.compiling import set_products
+from megatron.train.compiling import set_matmul_precision
 from mpu import groups as mpu_groups
 from mpu.collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from mpu.cross_entropy import linear_cross_entropy
@@ -69,7 +69,7 @@ class Probe:
 
     def rates(self, machine: str) -> Rates:
         begin = self.watch.now()
-        set_products(self.sizes.largest.config(self.precision), self.device)
+        set_matmul_precision(self.sizes.largest.config(self.precision), self.device)
         where = Where(machine, torch.__version__, self.kind, self.precision, self.watch.world.size,
                       torch.get_num_threads())
         sweeps = [self.sweep(), self.sweep()]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron.launch.exits import MemoryShortage, is_lack_of_memory
+from megatron.launch.exits import ExplainedMemoryError, is_out_of_memory
 
 if TYPE_CHECKING:
     from megatron.config.tree import Config
@@ -32,12 +32,12 @@ def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_lack_of_memory(error) or isinstance(error, MemoryShortage):
+        if not is_out_of_memory(error) or isinstance(error, ExplainedMemoryError):
             raise
         run = Run(config, ranks, device, homes_of(config))
         print(f" rank {rank} needs {breakdown(peak(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
-        raise MemoryShortage(f"{reason}; {advice(run)}") from error
+        raise ExplainedMemoryError(f"{reason}; {advice(run)}") from error
 
 
 def advice(run: Run) -> str:

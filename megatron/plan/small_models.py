@@ -24,7 +24,7 @@ from megatron.plan.stopwatch import FEWEST, MOST, Stopwatch, usual
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
-from megatron.train.garbage import collecting_every
+from megatron.train.garbage import periodic_gc
 from megatron.train.log import RunLog
 from megatron.train.loop import Trainer, TrainState
 from mpu.groups import Groups
@@ -65,7 +65,7 @@ def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch, gro
     for _ in range(WARM_UP):
         for model in models:
             model.step()
-    with collecting_every(NEVER):
+    with periodic_gc(NEVER):
         taken = _taken(models, watch, groups)
     return [Taken(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
             for steps in zip(*taken, strict=True)]
@@ -90,7 +90,7 @@ def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch, groups: 
     samples = build.datasets(config, tokenizer, groups).train
     assert samples is not None, "random tokens are for training"
     engine = build.engine(config, build.model(config, groups), groups, watch.device)
-    rule = build.batch_rule(config, groups, tokenizer)
+    rule = build.micro_batch_sampler(config, groups, tokenizer)
     with TemporaryDirectory() as place:
         file = Path(place) / "metrics.jsonl"
         with RunLog(replace(config.log, metrics_file=str(file)), STEPS_IN_TRAINING, 0, writes=True) as log:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.problems import sentences_of
+from megatron.config.problems import error_sentences
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run
@@ -41,7 +41,7 @@ def why_not(run: Run, stage: int, homes: Homes) -> str:
     try:
         with_stage(run, stage, homes)
     except ConfigError as error:
-        return run.config.in_its_words(sentences_of(error)[0]).partition(": ")[0]
+        return run.config.translate(error_sentences(error)[0]).partition(": ")[0]
     return ""
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ds_file
-from megatron.config.ds_keys import TABLE
-from megatron.config.setting import Key
+from megatron.config.ds_keys import DS_KEYS
+from megatron.config.setting import JsonKey
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt2 import run_in_order
@@ -86,9 +86,9 @@ def _set_config(config: RecomputeConfig) -> None:
 
 def _read_section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
-    keys = ds_file.read(source, "deepspeed_config").keys
-    rows = ((TABLE[path], value) for path, value in keys.items() if path.startswith(SECTION))
-    return {row.field: value for row, value in rows if isinstance(row, Key)}
+    keys = ds_file.read_ds_json(source, "deepspeed_config").keys
+    rows = ((DS_KEYS[path], value) for path, value in keys.items() if path.startswith(SECTION))
+    return {row.field: value for row, value in rows if isinstance(row, JsonKey)}
 
 
 def is_configured() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.cli import format_count
 from data.storage import check_outputs_are_not_inputs, escape_to_one_line, prefix_storage_errors, staged_file
-from megatron.config.help import CommandParser
+from megatron.config.help import CommandArgumentParser
 from megatron.errors import ConfigError
 from megatron.report.history import History
 from megatron.report.page import is_page, page
@@ -25,8 +25,8 @@ EXAMPLES = """examples:
 docs/report.md says what the page shows."""
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(MODULE, "One page of curves from what training runs have written.", EXAMPLES)
+def _parser() -> CommandArgumentParser:
+    parser = CommandArgumentParser(MODULE, "One page of curves from what training runs have written.", EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics file, or the folder of a run that holds it")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="the page to write (report.html)")
     return parser

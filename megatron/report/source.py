@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.storage import DataError, check_is_rereadable
 from megatron.checkpoint.choice import latest_tag
-from megatron.checkpoint.tags import manifest_of
+from megatron.checkpoint.tags import read_tag_manifest
 from megatron.config.tree import require
 from megatron.errors import CheckpointError
 from megatron.report.read import begins_like_metrics
@@ -60,7 +60,7 @@ def _named_by_checkpoint(root: Path) -> Path | None:
     """From where the run was started, if that is where we are."""
     try:
         tag = latest_tag(root)
-        named = manifest_of(root, tag).config["log"]["metrics_file"] if tag is not None else None
+        named = read_tag_manifest(root, tag).config["log"]["metrics_file"] if tag is not None else None
     except (CheckpointError, OSError, KeyError, TypeError):
         return None
     return Path(named) if isinstance(named, str) and Path(named).is_file() else None

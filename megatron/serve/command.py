@@ -16,7 +16,7 @@ from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference.source import ModelParser, source_of, told
 from megatron.launch import distributed
-from megatron.launch.signals import StopRequest, write_stderr
+from megatron.launch.signals import StopListener, write_stderr
 from megatron.serve import limits
 from megatron.serve.door import is_loopback
 
@@ -104,17 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     check(asked)
     model, bounds, key = source_of(asked), limits.limits_of(asked), key_of(asked)
-    hears = StopRequest(STOPPING, starting="before the model was loaded; start the same command again")
+    hears = StopListener(STOPPING, startup_reason="before the model was loaded; start the same command again")
     listens = distributed.read_environment().rank == 0
-    with hears.heard() as stop, listener_of(asked.host, asked.port) if listens else nullcontext() as listener:
+    with hears.listening() as stop, listener_of(asked.host, asked.port) if listens else nullcontext() as listener:
         from megatron.inference import loading
         from megatron.serve.front import serve, work
 
-        env = distributed.init(told=told(asked))
+        env = distributed.init(must_match=told(asked))
         groups = loading.groups_of(model, env.world_size, MODULE)
         began = time.monotonic()
         loaded = loading.load(model, groups, distributed.device_for(env, None))
-        stop.begin()
+        stop.mark_started()
         if listener is None:
             work(loaded, groups, asked.batch_size)
         else:

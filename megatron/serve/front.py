@@ -146,7 +146,7 @@ def work(loaded: Loaded, groups: Groups, rows: int) -> None:
 
 def subject_of(loaded: Loaded, name: str, limits: Limits) -> Subject:
     shape, tokenizer = loaded.model.config, loaded.tokenizer
-    eod = tokenizer.eod if tokenizer.eod < shape.tokens else None
+    eod = tokenizer.eod if tokenizer.eod < shape.known_vocab_size else None
     return Subject(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
 
 

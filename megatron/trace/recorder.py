@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron.trace.stretches import Stretch
-from megatron.whereabouts import ACTIVITY, HERE, PHASE, STEP, UNIT, Told
+from megatron.whereabouts import ACTIVITY, PHASE, STATUS, STEP, UNIT, ObservedCounters
 from megatron.zero.exchanges import CollectiveLog
 from mpu.wire import waits
 
@@ -61,9 +61,9 @@ class Recorder:
     @contextmanager
     def listening(self, log: CollectiveLog) -> Iterator[None]:
         with ExitStack() as after:
-            after.enter_context(HERE.followed(self._heard))
+            after.enter_context(STATUS.observed_by(self._heard))
             numbers = waits.current_counters()
-            waits.write_counters_to(Told(numbers, self._exchanges))
+            waits.write_counters_to(ObservedCounters(numbers, self._exchanges))
             after.callback(waits.write_counters_to, numbers)
             log.observer = self
             after.callback(partial(setattr, log, "follower", None))
@@ -75,7 +75,7 @@ class Recorder:
 
     def _word(self, number: int) -> str:
         if number not in self._words:
-            self._words[number] = HERE.word(number)
+            self._words[number] = STATUS.text_of(number)
         return self._words[number]
 
     def _exchanges(self, place: int, mark: int) -> None:

@@ -17,7 +17,7 @@ from megatron.config.profile import ProfileConfig
 from megatron.errors import Interrupted, NumericsError
 from megatron.trace.files import Taken, write
 from megatron.trace.recorder import Recorder, microseconds
-from megatron.whereabouts import HERE
+from megatron.whereabouts import STATUS
 from megatron.zero.exchanges import CollectiveLog
 
 WRITING = "writing of a trace"
@@ -120,7 +120,7 @@ class Window:
             stop = microseconds()
             under.listening.close()
             under.profiler.stop()
-            with HERE.doing(WRITING):
+            with STATUS.in_activity(WRITING):
                 taken = Taken(under.profiler, under.recorder, under.first, under.start, stop,
                               is_early=under.recorder.size > MOST)
                 _say(write(taken, self._folder, self._rank, self._device))

@@ -13,6 +13,6 @@
     allocator.py, processor.py    what a CPU run should know about its machine
 """
 
-from megatron.neighbours import check_neighbours
+from megatron.neighbours import check_package_shadowing
 
-check_neighbours()
+check_package_shadowing()

@@ -23,19 +23,19 @@ import ctypes
 import sys
 
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
-MOST_MAPPED = 65536
+MAX_MAPPED_BLOCKS = 65536
 """Blocks that are mapped one by one: glibc's own number."""
 
-LARGE = 4 << 20
+LARGE_BLOCK_BYTES = 4 << 20
 """Bytes of a block that is worth a call of the system."""
 
-STOCK = 100_000
+PREALLOCATED_BLOCKS = 100_000
 """Small blocks, 8 MB with what keeps them apart: more than a training step takes."""
-LEFTOVER, FENCE = 40, 16
+LEFTOVER_BYTES, SEPARATOR_BYTES = 40, 16
 """Bytes that a program can ask of a block of 48, and of one of 32."""
 
 
-def keep_freed_memory(*, but_large_blocks: bool = False) -> bool:
+def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
     """Ask glibc for it; False where there is no glibc. Environment variables MALLOC_..._ do the same for any
     program."""
     if not sys.platform.startswith("linux"):
@@ -44,22 +44,22 @@ def keep_freed_memory(*, but_large_blocks: bool = False) -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     large = {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
-    if but_large_blocks:
+    if return_large_blocks:
         libc.malloc_trim(0)  # what an earlier run of this process kept
-        large = {M_MMAP_MAX: MOST_MAPPED, M_MMAP_THRESHOLD: LARGE, M_TOP_PAD: LARGE}
+        large = {M_MMAP_MAX: MAX_MAPPED_BLOCKS, M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, M_TOP_PAD: LARGE_BLOCK_BYTES}
     taken = all(libc.mallopt(option, value)
                 for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
     if taken:
-        _make_stock(libc)
+        _preallocate_small_blocks(libc)
     return taken
 
 
-def _make_stock(libc: ctypes.CDLL) -> None:
+def _preallocate_small_blocks(libc: ctypes.CDLL) -> None:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     blocks = []
-    for _ in range(STOCK):
-        blocks.append(libc.malloc(LEFTOVER))
-        libc.malloc(FENCE)  # stays: free neighbours would become one block
+    for _ in range(PREALLOCATED_BLOCKS):
+        blocks.append(libc.malloc(LEFTOVER_BYTES))
+        libc.malloc(SEPARATOR_BYTES)  # stays: free neighbours would become one block
     for block in blocks:
         libc.free(block)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.whereabouts import HERE, READING
+from megatron.whereabouts import READING, STATUS
 
 
 class Samples(Protocol):
@@ -38,13 +38,13 @@ class Batch:
     segments: Tensor | None = None
 
     @property
-    def counted(self) -> float:
+    def loss_token_count(self) -> float:
         """Targets that count in the loss."""
         return self.targets.numel() if self.loss_weight is None else float(self.loss_weight.sum())
 
-    def sum_counted(self, of_id: Tensor) -> float:
+    def sum_over_loss_tokens(self, value_of_id: Tensor) -> float:
         """What the targets that count have by their ids, added up."""
-        found = of_id[self.targets]
+        found = value_of_id[self.targets]
         return float((found if self.loss_weight is None else found * self.loss_weight).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -55,7 +55,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class BatchRule:
+class MicroBatchSampler:
     """How samples become micro-batches on this rank."""
 
     micro_batch: int
@@ -76,7 +76,7 @@ class BatchRule:
         starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(self.accumulation))
         return [range(start, start + self.micro_batch) for start in starts]
 
-    def build(self, samples: Samples, ids: range) -> Batch:
+    def load_batch(self, samples: Samples, ids: range) -> Batch:
         rows = torch.from_numpy(np.stack([samples[i] for i in ids]))  # [b, s + 1]
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
@@ -110,16 +110,16 @@ def samples_digest(first: int, count: int) -> str:
 class BatchStream:
     """The micro-batches of one step after the other, read ahead by background threads."""
 
-    def __init__(self, samples: Samples, rule: BatchRule, first: int, steps: int, workers: int) -> None:
-        self._samples, self._rule = samples, rule
-        self._firsts = iter(range(first, first + steps * rule.global_batch, rule.global_batch))
+    def __init__(self, samples: Samples, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
+        self._samples, self._sampler = samples, sampler
+        self._first_ids = iter(range(first, first + steps * sampler.global_batch, sampler.global_batch))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
-        self._ahead: deque[Future[list[Batch]]] = deque()
+        self._prefetched: deque[Future[list[Batch]]] = deque()
 
     def __iter__(self) -> Iterator[list[Batch]]:
         steps = self._steps()
         while True:
-            with HERE.doing(READING):
+            with STATUS.in_activity(READING):
                 batches = next(steps, None)
             if batches is None:
                 return
@@ -127,17 +127,17 @@ class BatchStream:
 
     def _steps(self) -> Iterator[list[Batch]]:
         if self._pool is None:
-            yield from (self._read(first) for first in self._firsts)
+            yield from (self._load_step(first) for first in self._first_ids)
             return
-        for first in self._firsts:
-            self._ahead.append(self._pool.submit(self._read, first))
-            if len(self._ahead) > 2:
-                yield self._ahead.popleft().result()
-        while self._ahead:
-            yield self._ahead.popleft().result()
+        for first in self._first_ids:
+            self._prefetched.append(self._pool.submit(self._load_step, first))
+            if len(self._prefetched) > 2:
+                yield self._prefetched.popleft().result()
+        while self._prefetched:
+            yield self._prefetched.popleft().result()
 
-    def _read(self, first: int) -> list[Batch]:
-        return [self._rule.build(self._samples, ids) for ids in self._rule.micro_batch_ids(first)]
+    def _load_step(self, first: int) -> list[Batch]:
+        return [self._sampler.load_batch(self._samples, ids) for ids in self._sampler.micro_batch_ids(first)]
 
     def close(self) -> None:
         if self._pool is not None:

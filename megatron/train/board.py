@@ -21,7 +21,7 @@ GIB = 2**30
 def step_scalars(metrics: StepMetrics) -> dict[str, float]:
     """By the names that they have on a board; without what is not known."""
     values = {**{key: getattr(metrics, key) for key in STEP_SCALARS}, "memory_gib": metrics.max_memory_bytes / GIB,
-              **metrics.of_drive(), **metrics.of_dropping()}
+              **metrics.nvme_values(), **metrics.layer_drop_values()}
     return {f"train/{key}": value for key, value in values.items() if value is not None}
 
 

@@ -16,15 +16,15 @@ import data.tokenizer
 from data.corpora import Datasets, open_datasets
 from data.tokenizer import Tokenizer
 from megatron import recompute
-from megatron.checkpoint.agree import agree, alike
+from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.config.tree import Config, TrainConfig, require
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
-from megatron.train.batches import BatchRule
-from megatron.train.compiling import compile_model, set_products
+from megatron.train.batches import MicroBatchSampler
+from megatron.train.compiling import compile_model, set_matmul_precision
 from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
-from megatron.whereabouts import HERE, START_UP
+from megatron.whereabouts import START_UP, STATUS
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import build_lr_schedule
@@ -34,7 +34,7 @@ from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 """With it cuBLAS gives the same bits each time."""
 
 
@@ -48,14 +48,14 @@ def tokenizer(config: Config) -> Tokenizer:
     )
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with the vocabulary size filled in."""
     size = config.model.vocab_size
-    require(size is None or size >= tokenizer.vocab_size, _too_few_tokens(config, tokenizer))
+    require(size is None or size >= tokenizer.vocab_size, _vocab_size_error(config, tokenizer))
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
-def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
+def _vocab_size_error(config: Config, tokenizer: Tokenizer) -> str:
     size, folder = config.model.vocab_size, config.save.load_hf
     theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
               + ("" if config.data.tokenizer_type else ", the default"))
@@ -67,9 +67,9 @@ def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples; every rank must see the same corpus."""
-    HERE.do(f"{START_UP}, building of the index")
+    STATUS.set_activity(f"{START_UP}, building of the index")
     section = config.data
-    found = agree(lambda: open_datasets(
+    found = all_succeed_or_raise(lambda: open_datasets(
         train_data=section.train_data,
         valid_data=section.valid_data,
         test_data=section.test_data,
@@ -83,10 +83,13 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
         document_separator=section.document_separator,
     ), groups.world)
     parts = {"training": found.train, "validation": found.valid, "test": found.test}
-    alike({"the tokenizer": tokenizer.fingerprint,
-           **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}}, groups.world,
-          "the files of --train-data, or of what goes with it, differ between ranks")
-    HERE.do(f"{START_UP}, building of the model")
+    assert_equal_across_ranks(
+        {
+            "the tokenizer": tokenizer.fingerprint,
+            **{f"the {name} corpus": part and part.fingerprint
+               for name, part in parts.items()}
+        }, groups.world, "the files of --train-data, or of what goes with it, differ between ranks")
+    STATUS.set_activity(f"{START_UP}, building of the model")
     return found
 
 
@@ -98,15 +101,15 @@ def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) ->
 
 
 @contextmanager
-def determinism(train: TrainConfig) -> Iterator[None]:
+def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
     """--deterministic, if this run has it; afterwards all is as the process had chosen before."""
     if not train.deterministic:
         yield
         return
     was_asked = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE_VARIABLE)
+    os.environ.setdefault(CUBLAS_WORKSPACE_VARIABLE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
@@ -115,7 +118,7 @@ def determinism(train: TrainConfig) -> Iterator[None]:
         torch.use_deterministic_algorithms(was_asked, warn_only=warns)
         torch.backends.cudnn.benchmark = benchmark
         if workspace is None:
-            os.environ.pop(WORKSPACE, None)
+            os.environ.pop(CUBLAS_WORKSPACE_VARIABLE, None)
 
 
 def recomputation(config: Config, groups: Groups) -> Recomputation:
@@ -123,7 +126,7 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
     return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
 
 
-def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
+def model(config: Config, groups: Groups, recompute_runner: Recomputation | None = None) -> GPT2:
     """GPT-2 whose parameters the engine will draw; recomputation (`again`, or one of its own) and tiling are put on
     its blocks."""
     deferred = not config.model.memory_centric_tiled_linear  # tiles are cut from layers that are there
@@ -131,8 +134,8 @@ def model(config: Config, groups: Groups, again: Recomputation | None = None) ->
     if deferred:
         defer_param_init(gpt2.parameters(), groups.dp)
     if config.recompute.checkpoint_activations:
-        again = again or recomputation(config, groups)
-        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
+        recompute_runner = recompute_runner or recomputation(config, groups)
+        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, recompute_runner.checkpoint)
     if config.model.memory_centric_tiled_linear:
         tile_linears(gpt2.blocks, config.model.tile_factor, config.model.hidden_size)
     return gpt2
@@ -140,7 +143,7 @@ def model(config: Config, groups: Groups, again: Recomputation | None = None) ->
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
     """The engine on its device, with the learning rate schedule of the flags; what is to be compiled is."""
-    set_products(config, device)
+    set_matmul_precision(config, device)
     compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
@@ -161,9 +164,9 @@ def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:
     return None if found is None else torch.from_numpy(found)
 
 
-def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
+def micro_batch_sampler(config: Config, groups: Groups, tokenizer: Tokenizer) -> MicroBatchSampler:
     section = config.data
-    return BatchRule(
+    return MicroBatchSampler(
         config.train.batch_size,
         config.accumulation(groups.dp.size),
         groups.dp.rank,

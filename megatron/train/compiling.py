@@ -26,7 +26,7 @@ from megatron.model import GPT2
 
 Scope = Literal["nothing", "blocks", "model"]
 
-_TF32 = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
+_MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
 """What a product of fp32 matrices is taken in on a GPU that can."""
 
 
@@ -38,13 +38,13 @@ class Compilation:
     reason: str = ""
 
 
-def compilation(config: Config, dp_size: int, device: torch.device) -> Compilation:
+def choose_compilation(config: Config, dp_size: int, device: torch.device) -> Compilation:
     train = config.train
     if train.compile is None and device.type != "cuda" or train.compile is False:
         return Compilation("nothing")
-    if train.compile is None and (lacking := _lacking()):
+    if train.compile is None and (lacking := _missing_compiler()):
         return Compilation("nothing", f"no {lacking} was found")
-    between = list(_between_blocks(config, dp_size))
+    between = list(_reasons_between_blocks(config, dp_size))
     if train.compile_scope == "model":
         require(not between, f"--compile-scope model: {'; '.join(between)}; use --compile-scope blocks")
         return Compilation("model")
@@ -55,14 +55,14 @@ def compilation(config: Config, dp_size: int, device: torch.device) -> Compilati
     return Compilation("model")
 
 
-def _lacking() -> str:
+def _missing_compiler() -> str:
     """What torch.compile needs beside torch: Triton for the kernels, a C compiler for what launches them."""
     if find_spec("triton") is None:
         return "Triton"
     return "" if any(map(shutil.which, ("cc", "gcc", "clang"))) else "C compiler"
 
 
-def _between_blocks(config: Config, dp_size: int) -> Iterator[str]:
+def _reasons_between_blocks(config: Config, dp_size: int) -> Iterator[str]:
     """What has to happen between two blocks of a model."""
     if config.zero.zero_stage == 3:
         yield "the parameters of blocks come and go at stage 3"
@@ -78,22 +78,22 @@ def _between_blocks(config: Config, dp_size: int) -> Iterator[str]:
 
 def compile_model(model: GPT2, config: Config, dp_size: int, device: torch.device) -> None:
     """Put torch.compile on the model, or on its blocks; before an engine takes it."""
-    made, graphs = compilation(config, dp_size, device), config.train.cuda_graphs
+    made, graphs = choose_compilation(config, dp_size, device), config.train.cuda_graphs
     if made.scope == "model":
-        model.run_blocks = _without_hooks
-        model.hidden_states = _while_learning(model.hidden_states, graphs, True)  # type: ignore[method-assign]
+        model.run_blocks = _run_blocks_without_hooks
+        model.hidden_states = _compile_for_training(model.hidden_states, graphs, True)  # type: ignore[method-assign]
     elif made.scope == "blocks":
         for block in model.blocks:
-            block.forward = _while_learning(block.forward, graphs, False)
+            block.forward = _compile_for_training(block.forward, graphs, False)
 
 
-def _without_hooks(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+def _run_blocks_without_hooks(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
     for block in blocks:
         x = block.forward(x, *args)
     return x
 
 
-def _while_learning(forward: Callable[..., Tensor], graphs: bool, whole: bool) -> Callable[..., Tensor]:
+def _compile_for_training(forward: Callable[..., Tensor], graphs: bool, whole: bool) -> Callable[..., Tensor]:
     """`forward`, compiled where gradients are made."""
     compiled = torch.compile(forward, mode="reduce-overhead" if graphs else None)
 
@@ -108,28 +108,28 @@ def _while_learning(forward: Callable[..., Tensor], graphs: bool, whole: bool) -
     return run
 
 
-def products(config: Config, device: torch.device) -> str:
+def matmul_precision(config: Config, device: torch.device) -> str:
     """The precision of fp32 products: highest, high or medium, as torch.set_float32_matmul_precision calls them."""
     return config.precision.matmul_precision or ("high" if device.type == "cuda" else "highest")
 
 
-def set_products(config: Config, device: torch.device) -> None:
-    torch.set_float32_matmul_precision(products(config, device))
+def set_matmul_precision(config: Config, device: torch.device) -> None:
+    torch.set_float32_matmul_precision(matmul_precision(config, device))
 
 
-def arithmetic(config: Config, device: torch.device) -> str:
+def arithmetic_precision(config: Config, device: torch.device) -> str:
     """In what most of the arithmetic of a run is done: 16-bit, TF32 or fp32; it decides the peak of a device."""
-    if config.precision.name != "fp32" or products(config, device) == "medium":
+    if config.precision.name != "fp32" or matmul_precision(config, device) == "medium":
         return "16-bit"
-    return _TF32[products(config, device)]
+    return _MATMUL_PRECISION_NAMES[matmul_precision(config, device)]
 
 
-def line(config: Config, dp_size: int, device: torch.device) -> str | None:
+def compilation_line(config: Config, dp_size: int, device: torch.device) -> str | None:
     """For the console; None on a CPU where nothing was asked for."""
-    made = compilation(config, dp_size, device)
+    made = choose_compilation(config, dp_size, device)
     if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None:
         return None
     what = {"nothing": "nothing is compiled", "blocks": "each block is compiled", "model": "the model is compiled"}
     graphs = " into CUDA graphs" if config.train.cuda_graphs and made.scope != "nothing" else ""
     why = f" ({made.reason})" if made.reason else ""
-    return f" products of fp32 matrices in {_TF32[products(config, device)]}; {what[made.scope]}{graphs}{why}"
+    return f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; {what[made.scope]}{graphs}{why}"

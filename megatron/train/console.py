@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data.cli import format_count
 from data.storage import escape_to_one_line
-from megatron.launch.exits import discard_output
+from megatron.launch.exits import discard_stdout
 from megatron.train.metrics import StepMetrics
 from megatron.zero.homes.used import NvmeStats
 
@@ -116,7 +116,7 @@ class Console:
             if not self._survives_closed_stdout:
                 raise
             self.write_error, self._writes, self._bar.disable = error, False, True
-            discard_output()
+            discard_stdout()
 
 
 def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:

@@ -13,16 +13,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron.train.batches import Batch, BatchRule, Samples
+from megatron.train.batches import Batch, MicroBatchSampler, Samples
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
 
-
-ASK_SECONDS = 0.5
+STOP_CHECK_SECONDS = 0.5
 """How long an evaluation goes on without asking whether it shall, about."""
 
 
-GoesOn = Callable[[float], float]
+StopCheck = Callable[[float], float]
 """All ranks ask it after the same round, with the seconds that one takes on theirs; it says how many it takes on the
 slowest, the same on all. Infinitely many: the evaluation shall end here."""
 
@@ -34,7 +33,7 @@ class SizedSamples(Samples, Protocol):
     def distinct_samples(self) -> int | None: ...
 
 
-class Score(NamedTuple):
+class EvaluationLoss(NamedTuple):
     loss: float
     """The mean of the micro-batches, in nats a token."""
     bits_per_byte: float | None = None
@@ -43,13 +42,13 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device,
-    token_bytes: torch.Tensor | None = None, goes_on: GoesOn = float,
-) -> Score | None:
+    engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler, global_batches: int, device: torch.device,
+    token_bytes: torch.Tensor | None = None, stop_check: StopCheck = float,
+) -> EvaluationLoss | None:
     """Over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for. `token_bytes`:
     of each id, the bytes of the text that it stands for. None: `goes_on` ended it early."""
-    round_size = rule.micro_batch * rule.dp_size
-    rounds = global_batches * rule.accumulation
+    round_size = sampler.micro_batch * sampler.dp_size
+    rounds = global_batches * sampler.accumulation
     if samples.distinct_samples is not None:
         rounds = max(1, min(rounds, samples.distinct_samples // round_size))
     total, nats = torch.zeros((2,), dtype=torch.float64, device=device)
@@ -57,14 +56,14 @@ def evaluate(
     done = 0
     engine.train(False)
     try:
-        for index in _rounds(rounds, goes_on, total.item):
-            first = index * round_size + rule.dp_rank * rule.micro_batch
-            batch = rule.build(samples, range(first, first + rule.micro_batch))
+        for index in _iterate_rounds(rounds, stop_check, total.item):
+            first = index * round_size + sampler.dp_rank * sampler.micro_batch
+            batch = sampler.load_batch(samples, range(first, first + sampler.micro_batch))
             loss = forward_loss(engine, batch.to(device)).double()
             total += loss
             if token_bytes is not None:
-                nats += loss * batch.counted
-                text += batch.sum_counted(token_bytes)
+                nats += loss * batch.loss_token_count
+                text += batch.sum_over_loss_tokens(token_bytes)
             done += 1
         engine.conclude()  # no rank has received another's blocks
     finally:
@@ -72,20 +71,20 @@ def evaluate(
     if done < rounds:
         return None
     sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()
-    return Score(sums[0] / (rounds * rule.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
+    return EvaluationLoss(sums[0] / (rounds * sampler.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
 
 
-def _rounds(rounds: int, goes_on: GoesOn, wait: Callable[[], object]) -> Iterator[int]:
+def _iterate_rounds(rounds: int, stop_check: StopCheck, wait: Callable[[], object]) -> Iterator[int]:
     """Their numbers; fewer, where the evaluation shall end. `wait` returns when an accelerator has done what it was
     given: only then is it known how long that takes."""
     asked_at, ask_next, began = 0, 1, time.monotonic()
     for index in range(rounds):
         if index == ask_next:
             wait()
-            seconds = goes_on((time.monotonic() - began) / (index - asked_at))
+            seconds = stop_check((time.monotonic() - began) / (index - asked_at))
             if seconds == math.inf:
                 return
-            asked_at, ask_next, began = index, index + max(1, int(ASK_SECONDS / seconds)), time.monotonic()
+            asked_at, ask_next, began = index, index + max(1, int(STOP_CHECK_SECONDS / seconds)), time.monotonic()
         yield index
 
 

@@ -13,38 +13,41 @@ import torch
 from data.cli import format_count
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
-from megatron.train.compiling import line
+from megatron.train.compiling import compilation_line
 from mpu.groups import Groups
 
 
-def facts(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
+def header_record(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
     """For the metrics file: what the configuration alone does not say."""
     return {"began": datetime.now(UTC).isoformat(timespec="seconds"), "world_size": groups.world.size,
             "device": _device_name(device), "torch": torch.__version__, "parameters": config.model.parameters()}
 
 
-def lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
+def header_lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
     """For the console: model, devices, batch, precision, data, and where it saves."""
-    compiled = line(config, groups.dp.size, device)
-    found = [_model(config, groups, device), *([compiled] if compiled else []), _data(config, groups, tokenizer),
-             _saving(config)]
-    return [*(listing(config) if config.log.verbose else []), *found]
+    compiled = compilation_line(config, groups.dp.size, device)
+    found = [
+        _model_line(config, groups, device), *([compiled] if compiled else []),
+        _data_line(config, groups, tokenizer),
+        _saving_line(config)
+    ]
+    return [*(config_lines(config) if config.log.verbose else []), *found]
 
 
-def listing(config: Config) -> list[str]:
+def config_lines(config: Config) -> list[str]:
     """Every setting, a dotted line each."""
     rows = [(f"{section}.{key}", value) for section, values in config.as_dict().items()
             for key, value in values.items()]
     return ["configuration", *(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows)]
 
 
-def nothing_to_do(config: Config, iteration: int) -> str:
+def nothing_to_do_line(config: Config, iteration: int) -> str:
     """Why a run ends at once: its checkpoint is where --train-iters is."""
     return (f" nothing to do: {config.save.load} is at iteration {iteration} already, and --train-iters is "
             f"{config.train.train_iters}")
 
 
-def _model(config: Config, groups: Groups, device: torch.device) -> str:
+def _model_line(config: Config, groups: Groups, device: torch.device) -> str:
     tp, dp = groups.tp.size, groups.dp.size
     where = _device_name(device)
     if device.type == "cpu" or config.offload.offload_optimizer_device != "none":
@@ -56,14 +59,14 @@ def _model(config: Config, groups: Groups, device: torch.device) -> str:
         f"{config.global_batch_size(dp)} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}")
 
 
-def _data(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
+def _data_line(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
     source = "random tokens" if config.data.mock_data else " ".join(config.data.train_data)
     batch = config.global_batch_size(groups.dp.size)
     return (f" data: {source}, with the {tokenizer.vocab_size:,} tokens of {tokenizer.name}; "
             f"{format_count(config.train.train_iters, 'iteration')} of {batch} x {config.seq_length} tokens")
 
 
-def _saving(config: Config) -> str:
+def _saving_line(config: Config) -> str:
     section = config.save
     if config.train.skip_train:
         return " evaluates and saves nothing: --skip-train"

@@ -30,7 +30,7 @@ PEAK_TFLOPS = {
 }
 """Dense 16-bit peaks from the makers' data sheets, by a part of the device name; `--peak-tflops` overrides."""
 
-WITHOUT_TF32 = ("V100", "T4", "MI250X")
+DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")
 """Elsewhere TF32 has half the 16-bit peak."""
 
 FP32_TFLOPS = {
@@ -58,4 +58,4 @@ def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:
     key = max(matches, key=len)
     if arithmetic == "16-bit":
         return PEAK_TFLOPS[key]
-    return PEAK_TFLOPS[key] / 2 if arithmetic == "TF32" and key not in WITHOUT_TF32 else FP32_TFLOPS[key]
+    return PEAK_TFLOPS[key] / 2 if arithmetic == "TF32" and key not in DEVICES_WITHOUT_TF32 else FP32_TFLOPS[key]

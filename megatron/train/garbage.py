@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collecting_every(steps: int) -> Iterator[Callable[[int], None]]:
+def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     """Inside, garbage is looked for when this is called with a multiple of `steps`; 0: whenever Python wants to."""
     if not steps or not gc.isenabled():
         yield lambda step: None
@@ -23,12 +23,12 @@ def collecting_every(steps: int) -> Iterator[Callable[[int], None]]:
     gc.freeze()
     gc.disable()
     try:
-        yield lambda step: None if step % steps else _collect()
+        yield lambda step: None if step % steps else _collect_garbage()
     finally:
         gc.enable()
         if not was_frozen:
             gc.unfreeze()
 
 
-def _collect() -> None:
+def _collect_garbage() -> None:
     gc.collect()

@@ -79,7 +79,7 @@ class RunLog:
     def step(self, metrics: StepMetrics) -> None:
         self._write_header_once()
         self._samples = metrics.consumed_samples
-        self._append(metrics.record())
+        self._append(metrics.to_json())
         for sink in self._loggers:
             sink.log_step(metrics, self._samples * self._seq_length)
         self.console.log_step(metrics)

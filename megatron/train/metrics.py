@@ -16,13 +16,13 @@ from megatron.zero.accelerator import peak_resident_bytes
 from megatron.zero.homes.used import NvmeStats
 
 
-class Dropping(NamedTuple):
+class LayerDropMetrics(NamedTuple):
     """What progressive layer dropping did in a step."""
 
     theta: float
     blocks: int
     """So many ran."""
-    share: float
+    arithmetic_fraction: float
     """Of the arithmetic of a step that runs all of them."""
 
 
@@ -45,18 +45,18 @@ class StepMetrics:
     max_memory_bytes: int
     drive: NvmeStats | None = None
     """Of rank 0; None where nothing is on a drive."""
-    dropping: Dropping | None = None
+    dropping: LayerDropMetrics | None = None
     """None where every step runs all blocks."""
 
-    def record(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As in the metrics file."""
         own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
-        return {**own, **self.of_drive(), **self.of_dropping()}
+        return {**own, **self.nvme_values(), **self.layer_drop_values()}
 
-    def of_dropping(self) -> dict[str, float]:
+    def layer_drop_values(self) -> dict[str, float]:
         return {} if self.dropping is None else {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
 
-    def of_drive(self) -> dict[str, float]:
+    def nvme_values(self) -> dict[str, float]:
         if self.drive is None:
             return {}
         return {"drive_wait_ms": self.drive.wait_seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
@@ -64,7 +64,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class Rates:
+class Throughput:
     """What turns a step's time into rates."""
 
     tokens_per_step: int
@@ -72,10 +72,10 @@ class Rates:
     devices: int
     peak_tflops: float | None
 
-    def of(self, seconds: float, share: float = 1.0) -> tuple[float, float, float | None]:
+    def of_step(self, seconds: float, arithmetic_fraction: float = 1.0) -> tuple[float, float, float | None]:
         """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this share of the arithmetic."""
         tokens = self.tokens_per_step / seconds
-        tflops = tokens * self.flops_per_token * share / self.devices / 1e12
+        tflops = tokens * self.flops_per_token * arithmetic_fraction / self.devices / 1e12
         return tokens, tflops, tflops / self.peak_tflops if self.peak_tflops else None
 
 
@@ -86,22 +86,22 @@ def max_memory_bytes(device: torch.device) -> int:
     return peak_resident_bytes()
 
 
-class Lap(NamedTuple):
+class StepTiming(NamedTuple):
     seconds: float
     drive: NvmeStats | None
 
 
-class Stopwatch:
+class StepTimer:
     """Seconds since the last reading, and what drives were used for meanwhile."""
 
-    def __init__(self, drive_use: Callable[[], NvmeStats | None]) -> None:
-        self._drive_use = drive_use
+    def __init__(self, nvme_stats: Callable[[], NvmeStats | None]) -> None:
+        self._nvme_stats = nvme_stats
         self._last = self._now()
 
-    def lap(self) -> Lap:
+    def lap(self) -> StepTiming:
         before, self._last = self._last, self._now()
         (end, used), (begin, used_before) = self._last, before
-        return Lap(end - begin, None if used is None or used_before is None else used - used_before)
+        return StepTiming(end - begin, None if used is None or used_before is None else used - used_before)
 
     def _now(self) -> tuple[float, NvmeStats | None]:
-        return time.perf_counter(), self._drive_use()
+        return time.perf_counter(), self._nvme_stats()

@@ -20,42 +20,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-NATIVE = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
+NATIVE_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
 """Flags of /proc/cpuinfo: products of this precision that torch's kernels use."""
 
-SIDE = 192
+MATRIX_SIZE = 192
 """Of the square matrices: long enough to time, and 20 ms at the worst rate seen (1 GFLOP/s)."""
 
 ROUNDS = 6
 """Of one fp32 and one 16-bit measurement each: in turn, so that a load that comes or goes hits both."""
 
-TOLERATED = 2.0
+MAX_SLOWDOWN = 2.0
 """16 bits halve the bytes of a step, which may be worth somewhat slower products, but not slower than this."""
 
 
-def is_native(precision: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def has_native_products(precision: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor lists products of this precision; False where nothing is known."""
     try:
         words = set(re.findall(r"\w+", cpuinfo.read_text()))
     except OSError:  # not Linux
         return False
-    return not words.isdisjoint(NATIVE[precision])
+    return not words.isdisjoint(NATIVE_CPU_FLAGS[precision])
 
 
-def seconds_of_products(precision: str) -> float:
+def time_matmuls(precision: str) -> float:
     """Processor time of the three products of a linear layer: forward, gradient of its input, gradient of its weight.
     Time that other processes take is not counted."""
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    a, b = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype)
+    a, b = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype), torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype)
     begin = time.thread_time()
     for left, right in ((a, b.t()), (a, b), (a.t(), b)):
         left @ right
     return time.thread_time() - begin
 
 
-def slowdown(precision: str, measure: Callable[[str], float] = seconds_of_products) -> float | None:
+def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> float | None:
     """How many times as long products take as in fp32, where that is above TOLERATED beyond doubt; otherwise None."""
     for each in ("fp32", precision):
         measure(each)  # the first products set up kernels
@@ -64,14 +64,14 @@ def slowdown(precision: str, measure: Callable[[str], float] = seconds_of_produc
     for _ in range(ROUNDS):
         wide.append(measure("fp32"))
         narrow.append(measure(precision))
-        if min(narrow) <= TOLERATED * max(wide):
+        if min(narrow) <= MAX_SLOWDOWN * max(wide):
             return None
     return min(narrow) / min(wide)
 
 
-def notes(precision: str, device: torch.device) -> tuple[str, ...]:
+def precision_notes(precision: str, device: torch.device) -> tuple[str, ...]:
     """A warning for the start of a run whose precision this CPU has to emulate."""
-    if device.type != "cpu" or precision == "fp32" or is_native(precision):
+    if device.type != "cpu" or precision == "fp32" or has_native_products(precision):
         return ()
     times = _on_one_thread(lambda: slowdown(precision))
     if times is None:
@@ -94,7 +94,7 @@ def _on_one_thread(work: Callable[[], float | None]) -> float | None:
 
 def main() -> None:
     """The precision flag of a CPU run for scripts/lib.sh: none is fp32."""
-    if is_native("bf16"):
+    if has_native_products("bf16"):
         print("--bf16")
 
 

@@ -15,39 +15,40 @@ from megatron.config.tree import Config
 
 
 @dataclass(frozen=True)
-class IdleSteps:
+class ZeroLRSteps:
     """The iterations from `first` to `last` have a learning rate of 0."""
 
     first: int
     last: int
     remedy: str
 
-    def at_start(self) -> str:
+    def start_warning(self) -> str:
         return (f" warning: the learning rate is 0 from iteration {self.first} on: the last "
                 f"{self.last - self.first + 1} of {self.last} iterations train nothing; {self.remedy}")
 
-    def when_reached(self, iteration: int) -> str:
+    def reached_warning(self, iteration: int) -> str:
         return (f" warning: the learning rate has reached 0 at iteration {iteration}: the rest of the run, up to "
                 f"iteration {self.last}, trains nothing; {self.remedy}")
 
 
-class RateWatch:
+class ZeroLRWarning:
     """Warns at the start of a run, and again when the rate reaches 0 on the way."""
 
-    def __init__(self, idle: IdleSteps | None, rate: float, say: Callable[[str], None]) -> None:
+    def __init__(self, zero_lr_steps: ZeroLRSteps | None, lr: float, print_line: Callable[[str], None]) -> None:
         """`rate` is that of the first step."""
-        self._idle, self._rate, self._say = idle, rate, say
-        if idle is not None:
-            say(idle.at_start())
+        self._zero_lr_steps, self._lr, self._print_line = zero_lr_steps, lr, print_line
+        if zero_lr_steps is not None:
+            print_line(zero_lr_steps.start_warning())
 
-    def after(self, iteration: int, rate: float) -> None:
+    def after_step(self, iteration: int, lr: float) -> None:
         """`rate` was that of `iteration`, which is over."""
-        if self._idle is not None and rate == 0 != self._rate:
-            self._say(self._idle.when_reached(iteration))
-        self._rate = rate
+        if self._zero_lr_steps is not None and lr == 0 != self._lr:
+            self._print_line(self._zero_lr_steps.reached_warning(iteration))
+        self._lr = lr
 
 
-def idle_steps(config: Config, schedule: Callable[[int], float], applied: int, iteration: int) -> IdleSteps | None:
+def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied: int,
+                       iteration: int) -> ZeroLRSteps | None:
     """What is idle in a run that is at `iteration`, after `applied` steps of its schedule (skipped ones do not
     count there); None where every step has a rate."""
     last = config.train.train_iters
@@ -55,7 +56,7 @@ def idle_steps(config: Config, schedule: Callable[[int], float], applied: int, i
     if not remaining or schedule(remaining[-1]) != 0:
         return None
     trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
-    return IdleSteps(iteration + trained + 1, last, _remedy(config, iteration))
+    return ZeroLRSteps(iteration + trained + 1, last, _remedy(config, iteration))
 
 
 def _remedy(config: Config, iteration: int) -> str:

@@ -9,19 +9,19 @@ from megatron.inference.live import reader_of
 from megatron.inference.request import Sampling, Wish
 from megatron.zero.api.engine import Engine
 
-SAMPLING = Sampling(temperature=0.8, top_k=40)
+SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)
 """As by default there."""
 
 
-def generate(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
+def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
     """The configured prompt continued; the same text on every rank, and for every layout. No random stream of training
     is touched. Collective."""
     typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
     prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
-    wish = Wish(config.log.sample_tokens, SAMPLING, slides=True)
+    defaults = Wish(config.log.sample_tokens, SAMPLE_SETTINGS, slides=True)
     with reader_of(engine, rows=1) as reader:
         generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, slides=True)
-        (text,) = generator.run(wish.requests(prompt, 0))
+        (text,) = generator.run(defaults.requests(prompt, 0))
     return tokenizer.decode(text.ids)
 
 

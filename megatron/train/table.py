@@ -42,7 +42,7 @@ class CsvLogger:
         """Tables have no place for it."""
 
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
-        self._steps.append(metrics.record())
+        self._steps.append(metrics.to_json())
 
     def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
                                                                                                         float]) -> None:

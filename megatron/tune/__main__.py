@@ -2,17 +2,17 @@
 
 import sys
 
-from megatron.launch.leaving import end_when_asked
+from megatron.launch.leaving import exit_on_stop_signal
 
 if __name__ == "__main__":
-    end_when_asked()  # before the rest, which takes a while
+    exit_on_stop_signal()  # before the rest, which takes a while
 
 from megatron.launch.exits import run
-from megatron.neighbours import check_neighbours
+from megatron.neighbours import check_package_shadowing
 
 
 def main() -> int:
-    check_neighbours()
+    check_package_shadowing()
     from megatron.tune.command import main
     return main()
 

@@ -26,7 +26,7 @@ def capacity_of(asked: Run, gb: float | None) -> Memory:
 
 
 def _host(ranks: int) -> float:
-    found = host_memory.available()
+    found = host_memory.available_bytes()
     if found is None:
         raise ConfigError("the memory of this machine is not known here: give --card-gb")
     return max(0.0, found / ranks - LIBRARIES)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from data.cli import normalize_flag_names
 from data.storage import make_folder, prefix_storage_errors, staged_file
-from megatron.config.flags import asks_for_plan, parse_args
-from megatron.config.help import CommandParser
+from megatron.config.flags import is_dry_run, parse_args
+from megatron.config.help import CommandArgumentParser
 from megatron.config.tree import require
 from megatron.errors import PeerError
 from megatron.plan.command import with_vocabulary
@@ -46,9 +46,12 @@ Every flag of pretrain_gpt2.py is a training flag; those of the search begin wit
 searches."""
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(MODULE, "The fastest settings of this machine for a model and a batch, by a few real "
-                           "trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
+def _parser() -> CommandArgumentParser:
+    parser = CommandArgumentParser(MODULE,
+                                   "The fastest settings of this machine for a model and a batch, by a few real "
+                                   "trials.",
+                                   EXAMPLES,
+                                   usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
@@ -69,8 +72,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
     options.device = options.device or ("cuda" if visible_gpus() else "cpu")
     config = parse_args(flags, options.ranks,
-                        beside=parser.flag_names())  # its micro-batch need not fit: others are tried
-    with config.words.speaking():
+                        other_options=parser.flag_names())  # its micro-batch need not fit: others are tried
+    with config.key_names.translate_errors():
         check_inputs(config.data)  # what no trial could run without, as training checks it
         config = with_vocabulary(config)
     return options, Run(config, options.ranks, options.device, homes_of(config))
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
     require(asked_for.ranks <= places(asked.device) or asked.device == "cpu",
             f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
-    if asks_for_plan(_parser().parse_known_args(list(argv))[1]):
+    if is_dry_run(_parser().parse_known_args(list(argv))[1]):
         foretell(asked, planned(asked, _told_rates(asked, asked_for.rates)), capacity_of(asked, asked_for.card_gb))
         return 0
     with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
-from megatron.config.ds_together import BATCH
+from megatron.config.ds_together import BATCH_SIZE_KEYS
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
 from megatron.plan.table import aligned
@@ -56,8 +56,8 @@ def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) ->
 
 def advice(asked: Run, found: Choice) -> list[str]:
     """What to type after the other flags; and what to change in a DeepSpeed file that says the same settings."""
-    words, samples, keys, flags = asked.config.words, samples_of(asked), list[str](), list[str]()
-    given = dict(words.given) | (BATCH_KEYS if _says_batch(words.file) else {})
+    words, samples, keys, flags = asked.config.key_names, samples_of(asked), list[str](), list[str]()
+    given = dict(words.keys_of_given) | (BATCH_KEYS if _says_batch(words.file) else {})
     for flag, *values in _settings(found.flags(asked, samples)):
         key = given.get(flag.replace("--no-", "--", 1))
         if key is None:
@@ -72,7 +72,7 @@ def advice(asked: Run, found: Choice) -> list[str]:
 
 
 def _says_batch(file: str) -> bool:
-    return bool(file) and any(key in Path(file).read_text(encoding="utf-8") for key in BATCH)
+    return bool(file) and any(key in Path(file).read_text(encoding="utf-8") for key in BATCH_SIZE_KEYS)
 
 
 def _settings(words: Sequence[str]) -> list[list[str]]:

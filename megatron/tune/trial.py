@@ -28,7 +28,7 @@ from statistics import median
 from data.storage import prefix_storage_errors, write_errors_for
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
-from megatron.launch.supervise import end_with_parent
+from megatron.launch.supervise import die_with_parent
 from megatron.plan.footprint import Run
 from megatron.report.read import MetricsLines
 from megatron.tune.patience import Patience
@@ -121,7 +121,7 @@ def _end_of(command: Sequence[str], environment: dict[str, str], output: int, me
     """The exit code, or why it had to be killed. Nothing of it is left when this returns or raises, or when the tuner
     is killed."""
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                               start_new_session=True, preexec_fn=end_with_parent())
+                               start_new_session=True, preexec_fn=die_with_parent())
     began, stepped = time.monotonic(), None
     try:
         while not (reason := patience.why_not(time.monotonic() - began, stepped)):

@@ -27,7 +27,7 @@ Names are imported on first use: floor 0 of this package must not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron.neighbours import check_neighbours
+from megatron.neighbours import check_package_shadowing
 
 if TYPE_CHECKING:
     from megatron.checkpoint.interchange.fp32 import (
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from megatron.zero.api.engine import Engine as Engine
     from megatron.zero.api.init import (GatheredParameters as GatheredParameters, Init as Init,
                                         unwrap_model_for_generation as unwrap_model_for_generation)
-    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments, initialize as initialize,
-                                              init_distributed as init_distributed)
+    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments,
+                                              init_distributed as init_distributed, initialize as initialize)
     from megatron.zero.aside import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
                                        unregister_external_parameter as unregister_external_parameter)
     from megatron.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 
-check_neighbours()
+check_package_shadowing()
 
 _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",

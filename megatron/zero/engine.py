@@ -22,7 +22,7 @@ from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.whereabouts import HERE, OPTIMIZER_STEP
+from megatron.whereabouts import OPTIMIZER_STEP, STATUS
 from megatron.zero.aside import LP_PARAMS, StateOffloader
 from megatron.zero.bucket import publish_masters
 from megatron.zero.buffers import ModuleBufferSnapshot, broadcast_module_buffers
@@ -193,7 +193,7 @@ class ZeroEngine:
             return None
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
-        HERE.enter(OPTIMIZER_STEP)
+        STATUS.set_phase(OPTIMIZER_STEP)
         self.param_coordinator.release_all()  # a forward may have run since the backward
         self.finish_delayed_update()
         try:
@@ -212,7 +212,7 @@ class ZeroEngine:
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
         self.pass_coordinator.weight_version += not self.last_report.is_on_host or self.last_report.applied
-        HERE.enter("")
+        STATUS.set_phase("")
         return self.last_report
 
     def _user_modified_grad_error(self) -> str | None:

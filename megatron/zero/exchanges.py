@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from megatron.ranges import named, ranges
+from megatron.ranges import format_ranks, join_limited
 
 MAX_ENTRIES = 1024
 """Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
@@ -269,8 +269,9 @@ def describe_positions(positions: Mapping[int, tuple[str, str]]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, (what, purpose) in sorted(positions.items()):
         by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
-    return named([f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in by_text.items()],
-                 "places")
+    return join_limited([
+        f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in by_text.items()
+    ], "places")
 
 
 def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> str:
@@ -278,7 +279,7 @@ def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> st
     by_text: dict[str, list[int]] = {}
     for record in sorted(records, key=lambda record: record.rank):
         by_text.setdefault(record.accumulation_setting, []).append(record.rank)
-    return "; they have set " + named([f"{text} on {ranges(ranks)}" for text, ranks in by_text.items()]) \
+    return "; they have set " + join_limited([f"{text} on {format_ranks(ranks)}" for text, ranks in by_text.items()]) \
         if len(by_text) > 1 else ""
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.whereabouts import BACKWARD, FORWARD, HERE
+from megatron.whereabouts import BACKWARD, FORWARD, STATUS
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import INTERRUPTED, CollectiveLog
 from megatron.zero.forwards import NoGradForwardChecker
@@ -87,7 +87,7 @@ class PassCoordinator:
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward begins; `complete` and `end`, or `fail`, are to follow."""
         self.in_backward, self._reduces_grads, PassCoordinator._in_backward_now = True, reduces, self
-        HERE.enter(BACKWARD)
+        STATUS.set_phase(BACKWARD)
         for bucket in self._buckets:
             bucket.grads.check_user_modified_grads()
         for bucket in self._buckets:
@@ -120,7 +120,7 @@ class PassCoordinator:
         if not retain_graph and max(self._call_counts.values(), default=0) <= 1:
             self._call_counts.clear()  # otherwise it is not known which forwards are left
         self._param_coordinator.release_all()
-        HERE.enter("")
+        STATUS.set_phase("")
 
     def _reset_backward_state(self) -> None:
         self.in_backward, PassCoordinator._in_backward_now = False, None
@@ -182,7 +182,7 @@ class PassCoordinator:
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
-        HERE.enter(BACKWARD if self.in_backward else FORWARD, unit.display_name)
+        STATUS.set_phase(BACKWARD if self.in_backward else FORWARD, unit.display_name)
         for bucket in unit.buckets:
             if bucket.is_offloaded:
                 bucket.check_not_offloaded("a forward")
@@ -190,7 +190,7 @@ class PassCoordinator:
             if self.before_evaluation is not None and not (torch.is_grad_enabled() and unit.module.training):
                 self.before_evaluation()
             if torch.is_grad_enabled():
-                HERE.at_step(self._current_step())
+                STATUS.set_step(self._current_step())
             self._param_coordinator.begin_forward()
             self._digest_before = self._param_coordinator.gather_digest
             self._running_units.clear()  # of a forward that failed
@@ -208,7 +208,7 @@ class PassCoordinator:
             raise
 
     def after_forward(self, unit: Unit) -> None:
-        HERE.enter(BACKWARD if self.in_backward else "" if unit.is_root else FORWARD)
+        STATUS.set_phase(BACKWARD if self.in_backward else "" if unit.is_root else FORWARD)
         while self._running_units and self._running_units.pop() is not unit:
             pass
         is_training = torch.is_grad_enabled()
@@ -225,7 +225,7 @@ class PassCoordinator:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
                               "or a delayed update that somebody waited for): its gradients would mix old and new; run "
                               "the forward again after it")
-        HERE.enter(BACKWARD, unit.display_name)
+        STATUS.set_phase(BACKWARD, unit.display_name)
         if call in self._begun_calls:  # by another output; and one that the unit was given, and returns, belongs to others
             return
         if self.in_backward:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config.quantize import QuantizeConfig
 from megatron.errors import ConfigError
-from megatron.quantize import BitSchedule, Progress, factor_of, shares
+from megatron.quantize import BitSchedule, BitState, period_factor, relative_eigenvalues
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import HOST, WEIGHT
 from megatron.zero.rows import MatrixRounding, QuantGroupStats, QuantizedMatrix, QuantRowBlock, row_blocks_of
@@ -39,7 +39,7 @@ class MoQState:
         """What the periods are multiplied by when bits fall."""
         self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
                                     if is_matrix(slot.shape))
-        self.counter, self.progress = 0, [schedule.begin() for _ in self.blocks]
+        self.counter, self.progress = 0, [schedule.initial_state() for _ in self.blocks]
         self.is_rounding = config.quantize_offset == 0
         """Weights are rounded."""
         self.messages: list[str] = []
@@ -54,7 +54,7 @@ class MoQState:
         if applied > self.config.quantize_offset:
             self.counter += 1
             for index, now in enumerate(self.progress):
-                after = self.progress[index] = self.schedule.after(now, self.counter, self.period_factors[index])
+                after = self.progress[index] = self.schedule.next_state(now, self.counter, self.period_factors[index])
                 if after is not now and self.config.quantize_verbose:
                     self.messages.append(f"Quantization settings: current bit-precision = {after.bits}, step = "
                                          f"{self.counter}, quantization period = {after.period}, index = {index}")
@@ -72,13 +72,13 @@ class MoQState:
 
     def set_eigenvalues(self, eigenvalues: Sequence[float]) -> None:
         """Of every block but the first, before a bit falls."""
-        self.period_factors = [1, *map(factor_of, shares(list(eigenvalues)))]
+        self.period_factors = [1, *map(period_factor, relative_eigenvalues(list(eigenvalues)))]
         if self.config.eigenvalue_verbose:
             values = ", ".join(f"{name} {value:.4g} (x {factor})" for name, value, factor in
                                zip(self.blocks[1:], eigenvalues, self.period_factors[1:], strict=True))
             self.messages.append(f"eigenvalues before step {self.counter + 1}: {values}")
 
-    def progress_of(self, name: str) -> Progress:
+    def progress_of(self, name: str) -> BitState:
         """Of the block that a parameter is in."""
         return self.progress[block_of(name, self.blocks)]
 
@@ -92,15 +92,17 @@ class MoQState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know, as JSON values."""
-        return {"counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
-                "periods": [now.period for now in self.progress], "fell_at": [now.fell_at for now in self.progress],
-                "factors": self.period_factors, "rounded": self.rounded_names}
+        return {
+            "counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
+            "periods": [now.period for now in self.progress], "fell_at": [now.last_drop_at for now in self.progress],
+            "factors": self.period_factors, "rounded": self.rounded_names
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, applied: int) -> None:
         """Go on from what `numbers` returned; a run that was not quantised begins now."""
         self.counter = 0 if saved is None else saved["counter"]
         known = {} if saved is None else saved_bit_progress(saved)
-        self.progress = [known.get(name, known.get("", self.schedule.begin())) for name in self.blocks]
+        self.progress = [known.get(name, known.get("", self.schedule.initial_state())) for name in self.blocks]
         self.period_factors = [1] * len(self.blocks)
         if saved is not None and saved["blocks"] == self.blocks:
             self.period_factors = list(saved["factors"])
@@ -129,9 +131,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) > 1
 
 
-def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, Progress]:
+def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, BitState]:
     """By the name of a block, from what `Quantisation.numbers` gave."""
-    return dict(zip(saved["blocks"], map(Progress, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
+    return dict(zip(saved["blocks"], map(BitState, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
 
 
 def block_of(name: str, blocks: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 from megatron.optim.grid import (MagnitudeUnit, Quantizer, binary_quantizer, quantize_to_levels, ternary_quantizer,
                                  ternary_threshold, uniform_quantizer)
-from megatron.quantize import EVEN_BITS
+from megatron.quantize import MIN_UNIFORM_BITS
 from megatron.zero.layout import Segment, Slot
 from mpu.collectives import Op
 from mpu.draws import StridedSegments, UniformInitializer, strided_segments_of
@@ -120,7 +120,7 @@ class QuantGroupStats:
     def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Quantizer]:
         """Of every matrix, by its name."""
         highest, lowest = self._extremes()
-        few = {name: one for name, one in self.matrices.items() if bits[name] < EVEN_BITS}
+        few = {name: one for name, one in self.matrices.items() if bits[name] < MIN_UNIFORM_BITS}
         found: dict[str, Quantizer] = {name: uniform_quantizer(bits[name], highest[one.groups], lowest[one.groups],
                                                                symmetric=symmetric)
                                        for name, one in self.matrices.items() if name not in few}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.optim.rule import ParamGroup
-from megatron.ranges import differences
+from megatron.ranges import describe_differences
 from mpu.collectives import all_gather_json
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -168,7 +168,7 @@ def digest_bits(ranks: int) -> int:
 def different_settings_error(settings: StepSettings, world: Group) -> ConfigError | None:
     """What to say of ranks whose digests differ; None where they ran different blocks. Collective."""
     gathered = all_gather_json(settings.as_dict(), world)
-    found = differences([(facts, [rank]) for rank, facts in enumerate(gathered)])
+    found = describe_differences([(facts, [rank]) for rank, facts in enumerate(gathered)])
     return ConfigError(f"the ranks would take different steps, and their weights would part: {found}. No weight was "
                        "changed; every rank must set the same hyper-parameters, from numbers that all ranks have, the "
                        "same batch sizes, and step after as many micro-batches") if found else None

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
-from megatron.ranges import ranges
+from megatron.ranges import format_ranks
 from megatron.zero.exchanges import AFTER_STEP, STEP, CollectiveLog
 from megatron.zero.forwards import diverged_blocks_error
 from megatron.zero.homes.shelf import EngineStorage
@@ -326,7 +326,7 @@ class OptimizerStep:
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
         known = all_gather_json([self._norm_in_use.first_nonfinite_param(), tp.rank, finite], self._groups.world)
         bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
-        where = f" on {ranges(bad)}" if len(known) > 1 else ""
+        where = f" on {format_ranks(bad)}" if len(known) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"
         for number, (name, rank, _) in enumerate(known):
             if name is not None:

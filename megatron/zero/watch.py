@@ -43,7 +43,7 @@ from typing import Any, Protocol
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import distributed, exits
 from megatron.launch.signals import write_lines
-from megatron.ranges import ranges
+from megatron.ranges import format_ranks
 from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, CollectiveLog, CollectiveLogSnapshot,
                                      describe_positions, describe_setting_differences, divergence_positions,
                                      logs_diverged)
@@ -104,7 +104,7 @@ def start_watchdog(engine: WatchedEngine) -> None:
     engine.log.raise_root_cause = watchdog.raise_root_cause
     weakref.finalize(engine, watchdog.mark_finished)
     distributed.before_shutdown(watchdog.close)
-    exits.before_failing(watchdog.mark_failed)
+    exits.before_failure(watchdog.mark_failed)
     watchdog.start()
 
 
@@ -180,8 +180,8 @@ class DesyncWatchdog:
                     failures = 0
                 except RuntimeError as error:  # the store is gone, or only the connection
                     if self._store.is_unusable and not self._log.is_finished:
-                        exits.write_error(exits.explain(error).text)
-                        exits.leave_now(exits.explain(error).code)
+                        exits.write_error(exits.exit_reason_of(error).text)
+                        exits.exit_now(exits.exit_reason_of(error).code)
                     failures += 1
                     if self._divergence_is_known:
                         self._exit_with(PeerError(f"{_STORE_LOST}: {_RESUME}"))
@@ -206,7 +206,7 @@ class DesyncWatchdog:
         if error is not None and not self._log.is_finished and self._report_lock.acquire(blocking=False):
             self._acknowledge_error()
             exits.write_error(str(error))
-            exits.leave_now(error.code)
+            exits.exit_now(error.code)
 
     def _acknowledge_error(self, more: int = 1) -> None:
         """This rank knows the error (0: it has said before that it ends). Where it keeps the store, it waits until
@@ -217,7 +217,7 @@ class DesyncWatchdog:
     def _keep_store_alive(self, acknowledged: int, seconds: float) -> None:
         """Where it ends with this rank, the others may look first."""
         waited = 0.0
-        while distributed.keeps_store() and acknowledged < self._world_size and waited < seconds:
+        while distributed.hosts_store() and acknowledged < self._world_size and waited < seconds:
             time.sleep(POLL_SECONDS)
             acknowledged, waited = self._store.add("heard", 0), waited + POLL_SECONDS
 
@@ -304,7 +304,7 @@ def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping
     where = describe_positions(places)
     unknown = sorted(set(ranks) - places.keys())
     if unknown:
-        where += f" (nothing is known of {ranges(unknown)})"
+        where += f" (nothing is known of {format_ranks(unknown)})"
     if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
         return PeerError(f"{where}, so that the ranks would wait for each other for ever: {_RESUME}")
     return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}"

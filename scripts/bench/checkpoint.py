@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from data.storage import crc32_file  # noqa: E402
-from megatron.checkpoint.tags import verify  # noqa: E402
+from megatron.checkpoint.tags import verify_tag  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
 from megatron.train.allocator import keep_freed_memory  # noqa: E402
@@ -76,7 +76,7 @@ class Contenders:
         self.engine.finish_save()
 
     def verify(self) -> None:
-        verify(self.folder / "ours", TAG)
+        verify_tag(self.folder / "ours", TAG)
 
     def load(self) -> None:
         self.engine.load_checkpoint(self.folder / "ours", TAG)

@@ -64,7 +64,7 @@ def ours(task: Task) -> Writes:
     decoder = Decoder(our_model(task), task.rows)
 
     def text(prompts: Prompts, new: int) -> None:
-        generator = Generator(decoder, vocabulary=task.shape.tokens, eod=None)
+        generator = Generator(decoder, vocabulary=task.shape.known_vocab_size, eod=None)
         found = texts_of(generator, prompts, new, task.sampling, 0)
         assert all(len(text.tokens) == new for text in found)
     return text
@@ -75,7 +75,7 @@ def transformers(task: Task) -> Writes:
     library.logging.set_verbosity_error()
     shape, sampling = task.shape, task.sampling
     config = library.GPT2Config(n_layer=shape.num_layers, n_embd=shape.hidden_size, n_head=shape.num_attention_heads,
-                                vocab_size=shape.tokens, n_positions=shape.max_position_embeddings)
+                                vocab_size=shape.known_vocab_size, n_positions=shape.max_position_embeddings)
     model = library.GPT2LMHeadModel(config).to(task.device, loading.DTYPES[task.dtype]).eval()
     drawn = {} if sampling.greedy else {"top_k": sampling.top_k, "temperature": sampling.temperature}
 
@@ -89,7 +89,7 @@ def transformers(task: Task) -> Writes:
 def compiled(task: Task) -> Writes:
     """It is always greedy."""
     shape = task.shape
-    model = PlainGPT2(shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.tokens,
+    model = PlainGPT2(shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.known_vocab_size,
                       shape.max_position_embeddings).to(task.device, loading.DTYPES[task.dtype])
     return PlainDecoder(model.eval().requires_grad_(False), shape.num_attention_heads, task.rows, task.positions).text
 
@@ -116,7 +116,7 @@ def read_rate(device: torch.device) -> float:
 
 
 def runs_of(asked: argparse.Namespace, task: Task) -> dict[str, Callable[[], object]]:
-    prompts = torch.randint(task.shape.tokens, (asked.batch, asked.prompt)).tolist()
+    prompts = torch.randint(task.shape.known_vocab_size, (asked.batch, asked.prompt)).tolist()
     found: dict[str, Callable[[], object]] = {}
     for name in asked.contenders.split(","):
         kind, _, dtype = name.partition("-")

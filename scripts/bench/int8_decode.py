@@ -121,7 +121,7 @@ def main() -> None:
         decode(models, batch, asked.prompt, asked.tokens, rate)
     read(models, asked.prompt, max(3, asked.tokens // 8))
     for rows in (1, 8, asked.prompt):
-        products(shape.hidden_size, shape.tokens, rows, asked.rounds)
+        products(shape.hidden_size, shape.known_vocab_size, rows, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def as_much_work(layers: int, steps: int, theta: float, gamma: float) -> int:
     from megatron.layer_drop import ThetaSchedule, expected_blocks
     count, left = 0, float(layers * steps)
     while left > 0:
-        left -= expected_blocks(layers, ThetaSchedule(theta, gamma).at(count))
+        left -= expected_blocks(layers, ThetaSchedule(theta, gamma).theta_at(count))
         count += 1
     return count
 

@@ -107,7 +107,7 @@ def start_up_child(kind: str, note: str) -> int:
     import pretrain_gpt2
     from megatron.launch import distributed
 
-    facts_of_code, check_alike = distributed.facts_of_code, distributed.check_alike
+    facts_of_code, check_alike = distributed.code_identity, distributed.check_ranks_match
     taken: list[float] = []
 
     def facts(version: str) -> dict[str, str]:
@@ -126,8 +126,8 @@ def start_up_child(kind: str, note: str) -> int:
             Path(note).write_text(str(sum(taken) + time.perf_counter() - began))
 
     with_it = kind == "with"
-    distributed.facts_of_code = facts if with_it else lambda version: {}
-    distributed.check_alike = check if with_it else lambda *words: None
+    distributed.code_identity = facts if with_it else lambda version: {}
+    distributed.check_ranks_match = check if with_it else lambda *words: None
     sys.argv[1:] = JOB
     return pretrain_gpt2.program()
 
@@ -151,7 +151,7 @@ def steps_child(name: str, pairs: int) -> int:
     from megatron.config.tree import build_config
     from megatron.launch import distributed
     from megatron.train import build
-    from megatron.whereabouts import FORWARD, HERE as PLACE
+    from megatron.whereabouts import FORWARD, STATUS as PLACE
     from mpu import groups as mpu_groups
 
     env = distributed.init()
@@ -185,7 +185,7 @@ def steps_child(name: str, pairs: int) -> int:
     writes, found = counted(step), in_turns(timed, untold, pairs)
     number, began = 100_000, time.perf_counter()
     for _ in range(number):
-        PLACE.enter(FORWARD, "blocks.1")
+        PLACE.set_phase(FORWARD, "blocks.1")
     each = (time.perf_counter() - began) / number
     if env.rank == 0:
         print(json.dumps({"pairs": found, "writes": writes, "each": each}))
@@ -258,11 +258,11 @@ def settings_child() -> int:
 def nameless() -> Iterator[None]:
     """Files do not say what they are of; nothing reads them."""
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.part import Origin
+    from megatron.checkpoint.part import FileProvenance
 
     with mock.patch.object(Manifest, "digest", lambda self: "0" * 32), \
-            mock.patch.object(Origin, "as_metadata", lambda self: {}), \
-            mock.patch.object(Origin, "as_dict", lambda self: {}):
+            mock.patch.object(FileProvenance, "as_metadata", lambda self: {}), \
+            mock.patch.object(FileProvenance, "as_dict", lambda self: {}):
         yield
 
 
@@ -271,7 +271,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     from checkpoint import TAG, clear, make_engine
 
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.part import Origin
+    from megatron.checkpoint.part import FileProvenance
     from megatron.train.allocator import keep_freed_memory
 
     keep_freed_memory()
@@ -300,7 +300,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     alone = []
     with ExitStack() as stack:
-        for owner, name in ((Manifest, "digest"), (Origin, "as_metadata"), (Origin, "as_dict")):
+        for owner, name in ((Manifest, "digest"), (FileProvenance, "as_metadata"), (FileProvenance, "as_dict")):
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         for _ in range(3):
             spent = 0.0

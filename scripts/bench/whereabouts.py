@@ -20,7 +20,7 @@ import torch
 
 from megatron import zero
 from megatron.launch import distributed
-from megatron.whereabouts import FORWARD, HERE, Whereabouts
+from megatron.whereabouts import FORWARD, STATUS, RankStatus
 from mpu.wire import waits
 from mpu.wire.gloo import GlooBackend
 
@@ -30,7 +30,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 def silent() -> list[Any]:
     """Patches that write nothing."""
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
-    patches: list[Any] = [mock.patch.object(Whereabouts, name, nothing) for name in ("enter", "at_step")]
+    patches: list[Any] = [mock.patch.object(RankStatus, name, nothing) for name in ("enter", "at_step")]
     patches += [mock.patch.object(waits, name, nothing) for name in ("begin", "end")]
     return patches + [
         mock.patch.object(GlooBackend, name,
@@ -46,7 +46,7 @@ def counted(step: Callable[[], None]) -> int:
         nonlocal count
         count += 1
 
-    patches = [mock.patch.object(Whereabouts, name, one) for name in ("enter", "at_step")]
+    patches = [mock.patch.object(RankStatus, name, one) for name in ("enter", "at_step")]
     patches += [mock.patch.object(waits, name, one) for name in ("begin", "end")]
     for patch in patches:
         patch.start()
@@ -93,7 +93,7 @@ def main() -> None:
             patch.stop()
     number, began = 200_000, time.perf_counter()
     for _ in range(number):
-        HERE.enter(FORWARD, "blocks.1")
+        STATUS.set_phase(FORWARD, "blocks.1")
     each = (time.perf_counter() - began) / number
     if env.rank == 0:
         with_it, without = statistics.median(told), statistics.median(untold)

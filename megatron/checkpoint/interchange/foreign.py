@@ -15,37 +15,38 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree, alike
-from megatron.checkpoint.piece import sharding_of
+from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks
+from megatron.checkpoint.piece import tp_sharding_of
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import Group
 from mpu.split import Partition
 
-Load = Callable[[], Tensor]
+LoadTensor = Callable[[], Tensor]
 
-SAMPLED = 32
+SAMPLES_PER_TENSOR = 32
 """Numbers of each tensor that ranks compare: a page read for each, where the file is mapped."""
 
 
-def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model and its logical shape (megatron/model/)."""
     h, ffn = model.hidden_size, model.ffn_size
     block = {"ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
              "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
              "mlp.fc.weight": (ffn, h), "mlp.fc.bias": (ffn,), "mlp.proj.weight": (h, ffn), "mlp.proj.bias": (h,)}
-    return {"wte.weight": (model.tokens, h), "wpe.weight": (model.max_position_embeddings, h),
+    return {"wte.weight": (model.known_vocab_size, h), "wpe.weight": (model.max_position_embeddings, h),
             **{f"blocks.{i}.{name}": shape for i in range(model.num_layers) for name, shape in block.items()},
             "ln_f.weight": (h,), "ln_f.bias": (h,)}
 
 
 @final
-class Foreign:
+class ExternalCheckpoint:
     """The weights of a model; each is fetched when it is asked for, and the last one asked for is kept."""
 
-    def __init__(self, where: str, model: ModelConfig, loads: Mapping[str, Load], notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, where: str, model: ModelConfig, loads: Mapping[str, LoadTensor], notes: tuple[str,
+                                                                                                     ...] = ()) -> None:
         self.where, self.model, self.notes = where, model, notes
-        self.shapes, self._loads = shapes_of(model), loads
+        self.shapes, self._loads = parameter_shapes(model), loads
         for what, names in (("missing", self.shapes.keys() - loads), ("unknown", loads.keys() - self.shapes.keys())):
             if names:
                 raise CheckpointError(f"{where}: {len(names)} tensors {what} for a GPT-2 of {model.num_layers} layers, "
@@ -66,7 +67,7 @@ class Foreign:
                                   f"{list(found.shape)} of {found.dtype}; the file does not match its own description")
         return found
 
-    def flat(self, name: str) -> Tensor:
+    def flat_tensor(self, name: str) -> Tensor:
         if self._last[0] != name:
             self._last = name, self.tensor(name).contiguous().view(-1)
         return self._last[1]
@@ -75,21 +76,22 @@ class Foreign:
              tp_size: int, offset: int, out: Tensor) -> None:
         """Fill the 1-D `out` with the elements from `offset` of the flattened local tensor of `shape` at `tp_rank`."""
         assert kind == "weight", kind
-        flat, asked = self.flat(name), sharding_of(shape, partition, tp_size)
-        if asked.shape != self.shapes[name]:
-            raise CheckpointError(f"{self.where}: {name}: shape expected {list(asked.shape)}, "
+        flat, asked = self.flat_tensor(name), tp_sharding_of(shape, partition, tp_size)
+        if asked.logical_shape != self.shapes[name]:
+            raise CheckpointError(f"{self.where}: {name}: shape expected {list(asked.logical_shape)}, "
                                   f"found {list(self.shapes[name])}")
         out.zero_()
-        for run in asked.cut.to_logical(0 if partition is None else tp_rank, offset, offset + out.numel()):
-            out[run.local - offset:run.local - offset + run.count].copy_(flat[run.logical:run.logical + run.count])
+        for run in asked.slice_map.to_logical(0 if partition is None else tp_rank, offset, offset + out.numel()):
+            out[run.local_start - offset:run.local_start - offset +
+                run.count].copy_(flat[run.logical_start:run.logical_start + run.count])
 
-    def facts(self) -> dict[str, str]:
+    def sampled_checksums(self) -> dict[str, str]:
         """Of each tensor its type, its shape and a checksum of some numbers, evenly spread from the first to the last:
         two trainings differ in all, files that are cut or mixed up in some. Not a checksum of every byte."""
         found = {}
         for name in self.shapes:
             tensor = self.tensor(name)
-            places = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64)
+            places = torch.linspace(0, tensor.numel() - 1, min(SAMPLES_PER_TENSOR, tensor.numel()), dtype=torch.float64)
             sampled = tensor[torch.unravel_index(places.round().long(), tensor.shape)].double()
             kind = str(tensor.dtype).removeprefix("torch.")
             found[name] = f"{kind} {list(tensor.shape)} ({crc32(sampled.numpy().tobytes()):08x})"
@@ -100,13 +102,14 @@ class Foreign:
         return sum(map(prod, self.shapes.values()))
 
 
-def same_weights(found: Foreign, world: Group) -> None:
+def assert_same_weights(source: ExternalCheckpoint, world: Group) -> None:
     """Each rank reads a copy of its own, perhaps: what they hold is compared, as far as `facts` looks. Collective."""
     if not world.is_solo:
-        alike(agree(found.facts, world), world, "the ranks find different weights, each where it was told to look")
+        assert_equal_across_ranks(all_succeed_or_raise(source.sampled_checksums, world), world,
+                                  "the ranks find different weights, each where it was told to look")
 
 
-def model_config(where: str, **fields: Any) -> ModelConfig:
+def build_model_config(where: str, **fields: Any) -> ModelConfig:
     """The shape a file declares; wrong numbers are the file's fault."""
     try:
         return ModelConfig(**fields)
@@ -114,12 +117,12 @@ def model_config(where: str, **fields: Any) -> ModelConfig:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-LEGACY_NAMES = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
+LEGACY_GLOBALS = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
 """What Megatron's files of before torch 1.6 name; files of the format of that time cannot be asked."""
 
 
 @final
-class Inert:
+class InertObject:
     """In place of anything but tensors and plain values that a torch file names: attributes at most, never code."""
 
     def __init__(self, *values: object) -> None:
@@ -130,7 +133,7 @@ class Inert:
             self.__dict__.update(state)
 
 
-def load_torch(path: Path) -> Any:
+def load_torch_file(path: Path) -> Any:
     """What `torch.save` wrote, mapped into memory where its format allows it.
 
     Read by torch's restricted loader, which makes tensors and plain values only. Old training programs also saved
@@ -139,8 +142,8 @@ def load_torch(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"PK"
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else LEGACY_NAMES
-        with torch.serialization.safe_globals([(Inert, name) for name in names]):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else LEGACY_GLOBALS
+        with torch.serialization.safe_globals([(InertObject, name) for name in names]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # whatever a damaged file does to the unpickler
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]

@@ -15,15 +15,16 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.interchange.zero_to_fp32 import Damaged, Entry, Usage, byte_count, open_tag, target, write
+from megatron.checkpoint.interchange.zero_to_fp32 import (DamagedCheckpoint, InvalidArguments, OutputTensor, open_tag,
+                                                          output_path, parse_byte_count, write_output)
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from mpu.partition import partition_of
 
-Folder = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Folder, tag: str | None = None,
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: PathLike, tag: str | None = None,
                                              exclude_frozen_parameters: bool = False,
                                              lazy_mode: bool = False) -> Mapping[str, Tensor]:
     """Whole, unpadded fp32 weights by name, of the newest tag unless one is named; all names of a tied tensor give the
@@ -36,20 +37,23 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Folder, tag: str | 
     return {entry.name: loaded[entry.saved_as] for entry in entries}
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: Folder, output_dir: Folder, max_shard_size: str = "5GB",
-                                               safe_serialization: bool = False, tag: str | None = None,
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: PathLike,
+                                               output_dir: PathLike,
+                                               max_shard_size: str = "5GB",
+                                               safe_serialization: bool = False,
+                                               tag: str | None = None,
                                                exclude_frozen_parameters: bool = False) -> None:
     """The same as files: `pytorch_model.bin` or `model.safetensors` in a folder, or a file of that name."""
-    with _as_ours():
-        limit = byte_count(max_shard_size)
+    with _translate_script_errors():
+        limit = parse_byte_count(max_shard_size)
     entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
     try:
-        write(entries, target(Path(output_dir), safe_serialization), limit)
+        write_output(entries, output_path(Path(output_dir), safe_serialization), limit)
     except OSError as error:
         raise StorageError(f"{output_dir}: cannot write: {error.strerror or error}") from error
 
 
-def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: Folder, tag: str | None = None) -> M:
+def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag: str | None = None) -> M:
     """Fill a model on the CPU with the weights. It must be whole (no tensor parallelism, no engine around it)."""
     model = model.cpu()
     places = model.state_dict(keep_vars=True)
@@ -63,13 +67,13 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: Folder, tag: 
         raise CheckpointError(f"{checkpoint_dir}: {strange[0]!r} ({len(strange)} in all) is in only one of the model "
                               "and the checkpoint; give the model that was saved")
     for name, entry in entries.items():
-        _fill(places[name], entry)
+        _copy_into(places[name], entry)
     return model
 
 
-def _fill(place: Tensor, entry: Entry) -> None:
+def _copy_into(target: Tensor, entry: OutputTensor) -> None:
     """Into a parameter or buffer; rows that pad it for tensor parallelism are zero."""
-    partition, into = partition_of(place), place.detach()
+    partition, into = partition_of(target), target.detach()
     if partition is not None and partition.size is not None:
         into.zero_()
         into = into.narrow(partition.dim, 0, partition.size)
@@ -83,12 +87,12 @@ def _fill(place: Tensor, entry: Entry) -> None:
 class LazyStateDict(Mapping[str, Tensor]):
     """A state dict whose tensors are read each time they are asked for."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[OutputTensor]) -> None:
         self._entries = {entry.name: entry for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        with _as_ours():
+        with _translate_script_errors():
             return torch.from_numpy(entry.load())
 
     def __iter__(self) -> Iterator[str]:
@@ -98,17 +102,17 @@ class LazyStateDict(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def _entries(folder: Folder, tag: str | None, exclude_frozen: bool) -> list[Entry]:
-    with _as_ours():
-        return open_tag(Path(folder), tag).entries(exclude_frozen)
+def _entries(folder: PathLike, tag: str | None, exclude_frozen: bool) -> list[OutputTensor]:
+    with _translate_script_errors():
+        return open_tag(Path(folder), tag).output_tensors(exclude_frozen)
 
 
 @contextmanager
-def _as_ours() -> Iterator[None]:
+def _translate_script_errors() -> Iterator[None]:
     """The script's own errors, which know nothing of this program, as those of the family."""
     try:
         yield
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise CheckpointError(str(error)) from error
-    except Usage as error:
+    except InvalidArguments as error:
         raise ConfigError(str(error)) from error

@@ -18,96 +18,100 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.storage import make_folder, staged_file, write_json_atomic
-from megatron.checkpoint.commit import storing
-from megatron.checkpoint.export import logical
-from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config, shapes_of
+from megatron.checkpoint.commit import explain_disk_errors
+from megatron.checkpoint.export import read_logical
+from megatron.checkpoint.interchange.foreign import (ExternalCheckpoint, build_model_config, load_torch_file,
+                                                     parameter_shapes)
 from megatron.checkpoint.interchange.names import HUGGING_FACE
-from megatron.checkpoint.interchange.recorded import recorded_model
-from megatron.checkpoint.interchange.tokenizers import tokenizer_files
-from megatron.checkpoint.interchange.zero_to_fp32 import Entry, write
-from megatron.checkpoint.manifest import safe_name
+from megatron.checkpoint.interchange.recorded import read_recorded_model
+from megatron.checkpoint.interchange.tokenizers import build_tokenizer_files
+from megatron.checkpoint.interchange.zero_to_fp32 import OutputTensor, write_output
+from megatron.checkpoint.manifest import check_safe_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.tags import Say, say_stderr
-from megatron.config.hf_shape import CONFIG, read_config, read_object, shape_of
+from megatron.checkpoint.tags import PrintLine, print_to_stderr
+from megatron.config.hf_shape import HF_CONFIG_FILE, model_fields_of, read_hf_config, read_json_object
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 
-SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 * 10**9
 
-SAME_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-NEEDED: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
-                                "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+SUPPORTED_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
+                                         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 """Settings under which their model is ours; each is also what an absent one means."""
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-def open_folder(folder: Path) -> Foreign:
+def open_huggingface(folder: Path) -> ExternalCheckpoint:
     """A folder of theirs; its tensors are views of mapped files."""
-    model = our_shape(read_config(folder), str(folder / CONFIG))
-    tensors = _tensors(folder)
-    found = HUGGING_FACE.translate(tensors.items(), str(folder))
-    check_head(tensors, found, str(folder))
-    foreign = Foreign(str(folder), model, {name: partial(_ours, name, tensor) for name, tensor in found.items()})
+    model = model_config_of(read_hf_config(folder), str(folder / HF_CONFIG_FILE))
+    tensors = _load_tensors(folder)
+    found = HUGGING_FACE.rename_tensors(tensors.items(), str(folder))
+    check_output_layer(tensors, found, str(folder))
+    foreign = ExternalCheckpoint(str(folder), model,
+                                 {name: partial(_to_our_orientation, name, tensor)
+                                  for name, tensor in found.items()})
     foreign.check()
     return foreign
 
 
-def _ours(name: str, tensor: Tensor) -> Tensor:
-    return tensor.t() if HUGGING_FACE.turned(name) and tensor.dim() == 2 else tensor
+def _to_our_orientation(name: str, tensor: Tensor) -> Tensor:
+    return tensor.t() if HUGGING_FACE.is_transposed(name) and tensor.dim() == 2 else tensor
 
 
-def check_head(theirs: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+def check_output_layer(their_tensors: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], where: str) -> None:
     """An output layer of its own is refused."""
-    heads = [tensor for name, tensor in theirs.items() if name.endswith("lm_head.weight")]
-    table = found.get("wte.weight")
+    heads = [tensor for name, tensor in their_tensors.items() if name.endswith("lm_head.weight")]
+    table = our_tensors.get("wte.weight")
     if heads and table is not None and not torch.equal(heads[0], table):
         raise CheckpointError(f"{where}: lm_head.weight differs from wte.weight: an output layer of its own, which "
                               "this program's GPT-2 does not have")
 
 
-def our_shape(config: Mapping[str, Any], where: str) -> ModelConfig:
+def model_config_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Of a config.json of theirs, if our model computes the same."""
-    wrong = [f"{key} is {config[key]!r}, {needed!r} expected" for key, needed in NEEDED.items()
+    wrong = [f"{key} is {config[key]!r}, {needed!r} expected" for key, needed in REQUIRED_CONFIG.items()
              if config.get(key, needed) != needed]
-    if (gelu := config.get("activation_function", SAME_GELU[0])) not in SAME_GELU:
-        wrong.append(f"activation_function is {gelu!r}, one of {', '.join(SAME_GELU)} expected")
-    shape = shape_of(config)
+    if (gelu := config.get("activation_function", SUPPORTED_GELU[0])) not in SUPPORTED_GELU:
+        wrong.append(f"activation_function is {gelu!r}, one of {', '.join(SUPPORTED_GELU)} expected")
+    shape = model_fields_of(config)
     if missing := [key for key in ("n_layer", "n_embd", "n_head", "vocab_size") if key not in config]:
         wrong.append(f"{missing[0]} is missing")
     if wrong:
         raise CheckpointError(f"{where}: {'; '.join(wrong)}: not this program's GPT-2")
-    return model_config(where, **shape, attention_dropout=config.get("attn_pdrop", 0.1),
-                        hidden_dropout=config.get("resid_pdrop", 0.1),
-                        init_method_std=config.get("initializer_range", 0.02))
+    return build_model_config(where, **shape, attention_dropout=config.get("attn_pdrop", 0.1),
+                              hidden_dropout=config.get("resid_pdrop", 0.1),
+                              init_method_std=config.get("initializer_range", 0.02))
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _load_tensors(folder: Path) -> dict[str, Tensor]:
     """Everything in the weight files, whatever is in them."""
-    for name, load in ((SAFETENSORS, _safetensors), (TORCH, _torch)):
+    for name, load in ((SAFETENSORS_FILE, _load_safetensors), (TORCH_FILE, _load_torch_tensors)):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return load(folder / name)
         if index.is_file():
-            listed = read_object(index).get("weight_map")
+            listed = read_json_object(index).get("weight_map")
             files = sorted({str(file) for file in listed.values()}) if isinstance(listed, dict) else []
             if not files:
                 raise CheckpointError(f"{index}: names no files")
             return {key: tensor for file in files
-                    for key, tensor in load(folder / safe_name(file, f"{index}: file")).items()}
-    raise CheckpointError(f"{folder}: expected {SAFETENSORS} or {TORCH} (or the index of several) beside {CONFIG}")
+                    for key, tensor in load(folder / check_safe_name(file, f"{index}: file")).items()}
+    raise CheckpointError(
+        f"{folder}: expected {SAFETENSORS_FILE} or {TORCH_FILE} (or the index of several) beside {HF_CONFIG_FILE}")
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
-def _torch(path: Path) -> dict[str, Tensor]:
-    found = load_torch(path)
+def _load_torch_tensors(path: Path) -> dict[str, Tensor]:
+    found = load_torch_file(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a state dict, found {type(found).__name__}")
     return {str(key): tensor for key, tensor in found.items() if isinstance(tensor, Tensor)}
@@ -115,49 +119,55 @@ def _torch(path: Path) -> dict[str, Tensor]:
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
-def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES, say: Say = say_stderr) -> list[Path]:
+
+def export_huggingface(checkpoint: Checkpoint,
+                       output: Path,
+                       shard_bytes: int = SHARD_BYTES,
+                       print_line: PrintLine = print_to_stderr) -> list[Path]:
     """Write a folder that transformers loads: weights first, config.json last; the files. One tensor at a time is in
     memory. `say` prints why there are no tokenizer files, where there are none."""
-    recorded = recorded_model(found)
-    model, holds = recorded.shape, {name: found.shape("weight", name) for name in found.names("weight")}
-    if holds != shapes_of(model):
-        raise CheckpointError(f"tag {found.tag}: its weights are not those of this program's GPT-2 of "
+    recorded = read_recorded_model(checkpoint)
+    model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    if holds != parameter_shapes(model):
+        raise CheckpointError(f"tag {checkpoint.tag}: its weights are not those of this program's GPT-2 of "
                               f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
                               "zero_to_fp32.py writes any model")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
-    entries = [_entry(found, name, shape) for name, shape in shapes_of(model).items()]
-    tokenizer = tokenizer_files(recorded.data, model, recorded.tokenizer)
+    entries = [_output_tensor(checkpoint, name, shape) for name, shape in parameter_shapes(model).items()]
+    tokenizer = build_tokenizer_files(recorded.data, model, recorded.tokenizer)
     if tokenizer.note is not None:
-        say(tokenizer.note)
+        print_line(tokenizer.note)
     elif not recorded.data["tokenizer_type"]:
-        say("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
-    with storing(output, sum(entry.nbytes for entry in entries), "--output"):
+        print_line("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
+    with explain_disk_errors(output, sum(entry.nbytes for entry in entries), "--output"):
         make_folder(output)
-        files = write(entries, output / SAFETENSORS, shard_bytes)
+        files = write_output(entries, output / SAFETENSORS_FILE, shard_bytes)
         for name, content in tokenizer.files.items():
             with staged_file(output / name) as file:
                 file.write(content)
-        write_json_atomic(output / CONFIG, _config(model, tokenizer.eod))
-    return [*files, *(output / name for name in tokenizer.files), output / CONFIG]
+        write_json_atomic(output / HF_CONFIG_FILE, _huggingface_config(model, tokenizer.eod))
+    return [*files, *(output / name for name in tokenizer.files), output / HF_CONFIG_FILE]
 
 
-def _entry(found: Checkpoint, name: str, shape: tuple[int, ...]) -> Entry:
-    turned = HUGGING_FACE.turned(name)
+def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> OutputTensor:
+    turned = HUGGING_FACE.is_transposed(name)
 
     def load() -> Any:
-        whole = logical(found, "weight", name, 0, prod(shape)).numpy().reshape(shape)
+        whole = read_logical(checkpoint, "weight", name, 0, prod(shape)).numpy().reshape(shape)
         return whole.T if turned else whole
 
-    return Entry(HUGGING_FACE.theirs(name, "transformer."), shape[::-1] if turned else shape, "<f4", load,
-                 name)
+    return OutputTensor(HUGGING_FACE.to_their_name(name, "transformer."), shape[::-1] if turned else shape, "<f4", load,
+                        name)
 
 
-def _config(model: ModelConfig, eod: int | None) -> dict[str, object]:
-    return {**NEEDED, "architectures": ["GPT2LMHeadModel"], "activation_function": SAME_GELU[0],
-            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
-            "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
-            "n_ctx": model.max_position_embeddings, "vocab_size": model.tokens, "attn_pdrop": model.attention_dropout,
-            "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
-            "layer_norm_epsilon": model.layernorm_epsilon, "initializer_range": model.init_method_std,
-            "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": "float32"}
+def _huggingface_config(model: ModelConfig, eod: int | None) -> dict[str, object]:
+    return {
+        **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
+        "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
+        "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
+        "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
+        "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
+        "layer_norm_epsilon": model.layernorm_epsilon, "initializer_range": model.init_method_std, "bos_token_id": eod,
+        "eos_token_id": eod, "torch_dtype": "float32"
+    }

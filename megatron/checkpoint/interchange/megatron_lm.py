@@ -24,74 +24,76 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config
+from megatron.checkpoint.interchange.foreign import ExternalCheckpoint, build_model_config, load_torch_file
 from megatron.checkpoint.interchange.names import MEGATRON_LM
 from megatron.errors import CheckpointError
 from mpu.partition import join_local_slices
 from mpu.split import Partition
 
-FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
+RANK_FILE, TRACKER_FILE = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
 
-CUTS = {"wte.weight": Partition(0), "qkv.weight": Partition(0, 3), "qkv.bias": Partition(0, 3),
-        "attn.proj.weight": Partition(1), "fc.weight": Partition(0), "fc.bias": Partition(0),
-        "mlp.proj.weight": Partition(1)}
+PARTITIONS = {"wte.weight": Partition(0), "qkv.weight": Partition(0, 3), "qkv.bias": Partition(0, 3),
+              "attn.proj.weight": Partition(1), "fc.weight": Partition(0), "fc.bias": Partition(0),
+              "mlp.proj.weight": Partition(1)}
 """How a tensor is split, by the end of our name; the others are whole in every file."""
 
 
 def find_folder(folder: Path) -> Path | None:
     """The folder of the mp_rank_XX, if there is one: this, or the iteration that the tracker of a save folder names."""
-    tracker = folder / TRACKER
+    tracker = folder / TRACKER_FILE
     if tracker.is_file():
         word = tracker.read_bytes()[:32].decode("ascii", "replace").strip()
         folder = folder / ("release" if word == "release" else f"iter_{int(word):07d}" if word.isdecimal() else "")
-    return folder if (folder / "mp_rank_00" / FILE).is_file() else None
+    return folder if (folder / "mp_rank_00" / RANK_FILE).is_file() else None
 
 
-def open_folder(folder: Path, vocab_size: int | None = None, heads: int | None = None) -> Foreign:
+def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | None = None) -> ExternalCheckpoint:
     """`vocab_size` cuts off the rows that pad the token table; `heads` is for files that hold no arguments."""
-    ranks = _ranks(folder)
-    saved = [load_torch(folder / name / FILE) for name in ranks]
-    parts = [MEGATRON_LM.translate(_flattened(one.get("model"), ""), str(folder / name / FILE))
+    ranks = _rank_folder_names(folder)
+    saved = [load_torch_file(folder / name / RANK_FILE) for name in ranks]
+    parts = [MEGATRON_LM.rename_tensors(_flatten_state_dict(one.get("model"), ""), str(folder / name / RANK_FILE))
              if isinstance(one, dict) else {} for one, name in zip(saved, ranks)]
     for name, part in zip(ranks, parts):
         if not part or part.keys() != parts[0].keys():
-            raise CheckpointError(f"{folder / name / FILE}: holds other tensors than those of mp_rank_00, or none")
+            raise CheckpointError(f"{folder / name / RANK_FILE}: holds other tensors than those of mp_rank_00, or none")
     args = getattr(saved[0].get("args"), "__dict__", {})
     version = float(saved[0].get("checkpoint_version", 0))
-    return _joined_parts(str(folder), parts, vocab_size, args.get("num_attention_heads", heads), version,
-                         args.get("layernorm_epsilon", 1e-5))
+    return _join_ranks(str(folder), parts, vocab_size, args.get("num_attention_heads", heads), version,
+                       args.get("layernorm_epsilon", 1e-5))
 
 
 def is_state_dict(saved: Any) -> bool:
     """Whether a file's content is the state dict of such a model."""
-    return any(".query_key_value." in name for name, _ in _flattened(saved, ""))
+    return any(".query_key_value." in name for name, _ in _flatten_state_dict(saved, ""))
 
 
 def open_state_dict(saved: Any, path: Path, vocab_size: int | None, heads: int | None,
-                    version: float | None) -> Foreign:
+                    version: float | None) -> ExternalCheckpoint:
     """The whole model in one state dict."""
     if version is None:
         raise CheckpointError(f"{path}: a state dict does not say in which order the rows of query_key_value are: give "
                               "--checkpoint-version 0 (q k v, head, width: Megatron-LM 1, DeepSpeedExamples) or 2 "
                               "(head, q k v, width: Megatron-LM 2 and 3, Megatron-DeepSpeed)")
-    part = MEGATRON_LM.translate(_flattened(saved, ""), str(path))
-    return _joined_parts(str(path), [part], vocab_size, heads, version, 1e-5)
+    part = MEGATRON_LM.rename_tensors(_flatten_state_dict(saved, ""), str(path))
+    return _join_ranks(str(path), [part], vocab_size, heads, version, 1e-5)
 
 
-def _joined_parts(where: str, parts: list[dict[str, Tensor]], vocab_size: int | None, heads: int | None, version: float,
-                  epsilon: float) -> Foreign:
+def _join_ranks(where: str, parts: list[dict[str, Tensor]], vocab_size: int | None, heads: int | None, version: float,
+                epsilon: float) -> ExternalCheckpoint:
     if heads is None:
         raise CheckpointError(f"{where}: it does not say how many heads there are: give --num-attention-heads")
-    shape = _shape(parts[0], len(parts), where, heads)
+    shape = _infer_shape(parts[0], len(parts), where, heads)
     if vocab_size is not None and vocab_size > shape["vocab_size"]:
         raise CheckpointError(f"{where}: --vocab-size {vocab_size} is more than its {shape['vocab_size']} rows")
-    model = model_config(where, **{**shape, "vocab_size": vocab_size or shape["vocab_size"]}, layernorm_epsilon=epsilon)
-    loads = {name: partial(_joined, name, [part[name] for part in parts], version, heads, model.tokens)
+    model = build_model_config(where,
+                               **{**shape, "vocab_size": vocab_size or shape["vocab_size"]},
+                               layernorm_epsilon=epsilon)
+    loads = {name: partial(_join_tensor, name, [part[name] for part in parts], version, heads, model.known_vocab_size)
              for name in parts[0]}
-    return Foreign(where, model, loads)
+    return ExternalCheckpoint(where, model, loads)
 
 
-def _ranks(folder: Path) -> list[str]:
+def _rank_folder_names(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.iterdir() if path.name.startswith("mp_rank_"))
     expected = [f"mp_rank_{rank:02d}" for rank in range(len(names))]
     if names != expected:
@@ -100,15 +102,15 @@ def _ranks(folder: Path) -> list[str]:
     return names
 
 
-def _flattened(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+def _flatten_state_dict(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
-            yield from _flattened(child, f"{path}.{key}" if path else str(key))
+            yield from _flatten_state_dict(child, f"{path}.{key}" if path else str(key))
     elif isinstance(value, Tensor):
         yield path, value
 
 
-def _shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) -> dict[str, Any]:
+def _infer_shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) -> dict[str, Any]:
     """What the tensors themselves say."""
     try:
         rows, hidden = part["wte.weight"].shape
@@ -120,14 +122,14 @@ def _shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) -> dict[
         raise CheckpointError(f"{where}: no GPT-2 of Megatron-LM: {error} is missing or of another shape") from error
 
 
-def _joined(name: str, pieces: list[Tensor], version: float, heads: int, tokens: int) -> Tensor:
+def _join_tensor(name: str, pieces: list[Tensor], version: float, heads: int, tokens: int) -> Tensor:
     """The whole tensor of the parts of all ranks."""
-    cut = next((cut for end, cut in CUTS.items() if name.endswith(end)), None)
-    if cut is None:
+    partition = next((cut for end, cut in PARTITIONS.items() if name.endswith(end)), None)
+    if partition is None:
         return pieces[0]
     if ".qkv." in name:
         pieces = [_in_our_order(piece, version, heads // len(pieces)) for piece in pieces]
-    whole = pieces[0] if len(pieces) == 1 else join_local_slices(pieces, cut)
+    whole = pieces[0] if len(pieces) == 1 else join_local_slices(pieces, partition)
     return whole[:tokens] if name == "wte.weight" else whole
 
 

@@ -13,36 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.interchange.foreign import Foreign, model_config, shapes_of
-from megatron.checkpoint.interchange.huggingface import check_head
+from megatron.checkpoint.interchange.foreign import ExternalCheckpoint, build_model_config, parameter_shapes
+from megatron.checkpoint.interchange.huggingface import check_output_layer
 from megatron.checkpoint.interchange.names import NANOGPT
 from megatron.errors import CheckpointError
 
-FILE = "ckpt.pt"
-FIELDS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
-          "block_size": "max_position_embeddings", "vocab_size": "vocab_size"}
+NANOGPT_FILE = "ckpt.pt"
+NANOGPT_FIELDS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+                  "block_size": "max_position_embeddings", "vocab_size": "vocab_size"}
 
 
-def open_saved(saved: Any, path: Path, vocab_size: int | None = None) -> Foreign:
+def open_nanogpt(saved: Any, path: Path, vocab_size: int | None = None) -> ExternalCheckpoint:
     """`vocab_size` cuts off the rows that pad the token table (nanoGPT calls 50304 what GPT-2 calls 50257)."""
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict) \
-            or not isinstance(args := saved.get("model_args"), dict) or not FIELDS.keys() <= args.keys():
-        raise CheckpointError(f"{path}: expected nanoGPT's `model` and `model_args` with {', '.join(FIELDS)}")
-    fields: dict[str, Any] = {ours: args[theirs] for theirs, ours in FIELDS.items()}
+            or not isinstance(args := saved.get("model_args"), dict) or not NANOGPT_FIELDS.keys() <= args.keys():
+        raise CheckpointError(f"{path}: expected nanoGPT's `model` and `model_args` with {', '.join(NANOGPT_FIELDS)}")
+    fields: dict[str, Any] = {ours: args[theirs] for theirs, ours in NANOGPT_FIELDS.items()}
     rows = fields["vocab_size"]
     if vocab_size is not None and vocab_size > rows:
         raise CheckpointError(f"{path}: --vocab-size {vocab_size} is more than its {rows} rows")
     dropout = args.get("dropout", 0.0)
-    model = model_config(str(path), **{**fields, "vocab_size": vocab_size or rows}, attention_dropout=dropout,
-                         hidden_dropout=dropout)
+    model = build_model_config(str(path), **{**fields, "vocab_size": vocab_size or rows}, attention_dropout=dropout,
+                               hidden_dropout=dropout)
     tensors = {key: value for key, value in saved["model"].items() if isinstance(value, Tensor)}
-    found = NANOGPT.translate(tensors.items(), str(path))
-    check_head(tensors, found, str(path))
+    found = NANOGPT.rename_tensors(tensors.items(), str(path))
+    check_output_layer(tensors, found, str(path))
     if "wte.weight" in found:
-        found["wte.weight"] = found["wte.weight"][:model.tokens]
+        found["wte.weight"] = found["wte.weight"][:model.known_vocab_size]
     if not args.get("bias", True):
-        found = {name: torch.zeros(shape) for name, shape in shapes_of(model).items() if name.endswith(".bias")} | found
-    foreign = Foreign(str(path), model, {name: tensor.detach for name, tensor in found.items()},
-                      ("it was trained with the exact GELU, this program's is the tanh form",))
+        found = {name: torch.zeros(shape)
+                 for name, shape in parameter_shapes(model).items() if name.endswith(".bias")} | found
+    foreign = ExternalCheckpoint(str(path), model, {name: tensor.detach for name, tensor in found.items()},
+                                 ("it was trained with the exact GELU, this program's is the tanh form",))
     foreign.check()
     return foreign

@@ -14,9 +14,9 @@ from typing import Any
 
 from data.facts import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.part import SHARED_STATE
+from megatron.checkpoint.part import SHARED_STATE_FILE
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.strict import Record, sense_of
+from megatron.checkpoint.strict import StrictRecord, reraise_as_corrupt
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -31,15 +31,17 @@ class RecordedModel:
     tokenizer: TokenizerFacts | None
 
 
-def recorded_model(found: Checkpoint) -> RecordedModel:
-    with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
-        shape, data = ModelConfig(**found.config["model"]), dict(found.config["data"])
-        precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
+def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
+        shape, data = ModelConfig(**checkpoint.config["model"]), dict(checkpoint.config["data"])
+        precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
     if shape.vocab_size is None:
-        raise CheckpointError(f"{found.tag} of {found.folder.parent} does not record the shape of its model: expected "
-                              "a GPT2 of megatron.model; load_checkpoint into the model it was saved from, and "
-                              "save_checkpoint, record it")
-    state = Record(found.shared_state, f"tag {found.tag}: file {SHARED_STATE}").take("client_state", dict)
+        raise CheckpointError(
+            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected "
+            "a GPT2 of megatron.model; load_checkpoint into the model it was saved from, and "
+            "save_checkpoint, record it")
+    state = StrictRecord(checkpoint.shared_state,
+                         f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
     tokenizer = tokenizer_facts_of_state(state)
     if tokenizer is not None and data.get("tokenizer_type") is None:
         data["tokenizer_type"] = tokenizer.name

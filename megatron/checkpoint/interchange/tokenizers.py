@@ -26,7 +26,7 @@ from data.tokenizer import build
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
 from megatron.config.tree import ModelConfig
 
-DEFAULT_KIND = "GPT2BPETokenizer"
+DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
 SPACE = "\u2581"
 NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
 """Types of SentencePiece pieces: learned ones, the user's own symbols (never split), and those it makes no use of."""
@@ -40,52 +40,59 @@ class TokenizerFiles:
     """Why the files are not what AutoTokenizer loads."""
 
 
-def tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None
-                    ) -> TokenizerFiles:
+def build_tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None
+                          ) -> TokenizerFiles:
     """`section` is the saved data configuration; `known` the tokenizer that the checkpoint records, if it does."""
-    kind = section["tokenizer_type"] or DEFAULT_KIND
+    kind = section["tokenizer_type"] or DEFAULT_TOKENIZER_TYPE
     path = section["tokenizer_path"] or section["vocab_file"]
     if kind == "SentencePieceTokenizer" and path is None and "default" in section["train_data"]:
         path = str(DEFAULT_FOLDER / "tokenizer.model")
     try:
         ours = build(kind, section["vocab_file"], section["merge_file"], path)
-        if ours.vocab_size > model.tokens:
+        if ours.vocab_size > model.known_vocab_size:
             return TokenizerFiles(note=f"no tokenizer files: {ours.name} has {ours.vocab_size} tokens, and the model "
-                                       f"{model.tokens}: it was trained with another one")
+                                       f"{model.known_vocab_size}: it was trained with another one")
         if known is not None and known != ours.facts:
             return TokenizerFiles(note=f"no tokenizer files: the model was trained with {known.description}, and its "
                                        f"files make {ours.facts.description}")
-        return WRITERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
+        return FILE_BUILDERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
     except (DataError, ImportError) as error:
         return TokenizerFiles(note=f"no tokenizer files: {error}; copy the tokenizer beside the model yourself")
 
 
-def _gpt2(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+def _gpt2_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     merges, vocabulary = read_merges_and_vocabulary(section["vocab_file"], section["merge_file"])
     if vocabulary is None:
         vocabulary = {token: i for i, token in enumerate([*parse_merges(merges, "vocab.bpe"), END_OF_TEXT])}
     return TokenizerFiles({"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": merges.encode(),
-                           **_settings("GPT2Tokenizer", length)}, eod)
+                           **_tokenizer_config("GPT2Tokenizer", length)}, eod)
 
 
-def _bytes(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+def _byte_level_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     vocabulary = byte_alphabet()
     step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return _fast({"type": "BPE", "vocab": vocabulary, "merges": []}, eod, length, pre_tokenizer=step, decoder=step)
+    return _fast_tokenizer_files({"type": "BPE", "vocab": vocabulary, "merges": []},
+                                 eod,
+                                 length,
+                                 pre_tokenizer=step,
+                                 decoder=step)
 
 
-def _characters(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+def _character_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     characters = sorted(set(read_flag_text(section["vocab_file"], "--vocab-file")))
     if REPLACEMENT_CHARACTER in characters:  # it would be two tokens
         return TokenizerFiles(eod=eod, note="no tokenizer files: the vocabulary holds U+FFFD, which also stands for "
                                             "every unknown character")
     vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT_CHARACTER])}
-    return _fast({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER}, eod, length,
-                 pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated",
-                                "invert": False}, decoder={"type": "Fuse"})
+    return _fast_tokenizer_files(
+        {"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER},
+        eod,
+        length,
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+        decoder={"type": "Fuse"})
 
 
-def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     proto = read_flag_file(str(path), "--tokenizer-path")
     pieces, learned, plain = _read_model(proto)
     if not plain:
@@ -93,20 +100,26 @@ def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, lengt
                               "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
                               "is not BPE with byte fallback): load it with the sentencepiece package")
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
-    return _fast({"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned), "byte_fallback": True,
-                  "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
-                 normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-                 decoder={"type": "Sequence", "decoders": [
-                     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
-                     {"type": "Fuse"}]})
+    return _fast_tokenizer_files(
+        {
+            "type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned), "byte_fallback": True,
+            "unk_token": pieces[0][0], "fuse_unk": False
+        },
+        eod,
+        length,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        decoder={
+            "type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                                             {"type": "ByteFallback"}, {"type": "Fuse"}]
+        })
 
 
 def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
     """Pieces with their scores; those that are learned; whether it is a BPE with byte fallback that leaves the text as
     it is."""
-    model = fields_of(proto)
-    pieces = [fields_of(piece) for piece in model.get(1, [])]
-    trainer, normalizer = fields_of(model.get(2, [b""])[0]), fields_of(model.get(3, [b""])[0])
+    model = parse_protobuf(proto)
+    pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
+    trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
 
     def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
         return record.get(number, [default])[-1]
@@ -129,16 +142,16 @@ def _merges(pieces: list[tuple[str, float]], learned: set[str]) -> list[list[str
     return [[left, right] for *_, left, right in sorted(found)]
 
 
-def _fast(model: Mapping[str, Any], eod: int, length: int, **parts: Any) -> TokenizerFiles:
+def _fast_tokenizer_files(model: Mapping[str, Any], eod: int, length: int, **parts: Any) -> TokenizerFiles:
     end = {"id": eod, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
            "normalized": False, "special": True}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
              "pre_tokenizer": None, "post_processor": None, "decoder": None, **parts, "model": model}
     return TokenizerFiles({"tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
-                           **_settings("PreTrainedTokenizerFast", length)}, eod)
+                           **_tokenizer_config("PreTrainedTokenizerFast", length)}, eod)
 
 
-def _settings(kind: str, length: int) -> dict[str, bytes]:
+def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
     """`split_special_tokens`: a text that says <|endoftext|> does not end the document."""
     settings = {"tokenizer_class": kind, "model_max_length": length, "add_prefix_space": False,
                 "clean_up_tokenization_spaces": False, "split_special_tokens": True,
@@ -146,25 +159,26 @@ def _settings(kind: str, length: int) -> dict[str, bytes]:
     return {"tokenizer_config.json": json.dumps(settings, indent=1).encode()}
 
 
-WRITERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
-    "GPT2BPETokenizer": _gpt2, "ByteLevelTokenizer": _bytes, "CharacterLevelTokenizer": _characters,
-    "SentencePieceTokenizer": _sentencepiece}
+FILE_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
+    "GPT2BPETokenizer": _gpt2_files, "ByteLevelTokenizer": _byte_level_files,
+    "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files
+}
 
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
-def fields_of(data: bytes) -> dict[int, list[Any]]:
+def parse_protobuf(data: bytes) -> dict[int, list[Any]]:
     """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in order."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _parse_varint(data, at)
         value: Any
         if key & 7 == VARINT:
-            value, at = _varint(data, at)
+            value, at = _parse_varint(data, at)
         elif key & 7 == BYTES:
-            length, at = _varint(data, at)
+            length, at = _parse_varint(data, at)
             value, at = data[at:at + length], at + length
         elif key & 7 == FIXED32:
             value, at = struct.unpack_from("<f", data, at)[0], at + 4
@@ -176,7 +190,7 @@ def fields_of(data: bytes) -> dict[int, list[Any]]:
     return found
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while at < len(data):
         byte = data[at]

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from megatron.config.problems import Problems
+from megatron.config.problems import ErrorList
 from megatron.config.setting import require
 from megatron.errors import NumericsError
 from megatron.inference.api.same import check_tensors
@@ -145,7 +145,7 @@ class Wanted:
     def of(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
         known = {field.name for field in fields(cls)} - {"insists"}
         said = {name: value for name, value in {**defaults, **given}.items() if value is not None}
-        problems = Problems()
+        problems = ErrorList()
         for name in given.keys() - known - HARMLESS.keys() - UNREAD:
             near = difflib.get_close_matches(name, [*known, *HARMLESS], n=1)
             problems.append(f"generate: {name} is unknown; " + (
@@ -158,7 +158,7 @@ class Wanted:
             fits, expected = RANGES[name]
             is_number = isinstance(said[name], (int, float)) and fits(said[name])
             problems.require(is_number, f"generate: {name} is {said[name]!r:.60}: expected {expected}")
-        problems.stop()
+        problems.raise_if_any()
         said = {name: value for name, value in said.items() if name in known}
         length = "max_length" if "max_length" in said and "max_new_tokens" not in said else "max_new_tokens"
         insists = given.get(length) not in ((None,) if length == "max_length" else (None, PIPELINES_OWN))
@@ -192,13 +192,13 @@ def answer(kept: Kept, input_ids: Tensor, mask: Tensor | None, wanted: Wanted) -
     model, limit = kept.model, kept.limit
     prompts = _prompts(input_ids, mask)
     check_tensors([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
-    _check_tokens(prompts, model.config.tokens)
+    _check_tokens(prompts, model.config.known_vocab_size)
     longest = max(map(len, prompts))
     least, most = _lengths(wanted, input_ids.shape[1], longest, limit, model.tp.rank == 0)
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if wanted.seed is None else wanted.seed, model.tp, 0)
     copies = wanted.num_return_sequences
     with kept.decoder(len(prompts) * copies, longest + most) as decoder:
-        generator = Generator(decoder, vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends),
+        generator = Generator(decoder, vocabulary=model.config.known_vocab_size, eod=None, stops=_stops(wanted.ends),
                               bars=lambda text: wanted.ends if len(text.tokens) < least else ())
         several = [prompt for prompt in prompts for _ in range(copies)]
         texts = texts_of(generator, several, most, wanted.sampling(), seed)

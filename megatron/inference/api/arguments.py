@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron.config.ds_reader import plain
-from megatron.config.loose_json import parse
-from megatron.config.problems import Problems
+from megatron.config.ds_reader import to_plain_dicts
+from megatron.config.loose_json import parse_loose_json
+from megatron.config.problems import ErrorList
 from megatron.config.setting import require
 from megatron.errors import ConfigError
 
@@ -176,11 +176,11 @@ OBJECTS = {path.rpartition(".")[0] for path in TABLE} - {""} | {"quant"}
 
 def read(config: Any, given: Mapping[str, Any]) -> Asked:
     """What the call says with the keys of `config`, a dict or a JSON file; all that is wrong is one error."""
-    problems, found = Problems(), dict[str, tuple[str, Any]]()
+    problems, found = ErrorList(), dict[str, tuple[str, Any]]()
     for tree, where in ((_tree(config), " of config"), (given, "")):
         for path, written, value in _leaves(tree, where, "", problems):
             _judge(path, written, value, found, problems)
-    problems.stop("init_inference")
+    problems.raise_if_any("init_inference")
     fields, notes = dict[str, Any](), []
     for path, (written, value) in found.items():
         row = TABLE[path]
@@ -202,12 +202,12 @@ def _tree(config: Any) -> Mapping[str, Any]:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"init_inference: config {name}: cannot be read ({error})") from error
-    tree = plain(parse(text, name), name)
+    tree = to_plain_dicts(parse_loose_json(text, name), name)
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}")
     return dict(tree)
 
 
-def _leaves(tree: Mapping[str, Any], where: str, prefix: str, problems: Problems) -> Iterator[tuple[str, str, Any]]:
+def _leaves(tree: Mapping[str, Any], where: str, prefix: str, problems: ErrorList) -> Iterator[tuple[str, str, Any]]:
     """(path, as it was written, value) of every key."""
     for key, value in tree.items():
         written = f"{prefix}{key}"
@@ -233,7 +233,7 @@ def _nearest(written: str) -> str:
     return f"did you mean {near[0]}?" if near else "docs/inference.md lists every argument"
 
 
-def _judge(path: str, written: str, value: Any, found: dict[str, tuple[str, Any]], problems: Problems) -> None:
+def _judge(path: str, written: str, value: Any, found: dict[str, tuple[str, Any]], problems: ErrorList) -> None:
     row = TABLE[path]
     if isinstance(row, Taken):
         if value is None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.config.setting import require
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError, TrainerError
@@ -44,7 +44,7 @@ from mpu.groups import Groups
 def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
                    **kwargs: Any) -> InferenceEngine:
     """The engine of a model; docs/inference.md lists the arguments, which are DeepSpeed's."""
-    exits.answer_uncaught()
+    exits.install_excepthook()
     asked = arguments.read(config, kwargs)
     env = distributed.init()
     groups = _groups(asked)
@@ -89,14 +89,14 @@ def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.dev
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
         if model is not None:
             shape = model.config
-            agree(lambda: weights.check_shape(shape, found), groups.world)
+            all_succeed_or_raise(lambda: weights.check_shape(shape, found), groups.world)
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
         check_unbroken(model)
         if model.tp.size == groups.tp.size and asked.dtype is not torch.int8:
             _check_room(model.config, asked)
-            agree(lambda: _check_finite(model, asked.dtype), groups.world)
+            all_succeed_or_raise(lambda: _check_finite(model, asked.dtype), groups.world)
             with changing(model) if asked.dtype else nullcontext():
                 model.to(device, asked.dtype)
             return _engine(model, model, asked, groups)
@@ -140,14 +140,14 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
-        agree(lambda: weights.check_transformers(model, found), groups.world)
+        all_succeed_or_raise(lambda: weights.check_transformers(model, found), groups.world)
         filling = weights.filled(model, found, groups)
-    plan = agree(lambda: _planned(model, asked, groups), groups.world)
+    plan = all_succeed_or_raise(lambda: _planned(model, asked, groups), groups.world)
     with filling:
-        agree(lambda: _check_weights(model, plan, asked.dtype, groups), groups.world)
-        proof = agree(lambda: _proof(model, plan, asked, groups), groups.world)
+        all_succeed_or_raise(lambda: _check_weights(model, plan, asked.dtype, groups), groups.world)
+        proof = all_succeed_or_raise(lambda: _proof(model, plan, asked, groups), groups.world)
     with changing(model) if plan.places or asked.dtype else nullcontext():
-        agree(lambda: _cut(model, plan, proof, groups), groups.world)
+        all_succeed_or_raise(lambda: _cut(model, plan, proof, groups), groups.world)
         if asked.dtype is torch.int8:
             quantise(model, plan, groups, activations_on(device), device)
         else:

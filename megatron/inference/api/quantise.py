@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree
-from megatron.checkpoint.int8 import Read, quantise_into, row_maxima, scale_of
+from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.checkpoint.int8 import ReadRange, quantise_into, row_maxima, scales_from_maxima
 from megatron.config.setting import require
 from megatron.inference.api.policy import Plan
 from megatron.inference.int8 import Int8, Room
@@ -34,7 +34,7 @@ def check_scales(model: nn.Module, plan: Plan) -> None:
     """What `quantise` would refuse, while the layers are whole."""
     for path, layer in layers_of_int8(model, plan).items():
         least, most = layer.weight.detach().aminmax(dim=1)
-        scale_of(torch.maximum(-least, most).float(), f"{path}.weight")
+        scales_from_maxima(torch.maximum(-least, most).float(), f"{path}.weight")
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dt
         for path, weight in made.items():
             layers[path].weight = nn.Parameter(weight, requires_grad=False)
 
-    agree(fill, groups.world)
+    all_succeed_or_raise(fill, groups.world)
 
 
 def _once(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Any]]:
@@ -68,7 +68,7 @@ def _int8(path: str, layer: Any, maxima: Tensor | None, room: Room, activations:
     return Int8(levels, scale.to(levels.device, activations))
 
 
-def _reader(weight: Tensor) -> Read:
+def _reader(weight: Tensor) -> ReadRange:
     flat = weight.detach().contiguous().view(-1)
 
     def read(start: int, out: Tensor) -> None:

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree
-from megatron.checkpoint.interchange.foreign import Foreign, shapes_of
-from megatron.checkpoint.interchange.huggingface import NEEDED, SAME_GELU, our_shape
+from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.checkpoint.interchange.foreign import ExternalCheckpoint, parameter_shapes
+from megatron.checkpoint.interchange.huggingface import REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
 from megatron.checkpoint.interchange.names import HUGGING_FACE
-from megatron.checkpoint.recognise import recognise
-from megatron.config.ds_reader import plain
-from megatron.config.hf_shape import CONFIG, FIELDS, shape_of
-from megatron.config.loose_json import parse
-from megatron.config.problems import Problems
+from megatron.checkpoint.recognise import describe_format
+from megatron.config.ds_reader import to_plain_dicts
+from megatron.config.hf_shape import HF_CONFIG_FILE, HF_FIELDS, model_fields_of
+from megatron.config.loose_json import parse_loose_json
+from megatron.config.problems import ErrorList
 from megatron.config.setting import require
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
@@ -36,13 +36,16 @@ SAME = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "tokens"
         "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
 
-THEIR_NAMES = {**{ours: theirs for theirs, (ours, _) in FIELDS.items()}, "ffn_size": "n_inner", "tokens": "vocab_size"}
+THEIR_NAMES = {
+    **{ours: theirs
+       for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "tokens": "vocab_size"
+}
 
 
 def open_checkpoint(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> Found:
     """A folder of ours, or of a Hugging Face GPT-2; or DeepSpeed's description of a folder. Collective."""
     folder = _folder(given, base_dir)
-    is_hf = (Path(folder) / CONFIG).is_file() and "Hugging Face" in recognise(Path(folder))
+    is_hf = (Path(folder) / HF_CONFIG_FILE).is_file() and "Hugging Face" in describe_format(Path(folder))
     return open_hf(folder, groups) if is_hf else open_trained(folder, groups)
 
 
@@ -54,9 +57,9 @@ def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
         if path.suffix != ".json":
             return os.fspath(path)
         try:
-            problems = Problems()
-            given = plain(parse(path.read_text(encoding="utf-8"), name), problems)
-            problems.stop(name)
+            problems = ErrorList()
+            given = to_plain_dicts(parse_loose_json(path.read_text(encoding="utf-8"), name), problems)
+            problems.raise_if_any(name)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
     require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")
@@ -72,10 +75,10 @@ def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
 def of_model(model: GPT2) -> Found:
     """Of a whole model of ours."""
     shape, whole = model.config, dict(model.named_parameters())
-    tensors = {name: tensor.detach()[: shape.tokens] if name == "wte.weight" else tensor.detach()
+    tensors = {name: tensor.detach()[: shape.known_vocab_size] if name == "wte.weight" else tensor.detach()
                for name, tensor in whole.items()}
-    weights = Foreign("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
-                                                 for name, tensor in tensors.items()})
+    weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
+                                                            for name, tensor in tensors.items()})
     return Found(weights, shape, {}, "fp32", "the given model")
 
 
@@ -95,12 +98,12 @@ def check_transformers(model: Any, found: Found) -> None:
     for name, value in model.named_parameters():
         require_values(name, value)
     said = model.config.to_dict()
-    wanted = ModelConfig(**shape_of(said))
-    gelu = said.get("activation_function", SAME_GELU[0])
+    wanted = ModelConfig(**model_fields_of(said))
+    gelu = said.get("activation_function", SUPPORTED_GELU[0])
     _refuse_others(found, {
         **{THEIR_NAMES[name]: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME},
-        **{name: (value, said.get(name, value)) for name, value in NEEDED.items()},
-        "activation_function": (gelu if gelu in SAME_GELU else SAME_GELU[0], gelu)})
+        **{name: (value, said.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
+        "activation_function": (gelu if gelu in SUPPORTED_GELU else SUPPORTED_GELU[0], gelu)})
 
 
 def _refuse_others(found: Found, values: Mapping[str, tuple[Any, Any]]) -> None:
@@ -116,7 +119,7 @@ def filled(model: nn.Module, found: Found, groups: Groups) -> Iterator[None]:
     """A whole GPT-2 of transformers has the weights; where it is refused inside, its own ones again. Collective."""
     own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
     try:
-        agree(lambda: _fill(model, found), groups.world)
+        all_succeed_or_raise(lambda: _fill(model, found), groups.world)
         yield
     except BaseException:
         with torch.no_grad():
@@ -127,16 +130,16 @@ def filled(model: nn.Module, found: Found, groups: Groups) -> Iterator[None]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, found: Found) -> None:
-    shapes, parameters = shapes_of(found.shape), dict(model.named_parameters())
+    shapes, parameters = parameter_shapes(found.shape), dict(model.named_parameters())
     for name, shape in shapes.items():
         values = torch.empty(shape)
         found.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
                            out=values.view(-1))
-        parameters[HUGGING_FACE.theirs(name, "transformer.")].copy_(_theirs(name, values))
+        parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(_theirs(name, values))
 
 
 def _theirs(name: str, values: Tensor) -> Tensor:
-    return values.t() if HUGGING_FACE.turned(name) else values
+    return values.t() if HUGGING_FACE.is_transposed(name) else values
 
 
 HEADED = "GPT2LMHeadModel"
@@ -147,7 +150,7 @@ def ours_of(theirs: Any, tp: Group) -> GPT2:
     """Our GPT-2 out of the layers of transformers' one, once those are cut: two models over one memory. The module
     stays theirs, with all that a script does with it; our decoder runs on the other face. A ConfigError, or one of the
     configuration, where ours would compute something else."""
-    shape = our_shape(theirs.config.to_dict(), "the given model")
+    shape = model_config_of(theirs.config.to_dict(), "the given model")
     body, head = theirs.transformer, theirs.lm_head
     require(head.weight is body.wte.weight and head.bias is None, "its lm_head is not the token table")
     made = GPT2(shape, tp, deferred=True)

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import agree, called_alike, on_rank_0
-from megatron.checkpoint.background import Background, HostCopy, finish_earlier, under_way_in
-from megatron.checkpoint.choice import is_empty
-from megatron.checkpoint.commit import Keep, probe
+from megatron.checkpoint.agree import all_succeed_or_raise, assert_same_arguments, on_rank_0
+from megatron.checkpoint.background import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
+from megatron.checkpoint.choice import has_no_checkpoint
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import step_tag
+from megatron.checkpoint.manifest import tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.trash import BehindTheRun
-from megatron.checkpoint.writer import SaveReport, complete
+from megatron.checkpoint.trash import BackgroundDeleter
+from megatron.checkpoint.writer import SaveReport, finish_save
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.whereabouts import HERE
+from megatron.whereabouts import STATUS
 from megatron.zero.api.batching import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
 from megatron.zero.api.eigenvalues import EigenvalueEstimator
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
@@ -91,9 +91,9 @@ class Engine(EngineStatus):
         self._unreported_step: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
-        self._background_save = Background(core.groups.world, core.assert_collective_call, self._run_id)
-        self._host_copy = HostCopy(self.device)
-        self._deleter = BehindTheRun()
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
+        self._host_copy = HostSnapshot(self.device)
+        self._deleter = BackgroundDeleter()
         self.notes: list[str] = []
         """What a user should read once."""
         self.rng_note: str | None = None
@@ -110,7 +110,8 @@ class Engine(EngineStatus):
             self._eigenvalues.record_forward(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:
             kwargs = {**kwargs, **self.progressive_layer_drop.forward_arguments()}
-        with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled_step.phase("forward"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("forward"), self.profiled_step.phase(
+                "forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,8 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("backward"), self.profiled_step.phase("backward"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("backward"), self.profiled_step.phase(
+                "backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
@@ -128,13 +130,14 @@ class Engine(EngineStatus):
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
         `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled_step.phase("step"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), self.profiled_step.phase(
+                "step"):
             self.conclude()
             report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
             if self.block_until_params_gathered:
                 self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
-            with self.config.words.speaking():
+            with self.config.key_names.translate_errors():
                 self._eigenvalues.after_step()
         self._print_quantization_changes()
         self._batch_sizes.after_step(report is not None)
@@ -300,8 +303,8 @@ class Engine(EngineStatus):
         """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` names
         some of `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
         self.core.assert_collective_call("engine.offload_states()")
-        states = agree(lambda: parse_offload_states(include, device), self.groups.world)
-        called_alike("offload_states", {"include": states}, self.groups.world)
+        states = all_succeed_or_raise(lambda: parse_offload_states(include, device), self.groups.world)
+        assert_same_arguments("offload_states", {"include": states}, self.groups.world)
         wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
         if not wins and not self._warned_offload_has_no_effect:
             self._warned_offload_has_no_effect = True
@@ -370,7 +373,7 @@ class Engine(EngineStatus):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    @HERE.doing(SAVE)
+    @STATUS.in_activity(SAVE)
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
@@ -392,10 +395,10 @@ class Engine(EngineStatus):
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
-        name = step_tag(self.global_steps) if tag is None else str(tag)
+        name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
         earlier = on_rank_0(lambda: _prepare_save_root(root), self.groups.world)
         self.finish_save()
-        finish_earlier(earlier, self.groups.world)
+        wait_for_earlier_saves(earlier, self.groups.world)
         identity = RunIdentity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
         in_background &= not self.core.engine_storage.has_offloaded_state
         epochs = self.training_dataloader
@@ -404,10 +407,10 @@ class Engine(EngineStatus):
             loop_state={**self._batch_sizes.state_dict(),
                         "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            snapshot=self._host_copy.hold if in_background else None, latest=save_latest,
+            snapshot=self._host_copy.copy_tensors if in_background else None, latest=save_latest,
             deleter=self._deleter)
         self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name) if in_background else \
-            self._on_save_complete(on_complete, complete(steps, self.groups.world))
+            self._on_save_complete(on_complete, finish_save(steps, self.groups.world))
         return True
 
     def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
@@ -418,11 +421,11 @@ class Engine(EngineStatus):
     @property
     def is_saving(self) -> bool:
         """A save is under way in the background."""
-        return self._background_save.busy
+        return self._background_save.has_pending_save
 
     def finish_save(self) -> None:
         """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
-        self._background_save.wait()
+        self._background_save.wait_for_save()
 
     def abandon_save(self) -> bool:
         """The save under way, if there is one, is not to be completed. Sends nothing: a rank that leaves may call it
@@ -441,12 +444,12 @@ class Engine(EngineStatus):
                               "afterwards, inside zero.GatheredParameters")
         root = to_folder("load_checkpoint", load_dir)
         self.core.assert_collective_call(LOAD)
-        called_alike("load_checkpoint", {
+        assert_same_arguments("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
-        if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
+        if tag is None and on_rank_0(lambda: has_no_checkpoint(root), self.groups.world):
             if self.groups.world.rank == 0:
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
                       file=sys.stderr)
@@ -458,14 +461,14 @@ class Engine(EngineStatus):
             rng=not load_module_only))
         return str(found.folder), state
 
-    @HERE.doing(LOAD)
+    @STATUS.in_activity(LOAD)
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
         self.core.assert_collective_call(LOAD)
-        called_alike("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
+        assert_same_arguments("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
         return self._restore(found, options)
 
-    @HERE.doing(LOAD)
+    @STATUS.in_activity(LOAD)
     def _restore(self, found: Checkpoint, options: LoadOptions) -> dict[str, Any]:
         """The ranks have met, with the same options."""
         self.conclude()
@@ -473,7 +476,7 @@ class Engine(EngineStatus):
         self._batch_sizes.discard_step()
         self.monitor.reset_loss()
         if options.counters:
-            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.record)
+            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.commit_record)
             self._restore_loop_state(found.shared_state.get("loop", {}))
         self.rng_note = (restore_rng_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)
@@ -495,8 +498,9 @@ class Engine(EngineStatus):
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
         path = to_folder("save_16bit_model", save_dir) / save_filename
         self.core.assert_collective_call("engine.save_16bit_model()")
-        called_alike("save_16bit_model", {"save_filename": str(save_filename),
-                                          "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
+        assert_same_arguments("save_16bit_model", {
+            "save_filename": str(save_filename), "exclude_frozen_parameters": exclude_frozen_parameters
+        }, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
             if self.groups.world.rank == 0:
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "
@@ -511,5 +515,5 @@ class Engine(EngineStatus):
 
 def _prepare_save_root(root: Path) -> list[str]:
     """The folder can be written; whose saves come before."""
-    probe(root)
-    return under_way_in(root)
+    check_save_root_is_writable(root)
+    return pending_saves_in(root)

@@ -25,13 +25,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.config import ds_file
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, TrainerError
 from megatron.launch import exits
 from megatron.launch.distributed import read_environment
-from megatron.launch.exits import answer_uncaught, explain
+from megatron.launch.exits import exit_reason_of, install_excepthook
 from megatron.zero.api.offload import command_hash
 from megatron.zero.holders import ParamOwner, param_owner
 from megatron.zero.homes.swapfolder import SwapDir, check_nvme_path, close_all_swap_dirs
@@ -97,7 +97,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
                                details=f"{modifier_rank} {names}")
     for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
         owner.finish_delayed_update()
-    agree(lambda: _check_before_gather(holders), dp)
+    all_succeed_or_raise(lambda: _check_before_gather(holders), dp)
     failure: Exception | None = None
     try:
         for holder in holders:
@@ -106,10 +106,10 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
             yield
         except Exception as error:
             failure = error
-        if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
+        if failure is None or not exit_reason_of(failure).is_peer_loss:  # nobody answers then
             if engine is not None:
                 engine.log.record_barrier("the end of GatheredParameters")
-            agree(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
+            all_succeed_or_raise(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
     except BaseException:
         for holder in holders:
             holder.cancel_user_gather()
@@ -122,7 +122,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
     with ExitStack() as changes:
         for owner in filter(None, map(owning_engine, holders)):
             changes.enter_context(owner.guard_state_change("edit"))
-        agree(lambda: _reshard_all(holders, modifier_rank), dp)
+        all_succeed_or_raise(lambda: _reshard_all(holders, modifier_rank), dp)
 
 
 def _reshard_all(holders: list[ParamOwner], modifier_rank: int | None) -> None:
@@ -168,7 +168,7 @@ class Init:
                  mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
                  config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None, config: Any = None,
                  enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None) -> None:
-        answer_uncaught()
+        install_excepthook()
         source = config if config_dict_or_path is None else config_dict_or_path
         self._requested_device, self._nvme_path = init_placement(remote_device, source)
         self._enabled, self._dtype = enabled, dtype
@@ -332,7 +332,7 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
     """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
-    found = None if source is None else ds_file.read(source, "config_dict_or_path")
+    found = None if source is None else ds_file.read_ds_json(source, "config_dict_or_path")
     device = None if found is None else found.keys.get(DEVICE_KEY)
     if found is not None and None not in (remote_device, device) and remote_device != device:
         raise ConfigError(
@@ -354,7 +354,7 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
 
 def open_nvme_arena(path: str) -> NvmeInitArena:
     """A folder of this rank's own below it."""
-    exits.before_leaving(close_all_swap_dirs)
+    exits.before_exit(close_all_swap_dirs)
     return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
 
 

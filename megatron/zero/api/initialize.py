@@ -24,12 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.checkpoint.agree import alike
+from megatron.checkpoint.agree import assert_equal_across_ranks
 from megatron.config import ds_file, ds_together
-from megatron.config.ds_reader import Found
-from megatron.config.ds_together import BATCH
+from megatron.config.ds_reader import DsKeyValues
+from megatron.config.ds_together import BATCH_SIZE_KEYS
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
-from megatron.config.problems import Draft
+from megatron.config.problems import ErrorCollector
 from megatron.config.tree import Config, ModelConfig
 from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
@@ -78,7 +78,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
     groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
     (default: this rank's) one by one, and to the working precision."""
-    exits.answer_uncaught()
+    exits.install_excepthook()
     check_argument("model", model, nn.Module, "an nn.Module")
     check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
     check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
@@ -97,15 +97,15 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
         settings = replace(settings, config=replace(settings.config, model=shape))
     config = settings.config
-    with config.words.speaking():
-        alike(config.told(), groups.world,
-              "the ranks give zero.initialize different configurations")
+    with config.key_names.translate_errors():
+        assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
+                                  "the ranks give zero.initialize different configurations")
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
-    with config.words.speaking():
+    with config.key_names.translate_errors():
         check_parameters(model)
         evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
@@ -117,8 +117,8 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         if config.layer_drop.progressive_layer_drop:
             check_forward_signature(model)
         check_same_model(model, groups.world)
-        alike(_optimizer_description(rule, param_groups, model), groups.world,
-              "the ranks give zero.initialize different optimizers")
+        assert_equal_across_ranks(_optimizer_description(rule, param_groups, model), groups.world,
+                                  "the ranks give zero.initialize different optimizers")
         placement_notes = init_placement_notes(model, config, device.type)
         storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
     with claim_model(model), ExitStack() as on_failure:
@@ -126,7 +126,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         if evaluates:
             model.requires_grad_(False)
         _move_buffers(model, device, DTYPES[config.precision.name])
-        with config.words.speaking():
+        with config.key_names.translate_errors():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                               param_groups=param_groups, device=device, engine_storage=storage,
                               clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
@@ -134,7 +134,8 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
         scheduler = _build_scheduler(settings, lr_scheduler, wrapped)
-        alike(_schedule_description(scheduler), groups.world, "the ranks give zero.initialize different schedules")
+        assert_equal_across_ranks(_schedule_description(scheduler), groups.world,
+                                  "the ranks give zero.initialize different schedules")
         engine = Engine(core, config, wrapped, scheduler, settings.monitor_config, mpu)
         on_failure.callback(engine.monitor.close)
         engine.notes = [*placement_notes, *offload_lines, *_engine_notes(settings, core)]
@@ -206,24 +207,30 @@ class _EngineSettings:
     has_scheduler: bool = True
     monitor_config: MonitorConfig = MonitorConfig()
     """The trainer's Config asks for nothing: it has a log of its own."""
-    ds_config: Found | None = None
+    ds_config: DsKeyValues | None = None
     """The file or dict, where it is one."""
 
 
 def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSettings:
     if isinstance(source, Config):
         return _EngineSettings(source)
-    draft, sizes = Draft(), BATCH[:2]
-    found, _ = ds_file.examine(source, argument)
+    draft, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
+    found, _ = ds_file.parse_ds_json(source, argument)
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
-    config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size},
-                           fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr}, world_size=groups.world.size,
-                           in_engine=True, argument=argument, draft=draft)
-    if found.keys.keys().isdisjoint(sizes) and found.refused.isdisjoint(sizes):
-        draft.note([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
-                    + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes)], found.name)
-    draft.stop()
-    keys = {**found.keys, **found.of_engine}
+    config = ds_file.build_ds_config(source,
+                                     flags={"model_parallel_size": groups.tp.size},
+                                     fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr},
+                                     world_size=groups.world.size,
+                                     in_engine=True,
+                                     argument=argument,
+                                     collector=draft)
+    if found.keys.keys().isdisjoint(sizes) and found.invalid_keys.isdisjoint(sizes):
+        draft.add_errors([
+            f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has" +
+            ' ("auto" is for programs that do)' * any(key in found.auto_keys for key in sizes)
+        ], found.name)
+    draft.raise_if_any()
+    keys = {**found.keys, **found.engine_values}
     return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys,
                            read_monitor_config(keys, config.log), found)
 
@@ -253,13 +260,13 @@ def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> Non
     of_settings = [_in_terms_of_config(config, found.name, note) for note in (*engine.notes, *idle)]
     for line in (*config.notes, *of_settings, *_thread_notes(config, engine.device)):
         print(line.strip(), flush=True)
-    if found.of_engine.get("dump_state"):
+    if found.engine_values.get("dump_state"):
         print("\n".join(["configuration", *_config_lines(settings, dp_size)]), flush=True)
 
 
 def _in_terms_of_config(config: Config, name: str, line: str) -> str:
     """A line about the engine, which speaks of flags; a note that is about keys says of which file."""
-    said, note = config.in_its_words(line), line.startswith(" note: ")
+    said, note = config.translate(line), line.startswith(" note: ")
     return f"{name}: " * (note and said != line) + said.removeprefix(" note: ")
 
 
@@ -275,7 +282,8 @@ def _config_lines(settings: _EngineSettings, dp_size: int) -> Iterator[str]:
     config = settings.config
     sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
     tree = {
-        "batch": dict(zip(BATCH, sizes, strict=True)), **config.as_dict(), "report": asdict(settings.monitor_config)
+        "batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)),
+        **config.as_dict(), "report": asdict(settings.monitor_config)
     }
     for section in ("batch", *ENGINE_SECTIONS, "report"):
         yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
@@ -334,7 +342,7 @@ def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptim
         return scheduler
     if not settings.has_scheduler:
         return None
-    own_floor = ds_together.own_floor(settings.ds_config) if settings.ds_config else None
+    own_floor = ds_together.param_group_min_lr(settings.ds_config) if settings.ds_config else None
     return LRScheduleAdapter(optimizer, build_lr_schedule(settings.config), own_floor)
 
 
@@ -357,16 +365,16 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
     the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
     already."""
-    exits.answer_uncaught()
+    exits.install_excepthook()
     if dist_init_required is False:
         return
     env = _resolve_environment(rank, world_size, auto_mpi_discovery)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    with distributed.setting_variables():
+    with distributed.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
-                                       init_method=init_method, also_alone=True)
+                                       init_method=init_method, even_for_one_rank=True)
     _export_environment(env)
 
 

@@ -38,7 +38,7 @@ class ProgressiveLayerDrop:
 
     def get_theta(self, step: int | None = None) -> float:
         """theta of the step under way, or of that one."""
-        return self._schedule.at(self.step if step is None else step)
+        return self._schedule.theta_at(self.step if step is None else step)
 
     current_theta = property(get_theta)
 

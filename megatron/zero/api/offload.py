@@ -11,8 +11,8 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from megatron.checkpoint.agree import agree
-from megatron.config.offload import idle
+from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.config.offload import unused_offload_settings
 from megatron.config.tree import Config, OffloadConfig, flag_name
 from megatron.launch import exits
 from megatron.launch.distributed import read_environment
@@ -44,16 +44,17 @@ def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, de
     places = offload.offload_optimizer_device, offload.offload_param_device
     copy_streams = create_copy_streams(device) if places != ("none", "none") else None
     if copy_streams is not None:
-        agree(lambda: _check_host_memory(config, rule, model, groups.dp.size), groups.world)
+        all_succeed_or_raise(lambda: _check_host_memory(config, rule, model, groups.dp.size), groups.world)
     update, notes = choose_update_side(config, rule, model, device, groups, copy_streams)
     nvme_dirs = NvmeDirs(config, groups)
     if "nvme" not in places:
         return _create_storage(config, rule, device, nvme_dirs, copy_streams, update), notes
-    exits.before_leaving(close_all_swap_dirs)
+    exits.before_exit(close_all_swap_dirs)
     try:
-        storage = agree(lambda: _create_storage(config, rule, device, nvme_dirs, copy_streams, update), groups.world)
+        storage = all_succeed_or_raise(lambda: _create_storage(config, rule, device, nvme_dirs, copy_streams, update),
+                                       groups.world)
         expected = expected_nvme_usage(config, rule, model, groups.dp.size)
-        return storage, notes + agree(lambda: nvme_dirs.probe(expected), groups.world)
+        return storage, notes + all_succeed_or_raise(lambda: nvme_dirs.probe(expected), groups.world)
     except BaseException:
         nvme_dirs.close()
         raise
@@ -141,7 +142,7 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
     """Of an engine that is built: what a setting has come to, and a line for each that does less here than its name
     says. `splits`: there are weights that come and go."""
     offload = config.offload
-    found = [f" note: {sentence}" for sentence in idle(offload, config.words.given)]
+    found = [f" note: {sentence}" for sentence in unused_offload_settings(offload, config.key_names.keys_of_given)]
     for name in ("offload_optimizer_device", "offload_param_device"):
         if getattr(offload, name) == "cpu" and storage.copy_streams is None:
             found.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.cut import DPSharding
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.piece import TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.errors import CheckpointError
@@ -27,18 +27,18 @@ from megatron.zero.own_exchange import SERVER_ERROR, WORKER_ERROR, CompressedBuc
 from mpu.split import Partition
 
 
-def error_feedback_pieces(engine: ZeroEngine) -> Iterator[Piece]:
+def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
     """This rank's."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for line in engine.compressed_exchanges:
         for slot in _nonempty_slots(line):
             shape, partition = _worker_error_shape(slot, dp.size)
-            yield Piece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
-                        line.one_bit_mean.worker_error[slot.offset : slot.end])
+            yield TensorPiece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
+                              line.one_bit_mean.worker_error[slot.offset : slot.end])
         for segment in line.layout.segments(dp.rank):
             slot, start = segment.slot, segment.shard_offset
-            yield Piece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
-                        line.one_bit_mean.server_error[start : start + segment.count])
+            yield TensorPiece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size,
+                              segment.slot_offset, line.one_bit_mean.server_error[start:start + segment.count])
 
 
 def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
@@ -48,9 +48,10 @@ def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
         dtype = DTYPE_NAMES[line.one_bit_mean.worker_error.dtype]
         for slot in _nonempty_slots(line):
             shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
-            yield TensorEntry(WORKER_ERROR, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
-            yield TensorEntry(SERVER_ERROR, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
-                              Spread(slot.offset, line.layout.shard_numel))
+            yield TensorEntry(WORKER_ERROR, slot.name, dtype, tp_sharding_of(shape, partition, tp),
+                              DPSharding(0, slot.numel))
+            yield TensorEntry(SERVER_ERROR, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, tp),
+                              DPSharding(slot.offset, line.layout.shard_numel))
 
 
 def error_feedback_kinds(engine: ZeroEngine) -> list[str]:
@@ -108,8 +109,8 @@ def _load_worker_error(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: T
 
 
 def _saved_ranks(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
-    saved, expected = found.shape(WORKER_ERROR, slot.name), sharding_of(*_worker_error_shape(slot, 1),
-                                                                        engine.groups.tp.size).shape
+    saved, expected = found.shape(WORKER_ERROR, slot.name), tp_sharding_of(*_worker_error_shape(slot, 1),
+                                                                           engine.groups.tp.size).logical_shape
     if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
         raise CheckpointError(
             f"{found.tag} of {found.folder.parent} is of another model: {WORKER_ERROR} {slot.name!r}: shape "

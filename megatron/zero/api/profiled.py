@@ -28,7 +28,7 @@ OUTPUT_FILE_FLAG = "--flops-profiler-output-file"
 
 class ProfiledStep:
     def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
-        self._config, self._words, self._core = config.profile, config.words, core
+        self._config, self._words, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
         """On rank 0, where a profile is asked for."""
@@ -56,7 +56,7 @@ class ProfiledStep:
 
     def _print_nothing_profiled(self) -> None:
         if self.profiler is not None:
-            print(self._words.of(
+            print(self._words.translate(
                 f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
                 f"is over, the run goes on at step {self._core.global_steps + 1}"),
                   flush=True)

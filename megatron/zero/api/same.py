@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.checkpoint.agree import unlike
+from megatron.checkpoint.agree import find_differences
 from megatron.errors import ConfigError
-from megatron.ranges import ranges
+from megatron.ranges import format_ranks
 from megatron.zero.holders import full_shape, param_owner
 from megatron.zero.units import unit_name_by_param
 from mpu.groups import Group
@@ -54,7 +54,7 @@ def check_same_buffers(model: nn.Module, world: Group, call: str) -> None:
 
 def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
     """By kind; each rank tells its own. Collective."""
-    if not world.is_solo and (per_rank := unlike(mine, world)):
+    if not world.is_solo and (per_rank := find_differences(mine, world)):
         raise ConfigError(f"{what}: {next(filter(None, (first_difference(per_rank, kind) for kind in mine)))}")
 
 
@@ -76,7 +76,7 @@ def _values_with_ranks(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranges(who)}" for value, who in ranks.items())
+    return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
 
 
 def _buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:

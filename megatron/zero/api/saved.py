@@ -21,21 +21,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree, refuse_call, unlike_each
+from megatron.checkpoint.agree import all_succeed_or_raise, find_differences_in_each, raise_if_arguments_differ
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.interchange.foreign import Foreign, same_weights
+from megatron.checkpoint.cut import DPSharding
+from megatron.checkpoint.interchange.foreign import ExternalCheckpoint, assert_same_weights
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.part import part_name
-from megatron.checkpoint.piece import Deferred, Piece, sharding_of
+from megatron.checkpoint.part import rank_manifest_name
+from megatron.checkpoint.piece import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.strict import sense_of
+from megatron.checkpoint.strict import reraise_as_corrupt
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
-from megatron.checkpoint.trash import BehindTheRun
-from megatron.checkpoint.writer import Hold, Saving, saving
+from megatron.checkpoint.trash import BackgroundDeleter
+from megatron.checkpoint.writer import SaveSteps, Snapshot, save_protocol
 from megatron.errors import CheckpointError, ConfigError
-from megatron.ranges import named, ranges
+from megatron.ranges import format_ranks, join_limited
 from megatron.zero.api.hyper import (SCHEDULED_HYPER_PARAMETERS, check_param_groups, hyper_parameters,
                                      restore_param_groups)
 from megatron.zero.api.owed import (check_error_feedback, error_feedback_kinds, error_feedback_pieces,
@@ -101,9 +101,9 @@ class RunIdentity:
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
     """The ranks save alike, and their client states can be saved; a warning where one of them has more in it than
     rank 0's, which is the one that a checkpoint holds. Collective, one exchange where all is well."""
-    different, keys = unlike_each([arguments, {"keys": sorted(map(str, client_state))}], world,
-                                  check=lambda: check_client_state(client_state))
-    refuse_call("save_checkpoint", different)
+    different, keys = find_differences_in_each([arguments, {"keys": sorted(map(str, client_state))}], world,
+                                               check=lambda: check_client_state(client_state))
+    raise_if_arguments_differ("save_checkpoint", different)
     if world.rank == 0 and keys:
         _warn_dropped_keys([found["keys"] for found in keys])
 
@@ -121,7 +121,7 @@ def _warn_dropped_keys(given: Sequence[Sequence[str]]) -> None:
         for key in set(keys).difference(given[0]):
             dropped.setdefault(key, []).append(rank)
     if dropped:
-        which = named([f"{key!r} (given on {ranges(dropped[key])})" for key in sorted(dropped)], "keys")
+        which = join_limited([f"{key!r} (given on {format_ranks(dropped[key])})" for key in sorted(dropped)], "keys")
         print(f"warning: client_state: {which} is not saved: a checkpoint holds that of rank 0; give it there",
               file=sys.stderr)
 
@@ -138,16 +138,16 @@ def save_engine_protocol(engine: ZeroEngine,
                          rng: bool = True,
                          frozen: bool = True,
                          keep: Keep = Keep(),
-                         snapshot: Hold | None = None,
+                         snapshot: Snapshot | None = None,
                          latest: bool = True,
-                         deleter: BehindTheRun | None = None) -> Saving:
+                         deleter: BackgroundDeleter | None = None) -> SaveSteps:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
     Collective over the world."""
     engine.assert_collective_call(SAVE)
-    agree(engine.check_before_save, engine.groups.world)
+    all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
-    pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _segment_data(run))
+    pieces = [TensorPiece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _segment_data(run))
               for slot, offset, run in engine.state_segments(kinds, frozen)]
     pieces += error_feedback_pieces(engine) if optimizer else ()
     shared = {
@@ -162,23 +162,23 @@ def save_engine_protocol(engine: ZeroEngine,
         "loop": dict(loop_state),
         "client_state": dict(client_state),
     }
-    return saving(root,
-                  tag,
-                  pieces=pieces,
-                  tensors=_tensor_entries(engine, kinds, frozen),
-                  place=_grid_index(engine.groups),
-                  rank_state={"rng": capture_rng()} if rng else {},
-                  shared_state=shared,
-                  config=identity.config,
-                  layout=identity.layout,
-                  world=engine.groups.world,
-                  run_id=identity.run_id,
-                  iteration=engine.global_steps,
-                  keep=keep,
-                  hold=snapshot,
-                  latest=latest,
-                  trash=deleter,
-                  lineage=identity.lineage)
+    return save_protocol(root,
+                         tag,
+                         pieces=pieces,
+                         tensors=_tensor_entries(engine, kinds, frozen),
+                         place=_grid_index(engine.groups),
+                         rank_state={"rng": capture_rng()} if rng else {},
+                         shared_state=shared,
+                         config=identity.config,
+                         layout=identity.layout,
+                         world=engine.groups.world,
+                         run_id=identity.run_id,
+                         iteration=engine.global_steps,
+                         keep=keep,
+                         hold=snapshot,
+                         latest=latest,
+                         trash=deleter,
+                         lineage=identity.lineage)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -191,8 +191,8 @@ def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
-def _segment_data(segment: StateSegment) -> Tensor | Deferred:
-    return Deferred(segment.count, segment.shard.dtype,
+def _segment_data(segment: StateSegment) -> Tensor | LazyData:
+    return LazyData(segment.count, segment.shard.dtype,
                     segment.fetch) if segment.device_view is None else segment.device_view
 
 
@@ -204,8 +204,8 @@ def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) ->
         for kind in kinds if bucket.trainable else ("weight",):
             for slot in layout.slots:
                 yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.kept.dtype],
-                                  sharding_of(slot.shape, slot.partition, groups.tp.size),
-                                  Spread(slot.offset, layout.shard_numel))
+                                  tp_sharding_of(slot.shape, slot.partition, groups.tp.size),
+                                  DPSharding(slot.offset, layout.shard_numel))
     if len(kinds) > 1:
         yield from error_feedback_tensors(engine)
 
@@ -219,8 +219,8 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
     scale unless that is switched off. What does not fit is refused before anything is changed."""
     engine.assert_collective_call(LOAD)
-    agree(engine.check_before_load, engine.groups.world)
-    agree(lambda: check_shared_state(found), engine.groups.world)
+    all_succeed_or_raise(engine.check_before_load, engine.groups.world)
+    all_succeed_or_raise(lambda: check_shared_state(found), engine.groups.world)
     optimizer, shared, where = options.optimizer and bool(engine.buckets), found.shared_state, shared_state_label(found)
     if options.counters and not shared["engine"]:
         raise CheckpointError(f"{found.tag} of {found.folder.parent} holds imported weights, not a run: load them with "
@@ -242,23 +242,24 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
             key: value
             for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS
         }
-        with sense_of(f"{where}: field 'engine'"):
+        with reraise_as_corrupt(f"{where}: field 'engine'"):
             engine.restore_scalar_state({**shared["engine"], **own})
     if not optimizer:
-        agree(engine.reset_optimizer_state, engine.groups.world)
+        all_succeed_or_raise(engine.reset_optimizer_state, engine.groups.world)
     elif engine.compressed_exchanges:
-        agree(lambda: load_error_feedback(engine, found), engine.groups.world)
+        all_succeed_or_raise(lambda: load_error_feedback(engine, found), engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_param_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
-        with sense_of(f"{where}: field 'lr_scheduler'"):
+        with reraise_as_corrupt(f"{where}: field 'lr_scheduler'"):
             scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
 
 
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: what is not there stays as it is
-    engine.load_segments(known, partial(_read_segment, engine, found), partial(agree, world=engine.groups.world))
+    engine.load_segments(known, partial(_read_segment, engine, found),
+                         partial(all_succeed_or_raise, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
@@ -278,16 +279,16 @@ def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: Stateful 
                      | (saved - SCHEDULED_HYPER_PARAMETERS if options.optimizer else set()))
 
 
-def load_external_weights(engine: ZeroEngine, found: Foreign) -> None:
+def load_external_weights(engine: ZeroEngine, found: ExternalCheckpoint) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
     engine.assert_collective_call(LOAD)
-    same_weights(found, engine.groups.world)
-    agree(engine.check_before_load, engine.groups.world)
+    assert_same_weights(found, engine.groups.world)
+    all_succeed_or_raise(engine.check_before_load, engine.groups.world)
     engine.load_segments({"weight": found.shapes}, partial(_read_segment, engine, found),
-                         partial(agree, world=engine.groups.world))
+                         partial(all_succeed_or_raise, world=engine.groups.world))
 
 
-def _read_segment(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int,
+def _read_segment(engine: ZeroEngine, found: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot, offset: int,
                   out: Tensor) -> None:
     """This rank's run of a parameter, whatever layout or program wrote it."""
     found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
@@ -328,7 +329,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     for bucket in (*engine.buckets, *engine.frozen_buckets):
         for slot in bucket.layout.slots:
-            expected = sharding_of(slot.shape, slot.partition, engine.groups.tp.size).shape
+            expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
             for kind in kinds if bucket.trainable else ("weight",):
                 if (kind, slot.name) not in found.tensors:
                     if kind == "weight":  # not strict, or _check_names reports its absence
@@ -342,12 +343,12 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 def restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     """Random streams of this rank; a note if they could not go on. Collective."""
-    return agree(lambda: _restore_rng_streams(found, groups, layout, seed), groups.world)
+    return all_succeed_or_raise(lambda: _restore_rng_streams(found, groups, layout, seed), groups.world)
 
 
 def _restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     saved = found.rank_state(_grid_index(groups)) if has_same_ranks(found.layout, layout) else None
-    with sense_of(f"tag {found.tag}: file {part_name(_grid_index(groups))}: its random streams"):
+    with reraise_as_corrupt(f"tag {found.tag}: file {rank_manifest_name(_grid_index(groups))}: its random streams"):
         moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
         if saved and not moved:
             restore_rng(saved["rng"])
@@ -370,7 +371,7 @@ def has_same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool
 def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
     (empty on the others). Collective; one bucket is whole at a time. The ranks have met, and want the same."""
-    agree(engine.check_before_save, engine.groups.world)
+    all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     collects = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
     for bucket in (*engine.buckets, *engine.frozen_buckets):

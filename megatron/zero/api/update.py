@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree as together
+from megatron.checkpoint.agree import all_succeed_or_raise as together
 from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import AdamW

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree, called_alike
+from megatron.checkpoint.agree import all_succeed_or_raise, assert_same_arguments
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
@@ -32,7 +32,7 @@ def build_module_state_dict(core: ZeroEngine, zero: ZeroConfig, *, prefix: str =
                               "stage3_gather_16bit_weights_on_model_save to gather them, or call save_checkpoint and "
                               "zero.get_fp32_state_dict_from_zero_checkpoint")
         core.assert_collective_call(SAVE)
-        called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, core.groups.world)
+        assert_same_arguments("module_state_dict", {"exclude_frozen_parameters": not frozen}, core.groups.world)
         return {prefix + name: tensor for name, tensor in gather_full_state_dict(core, frozen=frozen).items()}
     state: dict[str, Any] = core.module.state_dict(prefix=prefix, keep_vars=keep_vars)
     left_out = [] if frozen else [name for name, p in core.module.named_parameters() if not p.requires_grad]
@@ -52,9 +52,9 @@ def load_module_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool
             _check_state_dict(core, state, strict)
 
     core.assert_collective_call(LOAD)
-    called_alike("load_module_state_dict", {"strict": strict}, core.groups.world)
+    assert_same_arguments("load_module_state_dict", {"strict": strict}, core.groups.world)
     check_same_buffers(core.module, core.groups.world, "load_module_state_dict")
-    agree(check, core.groups.world)
+    all_succeed_or_raise(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
     with core.guard_state_change("load of weights"):

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint import agree, writer
-from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.cut import DPSharding
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
-from megatron.checkpoint.piece import Deferred, Piece, sharding_of
+from megatron.checkpoint.piece import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
@@ -177,15 +177,17 @@ class Model:
         for layout, _ in self.buckets:
             for kind in KINDS:
                 for slot in layout.slots:
-                    yield TensorEntry(kind, slot.name, "F32", sharding_of(slot.shape, slot.partition, TP),
-                                      Spread(slot.offset, layout.shard_numel))
+                    yield TensorEntry(kind, slot.name, "F32", tp_sharding_of(slot.shape, slot.partition, TP),
+                                      DPSharding(slot.offset, layout.shard_numel))
 
-    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[Piece]:
+    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[TensorPiece]:
         for layout, _ in self.buckets:
             for part in layout.segments(dp_rank):
                 for kind in KINDS:
-                    yield Piece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
-                                part.slot_offset, Deferred(part.count, torch.float32, lambda n=part.count: load(n)))
+                    yield TensorPiece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
+                                      part.slot_offset, LazyData(part.count,
+                                                                 torch.float32,
+                                                                 lambda n=part.count: load(n)))
 
     def kept(self) -> int:
         return sum(layout.shard_numel for layout, _ in self.buckets)
@@ -275,7 +277,7 @@ def _write_the_others(folder: Path, size: int) -> None:
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.partition is not None or piece.tp_rank == 0]
-            writer._write_rank(folder, writer._share(manifest, rank, pieces, {"seed": rank}, {}, None))
+            writer._write_rank_files(folder, writer._build_rank_share(manifest, rank, pieces, {"seed": rank}, {}, None))
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

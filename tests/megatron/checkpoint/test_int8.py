@@ -23,14 +23,14 @@ FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position
          "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 2 --eval-interval 0 --batch-size 2")
 
 
-def reader(matrix: torch.Tensor) -> int8.Read:
+def reader(matrix: torch.Tensor) -> int8.ReadRange:
     def read(start: int, out: torch.Tensor) -> None:
         out.copy_(matrix.flatten()[start : start + len(out)])
     return read
 
 
 def quantised(matrix: torch.Tensor, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return int8.quantised(reader(matrix), matrix.shape, "wte.weight", maxima)
+    return int8.quantise_matrix(reader(matrix), matrix.shape, "wte.weight", maxima)
 
 
 def by_the_rule(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -47,7 +47,7 @@ def test_levels_and_scales_are_those_of_a_slow_reference_at_any_block(block: int
     matrix = torch.randn(23, 37, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 23)[:, None]
     matrix[4], matrix[22] = 0, 0
     matrix[7, 3] = 1e4  # all others are small beside it
-    with patch.object(int8, "BLOCK", block):
+    with patch.object(int8, "BLOCK_ELEMENTS", block):
         levels, scale = quantised(matrix)
         maxima = int8.row_maxima(reader(matrix), matrix.shape)
     expected = by_the_rule(matrix)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.export import digest, merge
+from megatron.checkpoint.export import digest_lines, write_fp32_weights
 from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.tags import verify_tag
 from megatron.errors import CheckpointError, ConfigError
 from tests.megatron.checkpoint.made import Grid, rejoin, reseal, rewrite, save_grid, set_header
 from tests.megatron.checkpoint.senseless import copies
@@ -44,19 +44,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(root: Path) -> None:
     found = open_checkpoint(root, TAG)
     assert isinstance(found.shared_state, dict)
-    for rank in range(found.manifest.ranks):
+    for rank in range(found.manifest.world_size):
         found.rank_state(rank)
 
 
 def export(root: Path) -> None:
-    for entry in zero_to_fp32.open_tag(root, TAG).entries():
+    for entry in zero_to_fp32.open_tag(root, TAG).output_tensors():
         entry.load()
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "verify": lambda root: verify(root, TAG), "load": load, "zero_to_fp32": export,
-    "digest": lambda root: list(digest(open_checkpoint(root, TAG))),
-    "merge": lambda root: merge(open_checkpoint(root, TAG), root / "merged.safetensors")}
+    "verify": lambda root: verify_tag(root, TAG), "load": load, "zero_to_fp32": export,
+    "digest": lambda root: list(digest_lines(open_checkpoint(root, TAG))),
+    "merge": lambda root: write_fp32_weights(open_checkpoint(root, TAG), root / "merged.safetensors")}
 
 
 def outcome(read: Callable[[Path], Any], root: Path) -> str:
@@ -65,7 +65,7 @@ def outcome(read: Callable[[Path], Any], root: Path) -> str:
     try:
         read(root)
         return "fine"
-    except (CheckpointError, ConfigError, zero_to_fp32.Damaged, zero_to_fp32.Usage) as error:
+    except (CheckpointError, ConfigError, zero_to_fp32.DamagedCheckpoint, zero_to_fp32.InvalidArguments) as error:
         return "refused" if "\n" not in str(error) and str(error) else f"says {error!r}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

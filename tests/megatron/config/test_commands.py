@@ -10,11 +10,11 @@ import pytest
 
 from data.cli import suggest_spelling
 from data.webtext.__main__ import build_parser as webtext
-from megatron.checkpoint.command import parse as checkpoint
+from megatron.checkpoint.command import parse_arguments as checkpoint
 from megatron.errors import ConfigError
 from megatron.evaluate.command import build_parser as evaluate
 from megatron.inference.command import build_parser as generate
-from megatron.launch.exits import explain
+from megatron.launch.exits import exit_reason_of
 from megatron.plan.command import parse as plan
 from megatron.report.command import _parser as report
 from megatron.serve.command import build_parser as serve
@@ -65,5 +65,5 @@ def test_how_near_a_flag_has_to_be(word: str, found: str) -> None:
 def test_the_way_to_a_traceback_is_one_that_the_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x"])
     monkeypatch.delenv("MEGATRON_DEBUG", raising=False)
-    assert "run with --debug" in explain(KeyError("a"), is_job=True).text
-    assert "set MEGATRON_DEBUG=1" in explain(KeyError("a"), is_job=False).text
+    assert "run with --debug" in exit_reason_of(KeyError("a"), is_job=True).text
+    assert "set MEGATRON_DEBUG=1" in exit_reason_of(KeyError("a"), is_job=False).text

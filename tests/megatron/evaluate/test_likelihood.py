@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.int8 import quantised
+from megatron.checkpoint.int8 import quantise_matrix
 from megatron.evaluate import scorer
 from megatron.evaluate.pieces import Piece
 from megatron.evaluate.scorer import Scorer, found_here, of_all
@@ -75,8 +75,8 @@ def pieces() -> list[Piece]:
 def quantise(model: GPT2) -> None:
     """The token table, by the maxima of whole rows: it is cut between rows."""
     weight = model.wte.weight.detach()
-    levels, scale = quantised(lambda start, out: out.copy_(weight.view(-1)[start : start + len(out)]), weight.shape,
-                              "wte.weight")
+    levels, scale = quantise_matrix(lambda start, out: out.copy_(weight.view(-1)[start:start + len(out)]), weight.shape,
+                                    "wte.weight")
     model.wte.weight = nn.Parameter(Int8(levels, scale), requires_grad=False)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.choice import candidates
+from megatron.checkpoint.choice import load_candidates
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError, StorageError
@@ -170,4 +170,4 @@ def save_often(rank: int, world: int, folder: str) -> None:
 def test_saves_follow_one_another_and_old_ones_are_deleted(tmp_path: Path) -> None:
     run_ranks(save_often, 1, str(tmp_path))
     assert tag_names(tmp_path) == ["global_step3", "global_step4", "global_step5"]
-    assert candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"
+    assert load_candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"

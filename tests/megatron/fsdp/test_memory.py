@@ -26,7 +26,7 @@ def peak_of_steps(rank: int, world: int, way: str) -> int:
     config = build_config(described({**SETTINGS, "world": world}))
     torch.manual_seed(0)
     model = around(GPT2(config.model), way)
-    rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1))
+    rows = torch.randint(0, config.model.known_vocab_size, (config.train.batch_size, config.seq_length + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     with LiveBytes() as live:
         for number in range(3):

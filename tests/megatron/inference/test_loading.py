@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.interchange.foreign import ExternalCheckpoint
 from megatron.checkpoint.reader import Checkpoint
 from megatron.errors import CheckpointError
 from megatron.inference import loading
@@ -59,7 +59,7 @@ def reads(rank: int, world: int, folder: Path, tp: int) -> list[tuple[dict[str, 
         return patch.object(kind, "read", read)
 
     for cell in CELLS:
-        with counting(Checkpoint), counting(Foreign), patch.object(loading, "SENT", 1000):
+        with counting(Checkpoint), counting(ExternalCheckpoint), patch.object(loading, "SENT", 1000):
             found.append((build(folder, cell, groups), count[0]))
         count[0] = 0
     return found

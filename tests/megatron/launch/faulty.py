@@ -40,8 +40,8 @@ PHASES = ("start-up", "index", "forward", "backward", "exchange", "optimizer ste
 def main() -> int:
     import pretrain_gpt2
     from megatron.launch.distributed import read_environment
-    from megatron.launch.signals import StopRequest
-    from megatron.whereabouts import HERE
+    from megatron.launch.signals import StopListener
+    from megatron.whereabouts import STATUS
 
     kind, phase, rank = os.environ["MEGATRON_FAULT"].split("|")
     is_faulty = read_environment().rank == int(rank)
@@ -66,7 +66,7 @@ def main() -> int:
         setattr(owner, name, faulty)
 
     def at_step() -> bool:
-        return HERE.place.step == STEP
+        return STATUS.snapshot.step == STEP
 
     if is_faulty and phase == "start-up":
         before(pretrain_gpt2, "check_neighbours")
@@ -82,7 +82,7 @@ def main() -> int:
         elif phase == "forward":
             before(Block, "forward", at_step)
         elif phase == "evaluation":
-            before(Block, "forward", lambda: HERE.place.activity == phase)
+            before(Block, "forward", lambda: STATUS.snapshot.activity == phase)
         elif phase == "backward":
             usual = Block.forward
 
@@ -95,12 +95,12 @@ def main() -> int:
             Block.forward = with_hook  # type: ignore[method-assign]
         elif phase == "exchange":
             for name in ("_pieces", "_exchange"):
-                before(mpu.wire.gloo, name, lambda: at_step() and HERE.place.phase == "backward")
+                before(mpu.wire.gloo, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
             before(engine, "saving_engine")
-    return pretrain_gpt2.main(StopRequest().listen())
+    return pretrain_gpt2.main(StopListener().listen())
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from megatron.launch.leaving import end_when_asked
+from megatron.launch.leaving import exit_on_stop_signal
 
-end_when_asked()
+exit_on_stop_signal()
 PHASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 del sys.argv[1:3]
 RANK = int(os.environ.get("RANK", "0"))

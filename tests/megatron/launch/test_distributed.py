@@ -18,7 +18,7 @@ from megatron import zero
 from megatron.errors import ConfigError, PeerError
 from megatron.launch import distributed, exits
 from megatron.launch.distributed import Environment, device_for
-from megatron.whereabouts import HERE, RUNNING
+from megatron.whereabouts import RUNNING, STATUS
 from tests.megatron.helpers import ROOT, TINY
 
 LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
@@ -89,10 +89,10 @@ def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ
     assert dict(os.environ) == before
 
     def check_alike(*arguments: object) -> None:
-        states.append((os.environ["MASTER_PORT"], HERE.place.state))
+        states.append((os.environ["MASTER_PORT"], STATUS.snapshot.state))
         raise RuntimeError("what became of the others, in other words")
 
-    environ.setattr(distributed, "check_alike", check_alike)
+    environ.setattr(distributed, "check_ranks_match", check_alike)
     with socket.create_server(("127.0.0.1", 0)) as found:
         free_port = found.getsockname()[1]
     with pytest.raises(RuntimeError) as lost:
@@ -256,7 +256,7 @@ def test_a_script_that_raises_waits_for_the_thread_that_watches(tmp_path: Path) 
     ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"RANK": "0", "MEGATRON_STORE_FILE": "x"}, False),
     ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
 def test_the_store_ends_with_rank_0_where_no_launcher_keeps_it(environ, keeps):
-    assert distributed.keeps_store({"WORLD_SIZE": "2", **environ}) == keeps
+    assert distributed.hosts_store({"WORLD_SIZE": "2", **environ}) == keeps
 
 
 MEETS = """

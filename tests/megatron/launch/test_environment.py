@@ -247,7 +247,7 @@ def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, ca
     def fail() -> None:
         raise error
 
-    failure = exits.explain(error, {})
+    failure = exits.exit_reason_of(error, {})
     assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
     with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_when_asked"):
         cli.run_command(fail)

@@ -89,10 +89,10 @@ def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
 
 def test_under_the_launcher_an_own_failure_is_told_from_a_lost_peer():
     under = {"MEGATRON_LAUNCHER": "1", "RANK": "3"}
-    assert exits.explain(ZeroDivisionError("x"), under).code == 1
-    assert exits.explain(MemoryError(), under).code == 1
-    assert exits.explain(DistBackendError("x"), under).code == 5
-    assert "rank 3" in exits.explain(ZeroDivisionError("x"), under).text
+    assert exits.exit_reason_of(ZeroDivisionError("x"), under).code == 1
+    assert exits.exit_reason_of(MemoryError(), under).code == 1
+    assert exits.exit_reason_of(DistBackendError("x"), under).code == 5
+    assert "rank 3" in exits.exit_reason_of(ZeroDivisionError("x"), under).text
 
 
 def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
@@ -157,7 +157,7 @@ def test_every_entry_to_the_engine_answers_for_its_errors(monkeypatch):
             entry()
         assert sys.excepthook is not sys.__excepthook__
         hook = sys.excepthook
-        exits.answer_uncaught()
+        exits.install_excepthook()
         assert sys.excepthook is hook
 
 

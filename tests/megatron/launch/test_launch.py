@@ -21,13 +21,12 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launch import command as launch
-from megatron.launch import supervise
-from megatron.launch.blame import Sight
-from megatron.launch.leaving import REQUESTS
-from megatron.launch.nodes import Nodes, Place
-from megatron.launch.supervise import Ending, Rank, Supervisor
-from megatron.whereabouts import Places
+from megatron.launch import command as launch, supervise
+from megatron.launch.blame import StragglerMonitor
+from megatron.launch.leaving import STOP_SIGNALS
+from megatron.launch.nodes import NodeInfo, NodeMonitor
+from megatron.launch.supervise import RankExit, RankProcess, Supervisor
+from megatron.whereabouts import StatusFile
 from tests.megatron.launch.processes import MEET, PATIENCE, begin, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -308,7 +307,7 @@ def test_a_short_stop_is_no_failure(start, tmp_path):
     assert job.end() == (0, "", [])
 
 
-@pytest.mark.parametrize("number", REQUESTS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_reaches_every_rank_once_and_a_clean_stop_is_success(start, tmp_path, number):
     job = start(WAIT_FOR_A_STOP)
     wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
@@ -346,11 +345,11 @@ def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name,
 
 
 @contextmanager
-def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, Rank]]:
+def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, RankProcess]]:
     """A launcher in this process, whose loop does not run, and its only rank."""
-    nodes = Nodes(Place(0, 1, 1, "here"))
-    job = Supervisor([*command], [], nodes, Sight(Places(str(folder / "places"), 1), 1))
-    job._start({**os.environ, "RANK": "0"})
+    nodes = NodeMonitor(NodeInfo(0, 1, 1, "here"))
+    job = Supervisor([*command], [], nodes, StragglerMonitor(StatusFile(str(folder / "places"), 1), 1))
+    job._start_rank({**os.environ, "RANK": "0"})
     (rank,) = job._ranks
     with closing(nodes), closing(job._selector), rank.process:
         try:
@@ -359,36 +358,36 @@ def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, Rank]]:
             rank.process.kill()
 
 
-def ended(rank: Rank, options: int = 0) -> object:
+def ended(rank: RankProcess, options: int = 0) -> object:
     """It is still to be reaped."""
     return os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT | options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_stop_waits_for_ranks_that_have_just_been_started(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(supervise, "DEAF_SECONDS", 1000.0)
+    monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 1000.0)
     with started(tmp_path, "sleep", "60") as (job, rank):
         job._on_signal(number)
-        job._pass_on_requests()
+        job._forward_signals()
         assert not ended(rank, os.WNOHANG)
-        monkeypatch.setattr(supervise, "DEAF_SECONDS", 0.0)
-        job._pass_on_requests()
+        monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 0.0)
+        job._forward_signals()
         assert ended(rank).si_status == number
-        job._look_at(rank)
-        assert rank.ending.signal == number and rank.ending.job_exit_code == 130
+        job._poll_rank(rank)
+        assert rank.exit.signal == number and rank.exit.job_exit_code == 130
 
 
 @pytest.mark.parametrize("takes_interrupts", [False, True])
 def test_a_rank_that_ends_just_before_a_request_is_passed_on_ends_as_it_did(tmp_path, monkeypatch, takes_interrupts):
-    monkeypatch.setattr(supervise, "DEAF_SECONDS", 0.0)
+    monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 0.0)
     with started(tmp_path, "true") as (job, rank):
         assert ended(rank)
         if takes_interrupts:
-            job._on_signal(supervise.TAKEN)
+            job._on_signal(supervise.SIGNAL_INTERRUPTS_OWNED_BY_RANK0)
         job._on_signal(signal.SIGINT if takes_interrupts else signal.SIGTERM)
-        job._pass_on_requests()
-        job._look_at(rank)
-        assert rank.ending is not None and rank.ending.code == 0 and not job._running
+        job._forward_signals()
+        job._poll_rank(rank)
+        assert rank.exit is not None and rank.exit.code == 0 and not job._running
 
 
 def test_a_request_to_stop_that_comes_too_early_is_a_failure_with_a_reason(start):
@@ -405,7 +404,7 @@ def test_the_second_interrupt_ends_at_once(start):
     job = start(deaf + "open(here + f'/ready{rank}', 'w').close()\n" + SLEEP)
     wait_until(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(2)))
     job.process.send_signal(signal.SIGINT)
-    assert job.process.stderr.readline() == supervise.STOPPING.decode()
+    assert job.process.stderr.readline() == supervise.STOPPING_LINE.decode()
     job.process.send_signal(signal.SIGINT)
     code, _, lines = job.end()
     assert code == 130 and [line for line in lines if line.startswith("error:")] == lines[-1:]
@@ -444,7 +443,7 @@ def test_a_wrong_command_line_is_one_error_line_and_exit_2(arguments, words, cap
 
 def test_flags_may_be_written_with_underscores_and_equals_signs():
     head, command = launch.split_command_line(["--nproc_per_node=2", "--node_rank", "0", "a.py", "--x_y"])
-    options = launch.parser().parse_args(head)
+    options = launch.build_launcher_parser().parse_args(head)
     assert (options.nproc_per_node, options.node_rank, command) == (2, 0, ["a.py", "--x_y"])
 
 
@@ -472,20 +471,21 @@ def test_a_module_is_not_taken_from_the_current_folder_under_safe_path(tmp_path)
 def test_several_nodes_number_their_ranks_through_and_meet_at_the_first_node(monkeypatch):
     monkeypatch.setenv("MEGATRON_STORE_FILE", "/left/over")
     head = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr first --master-port 6000".split()
-    shared = launch.shared_environment(launch.parser().parse_args(head), None)
+    shared = launch.shared_environment(launch.build_launcher_parser().parse_args(head), None)
     assert (shared["WORLD_SIZE"], shared["LOCAL_WORLD_SIZE"]) == ("8", "4")
     assert (shared["MASTER_ADDR"], shared["MASTER_PORT"]) == ("first", "6000")
     assert "MEGATRON_STORE_FILE" not in shared
 
 
 def test_blame_falls_on_no_rank_that_only_lost_its_peer():
-    assert Ending(0, 1, code=5).is_victim and Ending(0, 1, signal=signal.SIGABRT).is_victim
-    assert not Ending(0, 1, code=1).is_victim and not Ending(0, 1, signal=signal.SIGKILL).is_victim
+    assert RankExit(0, 1, code=5).is_victim and RankExit(0, 1, signal=signal.SIGABRT).is_victim
+    assert not RankExit(0, 1, code=1).is_victim and not RankExit(0, 1, signal=signal.SIGKILL).is_victim
 
 
 def test_check_names_what_was_expected():
     with pytest.raises(ConfigError, match="expected 0 to 1"):
-        launch.check(launch.parser().parse_args("--nnodes 2 --node-rank -1 --master-addr a".split()), [__file__])
+        launch.check_options(
+            launch.build_launcher_parser().parse_args("--nnodes 2 --node-rank -1 --master-addr a".split()), [__file__])
 
 
 TWO_RANKS_OVER_GLOO = """

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.launch import distributed
-from megatron.launch.alike import check_alike
+from megatron.launch.alike import check_ranks_match
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, records, total_digest, train_all
 
@@ -47,7 +47,7 @@ def test_ranks_that_are_started_again_do_not_meet_those_from_before(monkeypatch:
     monkeypatch.delenv("MEGATRON_STORE_FILE", raising=False)
     for restart in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        check_alike(distributed._store(place, timedelta(seconds=5)), 0, 1, {}, timedelta(seconds=5))
+        check_ranks_match(distributed._open_store(place, timedelta(seconds=5)), 0, 1, {}, timedelta(seconds=5))
 
 
 @pytest.mark.slow

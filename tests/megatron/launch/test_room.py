@@ -30,7 +30,7 @@ def test_a_limit_on_the_size_of_files_ends_the_launcher_before_it_starts_ranks(
                            capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.returncode == 7 and ended.stdout == ""
     assert ended.stderr == (f"error: launcher: files may be no longer than {1024 * kibibytes} bytes (ulimit -f), and "
-                            f"the one in which the ranks meet may need {folders.ROOM}; raise the limit\n")
+                            f"the one in which the ranks meet may need {folders.STORE_FILE_BYTES}; raise the limit\n")
     assert not [*tmp_path.iterdir()]
 
 
@@ -53,23 +53,23 @@ def test_a_temporary_folder_without_room_is_named(
 
 
 def test_room_is_reserved_and_the_file_is_empty(tmp_path: Path) -> None:
-    folders.reserve(str(tmp_path / "store"))
+    folders.preallocate_store_file(str(tmp_path / "store"))
     status = (tmp_path / "store").stat()
     assert status.st_size == 0 and status.st_mode & 0o077 == 0
     if status.st_blocks:  # this file system keeps promises
-        assert status.st_blocks * 512 >= folders.ROOM
+        assert status.st_blocks * 512 >= folders.STORE_FILE_BYTES
 
 
 def test_a_file_system_that_promises_nothing_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
-    folders.reserve(str(tmp_path / "store"))
+    monkeypatch.setattr(folders, "FALLOC_FL_KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
+    folders.preallocate_store_file(str(tmp_path / "store"))
     assert (tmp_path / "store").exists()
 
 
 def test_the_file_of_places_has_no_holes(tmp_path: Path) -> None:
-    whereabouts.Places(str(tmp_path / "places"), 3)
+    whereabouts.StatusFile(str(tmp_path / "places"), 3)
     status = (tmp_path / "places").stat()
-    assert status.st_size == 3 * whereabouts.SLOT <= status.st_blocks * 512
+    assert status.st_size == 3 * whereabouts.SLOT_BYTES <= status.st_blocks * 512
 
 
 LIMITED = """
@@ -114,10 +114,11 @@ def test_a_note_that_does_not_fit_ends_the_job_with_the_place(place: str, tmp_pa
 
 def test_only_a_store_of_our_launcher_is_one_that_is_full() -> None:
     error = dist.DistStoreError(os.strerror(errno.ENOSPC))
-    assert exits.explain(error, {"MEGATRON_STORE_FILE": "/tmp/x/store", "RANK": "1"}).code == 7
-    assert exits.explain(error, {"RANK": "1"}).is_peer_loss
-    assert exits.explain(dist.DistStoreError("wait timeout after 1ms"), {"MEGATRON_STORE_FILE": "x"}).is_peer_loss
-    with pytest.raises(StorageError), folders.making_room():
+    assert exits.exit_reason_of(error, {"MEGATRON_STORE_FILE": "/tmp/x/store", "RANK": "1"}).code == 7
+    assert exits.exit_reason_of(error, {"RANK": "1"}).is_peer_loss
+    assert exits.exit_reason_of(dist.DistStoreError("wait timeout after 1ms"),
+                                {"MEGATRON_STORE_FILE": "x"}).is_peer_loss
+    with pytest.raises(StorageError), folders.explain_temp_dir_errors():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

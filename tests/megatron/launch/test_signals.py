@@ -17,7 +17,7 @@ import pytest
 
 from megatron.checkpoint.command import main as checkpoint
 from megatron.launch import folders
-from megatron.launch.folders import LOCK, private_folder
+from megatron.launch.folders import LOCK_NAME, private_temp_dir
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import begin
@@ -412,24 +412,24 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temporary):
-    with private_folder() as held:
+    with private_temp_dir() as held:
         (Path(held) / "store").touch()
         left, late, foreign = (temporary / f"megatron-launch-{name}" for name in ("left", "late", "foreign"))
         for folder in (left, late, foreign):
             folder.mkdir()
-        for name in (LOCK, "store"):
+        for name in (LOCK_NAME, "store"):
             (left / name).touch()
         (foreign / "store").touch()  # of a version that had no locks: nobody knows
         os.utime(foreign, (0, 0))
         file, link = temporary / "megatron-launch-file", temporary / "megatron-launch-link"
         file.touch()
         link.symlink_to(held)
-        with private_folder() as mine:
+        with private_temp_dir() as mine:
             assert not left.exists()
             assert sorted(temporary.iterdir()) == sorted([Path(held), Path(mine), late, foreign, file, link])
         assert not Path(mine).exists()
         os.utime(late, (0, 0))  # empty for long: its launcher was killed before it made a lock
-        with private_folder():
+        with private_temp_dir():
             assert not late.exists() and (Path(held) / "store").exists()
     assert sorted(temporary.iterdir()) == sorted([foreign, file, link])
 
@@ -437,9 +437,9 @@ def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temp
 def test_a_folder_of_another_user_is_not_touched(temporary, monkeypatch):
     left = temporary / "megatron-launch-left"
     left.mkdir()
-    (left / LOCK).touch()
+    (left / LOCK_NAME).touch()
     monkeypatch.setattr(folders.os, "geteuid", lambda: os.stat(left).st_uid + 1)
-    with private_folder():
+    with private_temp_dir():
         assert left.exists()
 
 
@@ -454,20 +454,20 @@ def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, mon
         return path
 
     monkeypatch.setattr(folders.tempfile, "mkdtemp", swept)
-    with private_folder() as found:
-        assert (Path(found) / LOCK).exists()
+    with private_temp_dir() as found:
+        assert (Path(found) / LOCK_NAME).exists()
 
 
 def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
     left = temporary / "megatron-launch-left"
     left.mkdir()
-    (left / LOCK).touch()
+    (left / LOCK_NAME).touch()
 
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(folders.fcntl, "flock", no_locks)
-    with private_folder() as found:
+    with private_temp_dir() as found:
         assert left.exists() and os.path.isdir(found)
 
 

@@ -393,7 +393,7 @@ def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) ->
     takes = OPTIMIZERS[name]
     if takes.torch_name and name != "adam":
         defaults = torch_run(getattr(torch.optim, takes.torch_name), {
-            key: value for key, value in hyper.items() if key not in takes.own})[""]
+            key: value for key, value in hyper.items() if key not in takes.extra})[""]
         # The fused kernels of Adam and SGD round in another place.
         torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
 

@@ -14,7 +14,7 @@ import pytest
 
 import pretrain_gpt2
 from megatron import host_memory
-from megatron.config.flags import asks_for_plan
+from megatron.config.flags import is_dry_run
 from megatron.errors import ConfigError
 from megatron.plan import command as plan
 from megatron.plan.cheapest import cheapest, choices
@@ -45,7 +45,7 @@ def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan has room here."""
-    monkeypatch.setattr(host_memory, "installed", lambda: 2**60)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 2**60)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**60))
 
 
@@ -83,7 +83,7 @@ def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch)
         launched(monkeypatch, 0, "--dry-run", "--zero-stagee", "2")
     with pytest.raises(ConfigError, match="did you mean --dry-run"):
         launched(monkeypatch, 0, "--dry-rum", "--preset", "tiny")
-    assert not asks_for_plan(["--dry-run=false"]) and asks_for_plan(["--dry_run=true"])
+    assert not is_dry_run(["--dry-run=false"]) and is_dry_run(["--dry_run=true"])
 
 
 @pytest.mark.parametrize("flags", [["--zero-stage", "2"], ON_HOST, on_drive("/n"), [*ON_HOST, "--cpu-checkpointing"],
@@ -111,7 +111,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
     assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**30))
-    monkeypatch.setattr(host_memory, "installed", lambda: 2**32)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 2**32)
     run = planned(*argv)
     host, nvme = (f"{2 * count / 2**30:.2f} GiB" for count in (run.elsewhere.host, run.elsewhere.nvme))
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [

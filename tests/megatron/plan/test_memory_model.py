@@ -72,7 +72,7 @@ def peaks(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[int, 
 def step(config: Config, engine: Any) -> None:
     report = None
     while report is None:
-        rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1))
+        rows = torch.randint(0, config.model.known_vocab_size, (config.train.batch_size, config.seq_length + 1))
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = (tokens == 5).long().cumsum(1) if config.data.reset_attention_mask else None
         engine.backward(engine(tokens, targets, segments=segments, grad_scale=engine.backward_scale))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megatron.train.loop
-from megatron.config.optimizers import ONE_BIT, OPTIMIZERS
+from megatron.config.optimizers import ONE_BIT_OPTIMIZERS, OPTIMIZERS
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.launch import exits
@@ -22,7 +22,7 @@ from megatron.plan.cheapest import cheapest, choices
 from megatron.plan.footprint import Homes, Run
 from megatron.plan.memory import lasting, peak
 from megatron.plan.remedies import largest_micro_batches, remedies, with_batch
-from megatron.plan.shortage import MemoryShortage, explained
+from megatron.plan.shortage import ExplainedMemoryError, explained
 from megatron.plan.ways import with_stage
 from tests.megatron.helpers import ROOT, TINY, train
 
@@ -78,13 +78,13 @@ METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantiz
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("optimizer, method", [
-    *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT),
-    *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS)])
+    *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT_OPTIMIZERS),
+    *((optimizer, method) for optimizer in ("adam", *ONE_BIT_OPTIMIZERS) for method in METHODS)])
 def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(
     optimizer: str, method: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["--preset", "124M", "--ranks", "2", "--train-iters", "10000", "--tflops", "40", "--optimizer", optimizer]
-    argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT else []
+    argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT_OPTIMIZERS else []
     text = printed(capsys, monkeypatch, *argv, *method)
     asked = planned(*argv, *method)
     assert remedies(asked)
@@ -413,8 +413,8 @@ def test_other_errors_pass_and_a_shortage_is_explained_once() -> None:
     config = planned("--preset", "tiny").config
     with pytest.raises(RuntimeError, match="^a bug$"), explained(config, 0, 1, "cpu"):
         raise RuntimeError("a bug")
-    with pytest.raises(MemoryShortage, match="^inner$"), explained(config, 0, 1, "cpu"):
-        raise MemoryShortage("inner")
+    with pytest.raises(ExplainedMemoryError, match="^inner$"), explained(config, 0, 1, "cpu"):
+        raise ExplainedMemoryError("inner")
 
 
 LIMITED = """

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, Interrupted
 from megatron.trace import files, window
 from megatron.trace.recorder import Recorder
 from megatron.train.loop import Trainer
-from megatron.whereabouts import HERE
+from megatron.whereabouts import STATUS
 from megatron.zero.exchanges import CollectiveLog
 from mpu.wire import waits
 from tests.distributed import run_ranks
@@ -146,7 +146,7 @@ def test_another_profiler_at_work_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
-    words, numbers, step = HERE._words, waits.current_counters(), Trainer._train_step
+    words, numbers, step = STATUS._counters, waits.current_counters(), Trainer._train_step
     trainers: list[Trainer] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
@@ -158,7 +158,8 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
-    assert HERE._words is words and waits.current_counters() is numbers and trainers[0].engine.core.log.observer is None
+    assert STATUS._counters is words and waits.current_counters(
+    ) is numbers and trainers[0].engine.core.log.observer is None
     assert not [*tmp_path.iterdir()], "ranks may wait for this one, and the device may never answer"
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from megatron.launch.leaving import end_when_asked
+from megatron.launch.leaving import exit_on_stop_signal
 
 SLOW = 0.02
 """Seconds that a file of a save takes more."""
 
-end_when_asked()
+exit_on_stop_signal()
 NUMBER, TARGET, VICTIM, WHERE, STEP, SECONDS = json.loads(os.environ["INTERRUPT"])
 LAUNCHER = os.getppid() if "MEGATRON_LAUNCHER" in os.environ else os.getpid()  # a job of one rank has no launcher
 

@@ -133,7 +133,7 @@ def numerics_error(rank: int, world: int, tp: int, precision: str, bad: float) -
     try:
         step(engine, bad if rank == world - 1 else None, only="blocks.0.attn.proj.weight")
     except NumericsError as error:
-        return str(error), exits.explain(error).code, equal(before, state_of(engine))
+        return str(error), exits.exit_reason_of(error).code, equal(before, state_of(engine))
     raise AssertionError("no error")
 
 

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.model import GPT2
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.train.compiling import compilation
+from megatron.train.compiling import choose_compilation
 from megatron.zero.api.engine import Engine
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
@@ -32,7 +32,7 @@ DROPS = ["--progressive-layer-drop", "--pld-theta", THETA, "--pld-gamma", GAMMA]
 FLAGS = [*TINY, "--num-layers", LAYERS, "--mock-data", "--train-iters", STEPS, "--lr", 3e-3, "--global-batch-size", 4,
          *DROPS]
 
-RAN = [kept(1234, step, LAYERS, ThetaSchedule(THETA, GAMMA).at(step)) for step in range(STEPS)]
+RAN = [kept(1234, step, LAYERS, ThetaSchedule(THETA, GAMMA).theta_at(step)) for step in range(STEPS)]
 """The blocks of each step, from the rule."""
 
 TOLERANCE = 1e-4
@@ -108,9 +108,9 @@ def test_an_evaluation_is_whole(tmp_path: Path) -> None:
 def test_the_console_and_the_files_tell_theta_and_what_ran(tmp_path: Path) -> None:
     said = train([*FLAGS, "--log-interval", 2, "--metrics-file", tmp_path / "file", "--tensorboard-dir",
                   tmp_path / "board"])
-    assert f"theta {ThetaSchedule(THETA, GAMMA).at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
+    assert f"theta {ThetaSchedule(THETA, GAMMA).theta_at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
     for step, row in enumerate(steps(tmp_path / "file")):
-        assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).at(step) and row["pld_blocks"] == len(RAN[step])
+        assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).theta_at(step) and row["pld_blocks"] == len(RAN[step])
     train([*FLAGS, "--no-progressive-layer-drop", "--metrics-file", tmp_path / "off"])
     assert "pld_theta" not in steps(tmp_path / "off")[0]
 
@@ -223,10 +223,10 @@ def test_a_wrong_setting_is_one_line(flags: Sequence[str], says: str) -> None:
 
 def test_one_graph_of_the_whole_model_is_refused() -> None:
     config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile"])
-    assert compilation(config, 1, torch.device("cpu")).scope == "blocks"
+    assert choose_compilation(config, 1, torch.device("cpu")).scope == "blocks"
     config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile", "--compile-scope", "model"])
     with pytest.raises(ConfigError, match="blocks are left out; use --compile-scope blocks"):
-        compilation(config, 1, torch.device("cpu"))
+        choose_compilation(config, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -78,7 +78,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
         file.append('{"iteration": 2}\n') if call == "write" else file.close()
     if call == "write":
         file.close()
-    failure = exits.explain(caught.value)
+    failure = exits.exit_reason_of(caught.value)
     assert failure.code == 7
     assert failure.text.startswith(f"--metrics-file {path} cannot be written: {os.strerror(number)}")
     assert path.read_text() == '{"iteration": 1}\n'
@@ -154,7 +154,7 @@ def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
     with pytest.raises(OSError) as caught:
         file.close()
-    failure = exits.explain(caught.value, {})
+    failure = exits.exit_reason_of(caught.value, {})
     assert failure.code == 5 and "out of memory" in failure.text and "--metrics-file" not in failure.text
 
 
@@ -258,7 +258,7 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
     with pytest.raises(StorageError) as caught:
         log.evaluation("validation", 1, 2.0)
         log.close()
-    assert calls and exits.explain(caught.value).code == 7
+    assert calls and exits.exit_reason_of(caught.value).code == 7
     assert str(caught.value).startswith(f"--tensorboard-dir {folder} cannot be written: {os.strerror(number)}")
     assert capfd.readouterr().err == ""
 

@@ -26,7 +26,7 @@ from megatron.config.tree import LogConfig
 from megatron.train.board import STEP_SCALARS, TensorboardLogger
 from megatron.train.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
 from megatron.train.log import RunLog
-from megatron.train.metrics import Rates, StepMetrics
+from megatron.train.metrics import StepMetrics, Throughput
 from megatron.train.sample import printable
 from megatron.zero.homes.blockfile import DirectIoFile
 from megatron.zero.homes.words import format_bytes
@@ -264,7 +264,7 @@ def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> Non
 
 
 def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
-    tokens, tflops, mfu = Rates(1000, 2e9, 4, 10.0).of(0.5)
+    tokens, tflops, mfu = Throughput(1000, 2e9, 4, 10.0).of_step(0.5)
     assert (tokens, tflops) == (2000.0, pytest.approx(1.0)) and mfu == pytest.approx(0.1)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import build_config
 from megatron.train import build
 from mpu import groups
@@ -47,7 +47,7 @@ def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], fo
         for line in engine.core.compressed_exchanges if forgets else ():
             line.one_bit_mean.worker_error.zero_()
             line.one_bit_mean.server_error.zero_()
-    assert bool(engine.core.compressed_exchanges) == (config.optim.optimizer in ONE_BIT)
+    assert bool(engine.core.compressed_exchanges) == (config.optim.optimizer in ONE_BIT_OPTIMIZERS)
     engine.eval()
     with torch.no_grad():
         rows = text(256, 5)

@@ -109,7 +109,7 @@ def test_a_row_is_there_when_its_step_is_over_and_has_every_bit(tmp_path: Path) 
 
 
 def test_every_number_of_a_step_has_a_column() -> None:
-    assert set(STEP.record()) - {"samples_digest"} <= set(STEP_COLUMNS)
+    assert set(STEP.to_json()) - {"samples_digest"} <= set(STEP_COLUMNS)
 
 
 def test_a_table_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -514,7 +514,8 @@ def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: 
                                                  tmp_path: Path) -> None:
     rates = machine(1, where=Where("made up", "2.13.0", "cuda", "fp32", 1, 1), update=proportional(1e-9), a_pass=1e-3)
     (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
-    monkeypatch.setattr(host_memory, "available", lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
+    monkeypatch.setattr(host_memory, "available_bytes",
+                        lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
     monkeypatch.setattr(command, "places", lambda device: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
@@ -533,7 +534,7 @@ assert "--query-gpu=memory.free" in sys.argv
 print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
 """)
     driver.chmod(0o755)
-    monkeypatch.setattr(host_memory, "available", lambda: 2**33)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**33)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron import zero
-from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.checkpoint.interchange.huggingface import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
 from megatron.inference import loading
@@ -627,7 +627,7 @@ def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str
                             max_position_embeddings=8, zero_stage=stage)
     core = gpt2_engine(config, build(1) if world > 1 else Groups())
     before = [bucket.device_param_shard.clone() for bucket in core.buckets]
-    found = said(lambda: load_external_weights(core, open_folder(Path(folders[rank]))))
+    found = said(lambda: load_external_weights(core, open_huggingface(Path(folders[rank]))))
     assert all(map(torch.equal, before, [bucket.device_param_shard for bucket in core.buckets])) == bool(found)
     return found
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.ranges import ranges
+from megatron.ranges import format_ranks
 from megatron.zero import exchanges
 from megatron.zero.exchanges import (ENDED, MAX_ENTRIES, NO_ENTRY, SAVE, STEP, CollectiveLog, CollectiveLogSnapshot,
                                      describe_positions, describe_setting_differences, divergence_positions,
@@ -142,10 +142,10 @@ def test_a_record_survives_its_way() -> None:
 
 
 def test_ranks_are_named_in_ranges() -> None:
-    assert [ranges(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], range(1000))] == [
+    assert [format_ranks(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], range(1000))] == [
         "rank 3", "ranks 0-1", "ranks 0-2, 5", "ranks 0-999"]
-    assert ranges(range(0, 4000, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 1984 others"
-    assert ranges([*range(0, 34, 2)]).endswith("28, 30 and 1 other")
+    assert format_ranks(range(0, 4000, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 1984 others"
+    assert format_ranks([*range(0, 34, 2)]).endswith("28, 30 and 1 other")
 
 
 def test_the_places_of_thousands_of_ranks_are_a_line() -> None:

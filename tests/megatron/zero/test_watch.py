@@ -108,7 +108,7 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
             loop(engine, rank)
             ends.put("")
         except BaseException as error:
-            failure = exits.explain(error)
+            failure = exits.exit_reason_of(error)
             ends.put(f"{failure.code} {failure.text}")
 
     told: list[str] = []

@@ -149,7 +149,7 @@ def _fail_until(errors: list[RuntimeError], read: Callable[[str], Any], key: str
 def test_a_rank_that_fails_by_itself_says_so_before_it_leaves(error: Exception, told: str) -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("a", "b"))
     first.start()
-    exits.before_failing(first.mark_failed)
+    exits.before_failure(first.mark_failed)
 
     def fail() -> None:
         raise error

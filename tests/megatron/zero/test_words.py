@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.config.flags import parse_args
-from megatron.config.offload import OffloadConfig, idle
+from megatron.config.offload import OffloadConfig, unused_offload_settings
 from megatron.errors import ConfigError
 
 KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -78,7 +78,7 @@ UNREAD = [
 
 @pytest.mark.parametrize(("argv", "sentences"), UNREAD)
 def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: list[str], sentences: list[str]) -> None:
-    assert list(idle(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
+    assert list(unused_offload_settings(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
 
 
 READ_WITH = {"optimizer": {"none": 0, "cpu": 4, "nvme": 8}, "param": {"none": 0, "cpu": 1, "nvme": 5}}
@@ -98,7 +98,9 @@ def test_every_setting_of_a_section_is_read_or_named(kind: str, place: str) -> N
     names = [item.name for item in dataclasses.fields(OffloadConfig) if item.name.startswith(f"offload_{kind}_")
              and item.name != f"offload_{kind}_device"] + [*others] * (kind == "optimizer")
     needed = {f"offload_{kind}_device": place, **({f"offload_{kind}_nvme_path": "/x"} if place == "nvme" else {})}
-    said = [idle(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names]
+    said = [
+        unused_offload_settings(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names
+    ]
     assert len(names) - len([sentence for sentences in said for sentence in sentences]) == READ_WITH[kind][place]
 
 
