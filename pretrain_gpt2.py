@@ -45,9 +45,9 @@ def _run(stop: StopListener) -> int:
     world_size = launcher_env.world_size
     publish_status(launcher_env)
     if is_dry_run(sys.argv[1:]):
-        from megatron.plan.command import plan
-        return plan(sys.argv[1:], launcher_env.world_size, launcher_env.local_world_size,
-                    summary=True) if launcher_env.rank == 0 else 0
+        from megatron.plan.command import print_plan
+        return print_plan(sys.argv[1:], launcher_env.world_size, launcher_env.local_world_size,
+                          summary=True) if launcher_env.rank == 0 else 0
     STATUS.set_activity(START_UP)
     config = parse_args(sys.argv[1:], world_size)
     if config.train.skip_train:
@@ -61,7 +61,7 @@ def _run(stop: StopListener) -> int:
 
     from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0
     from megatron.launch import distributed
-    from megatron.plan.shortage import explained
+    from megatron.plan.shortage import oom_hint
     from megatron.recompute import notes as recompute_notes
     from megatron.train import build, facts
     from megatron.train.allocator import keep_freed_memory
@@ -83,7 +83,7 @@ def _run(stop: StopListener) -> int:
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
     tokenizer = all_succeed_or_raise(lambda: build.tokenizer(config), groups.world)
     config = build.with_vocab_size(config, tokenizer)
-    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
+    with oom_hint(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
             config.key_names.translate_errors(), ExitStack() as closing:
         on_rank_0(lambda: check_log_paths(config.log), groups.world)
         checkpoints = closing.enter_context(RunCheckpoints(config, groups, tokenizer.facts))

@@ -24,14 +24,14 @@ from megatron.checkpoint import command as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
 from megatron.config.tree import LogConfig
 from megatron.errors import ConfigError
-from megatron.inference.answers import _Page
+from megatron.inference.answers import _AnswerWriter
 from megatron.inference.terminal import Terminal
 from megatron.launch import exits
 from megatron.report.command import main as report_command
-from megatron.report.history import History
-from megatron.report.page import page
+from megatron.report.history import RunHistory
+from megatron.report.page import report_page
 from megatron.serve import command as serve
-from megatron.serve.page import Page
+from megatron.serve.page import PlaygroundPage
 from megatron.train.console import Console
 from megatron.train.log import RunLog
 from tests.megatron.report.written import CONFIG, evaluation, step, write
@@ -114,7 +114,7 @@ def of_the_webtext_table(text: str, capfd: Any) -> str:
 
 
 def of_the_server(text: str, capfd: Any) -> str:
-    serve._say(f"127.0.0.1 GET {text} 404")
+    serve._log_to_stderr(f"127.0.0.1 GET {text} 404")
     return str(capfd.readouterr().err)
 
 
@@ -124,7 +124,7 @@ def of_a_session(text: str, capfd: Any) -> str:
         patch.setattr(sys, "stdin", Screen())
         patch.setattr(sys, "stdout", screen)
         patch.setattr("megatron.inference.terminal._history", lambda: None)
-        Terminal().show(text)
+        Terminal().write_answer(text)
     return screen.getvalue()
 
 
@@ -132,11 +132,11 @@ def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     """The prompt and its answer in two steps."""
     parts = [text[:3], text]
     wording: Any = SimpleNamespace(settled=lambda _: parts.pop(0), of=lambda _: text)
-    shown = _Page(wording, out, jsonl)
-    shown.expect(0, text, 1)
+    shown = _AnswerWriter(wording, out, jsonl)
+    shown.add_prompt(0, text, 1)
     for ended in (None, "length"):
         now: Any = SimpleNamespace(request=SimpleNamespace(number=0), ended=ended, tokens=[1], logprobs=[0.0])
-        shown.show(now)
+        shown.write_ready(now)
     return out.getvalue()
 
 
@@ -198,9 +198,9 @@ class Elements(HTMLParser):
 
 def of_the_report(text: str) -> str:
     values = {**CONFIG["values"], "data": {"train_data": [text], "seq_length": 8}}
-    history = History(text).read([{**CONFIG, "began": text, "device": text, "values": values}, step(1),
-                                  {**evaluation(1, 5.0), "split": text}])
-    return page([history, history], [f"{text}: note"])
+    history = RunHistory(text).add_records([{**CONFIG, "began": text, "device": text, "values": values}, step(1),
+                                            {**evaluation(1, 5.0), "split": text}])
+    return report_page([history, history], [f"{text}: note"])
 
 
 def of_the_webtext_report(text: str) -> str:
@@ -232,7 +232,7 @@ def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:
-    shown = Page()
+    shown = PlaygroundPage()
     for way in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval(", b"srcdoc"):
         assert way not in shown.body
     policy = dict(shown.headers)["Content-Security-Policy"]

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron.evaluate.parser import Chosen, chosen, parser_of
-from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
-from megatron.inference.source import ModelParser
+from megatron.evaluate.parser import EvalModelArgs, build_model_parser, model_args_from_flags
+from megatron.evaluate.request import PARTS, PROTOCOLS, EvalRequest
+from megatron.inference.source import ModelArgumentParser
 
 MODULE = "python -m megatron.evaluate"
 
@@ -22,16 +22,16 @@ EXAMPLES = """examples:
 
 docs/evaluate.md says what the protocols are, and where the data comes from."""
 
-OLD_NAMES = {"wikitext103": "wikitext"}
+TASK_ALIASES = {"wikitext103": "wikitext"}
 
 
 def task_name(word: str) -> str:
     """Megatron's names will do as well."""
-    return OLD_NAMES.get(word.lower(), word.lower())
+    return TASK_ALIASES.get(word.lower(), word.lower())
 
 
-def build_parser() -> ModelParser:
-    parser = parser_of(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
+def build_parser() -> ModelArgumentParser:
+    parser = build_model_parser(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
@@ -46,43 +46,50 @@ def build_parser() -> ModelParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[Chosen, Asked, bool]:
+def parse(argv: Sequence[str]) -> tuple[EvalModelArgs, EvalRequest, bool]:
     """The model, the task, and whether the answer is to be JSON."""
     flags = build_parser().parse_args(argv)
-    model = chosen(flags)
-    asked = Asked(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
-                  strict=flags.strict, stride=flags.stride, part=flags.part)
-    asked.check_data()
-    return model, asked, flags.json
+    model = model_args_from_flags(flags)
+    request = EvalRequest(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
+                          strict=flags.strict, stride=flags.stride, part=flags.part)
+    request.check_data_exists()
+    return model, request, flags.json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    model, asked, as_json = parse(sys.argv[1:] if argv is None else argv)
+    model_args, request, as_json = parse(sys.argv[1:] if argv is None else argv)
     from megatron.checkpoint.agree import all_succeed_or_raise
-    from megatron.evaluate.report import Report, published
-    from megatron.evaluate.setting import Setting
-    from megatron.evaluate.tasks import prepare
+    from megatron.evaluate.report import EvalReport, published_results
+    from megatron.evaluate.setting import EvalContext
+    from megatron.evaluate.tasks import prepare_task
     from megatron.launch import distributed
 
-    began = time.monotonic()
-    setting = Setting.of(model.source, model.batch_size, model.told)
-    say = distributed.rank_0_printer(setting.rank)
-    for note in model.notes:
-        say(note)
+    start = time.monotonic()
+    context = EvalContext.open(model_args.source, model_args.batch_size, model_args.compared_flags)
+    log = distributed.rank_0_printer(context.rank)
+    for note in model_args.notes:
+        log(note)
     # Before the weights are read: it may find that the data will not do.
-    task = all_succeed_or_raise(lambda: prepare(asked, setting.subject), setting.groups.world)
-    say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
-        f"tokens; {setting.described}")
-    if task.truncated:
-        say(f"warning: {task.truncated:,} examples are longer than the window of {setting.subject.length} tokens: "
+    task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
+    log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to {context.model_info.max_positions} "
+        f"tokens; {context.description}")
+    if task.num_truncated:
+        log(f"warning: {task.num_truncated:,} examples are longer than the window of {context.model_info.max_positions} tokens: "
             "their beginning is not read (truncated)")
-    scores = setting.scorer(setting.model())(task.pieces, setting.progress())
-    report = Report(asked=asked, outcome=task.outcome(scores), model=setting.name, dtype=setting.dtype,
-                    tokenizer=setting.subject.tokenizer.facts, ranks=setting.groups.world.size,
-                    model_parallel_size=setting.groups.tp.size, window=setting.subject.length, stride=task.stride,
-                    truncated=task.truncated, seconds=time.monotonic() - began,
-                    published=published(setting.shape, asked.task, asked.protocol, asked.strict))
-    if setting.rank == 0:
+    scores = context.build_scorer(context.load_model())(task.requests, context.new_progress())
+    report = EvalReport(request=request,
+                        result=task.result(scores),
+                        model=context.name,
+                        dtype=context.dtype,
+                        tokenizer=context.model_info.tokenizer.facts,
+                        ranks=context.groups.world.size,
+                        model_parallel_size=context.groups.tp.size,
+                        window=context.model_info.max_positions,
+                        stride=task.stride,
+                        truncated=task.num_truncated,
+                        seconds=time.monotonic() - start,
+                        published=published_results(context.shape, request.task, request.protocol, request.strict))
+    if context.rank == 0:
         print(report.as_json() if as_json else report.as_text(), flush=True)
     distributed.shutdown()
     return 0

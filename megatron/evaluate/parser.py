@@ -10,38 +10,40 @@ from dataclasses import dataclass, field, replace
 
 from megatron.config.tree import require
 from megatron.inference import former
-from megatron.inference.source import ModelParser, Source, source_of, told
+from megatron.inference.source import ModelArgumentParser, ModelSource, flags_to_compare, model_source_from_args
 
-VALUES = (
+IGNORED_TRAINING_OPTIONS = (
     "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",
     "--recompute-method", "--recompute-num-layers", "--seed", "--num-workers", "--epochs", "--keep-last",
     "--train-iters", "--lr", "--eval-iters", "--eval-interval")
 """Without a meaning here."""
-SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args", "--sequence-parallel")
+IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args",
+                             "--sequence-parallel")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    source: Source
+class EvalModelArgs:
+    source: ModelSource
     batch_size: int
     """Windows at a time."""
     notes: Sequence[str] = ()
     """On flags without effect."""
-    told: Mapping[str, object] = field(default_factory=dict)
+    compared_flags: Mapping[str, object] = field(default_factory=dict)
     """All flags, which are the same on every rank."""
 
 
-def parser_of(module: str, description: str, examples: str) -> ModelParser:
-    parser = ModelParser(module, description, examples)
+def build_model_parser(module: str, description: str, examples: str) -> ModelArgumentParser:
+    parser = ModelArgumentParser(module, description, examples)
     parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
                         help="windows at a time (8)")
-    former.add_flags(parser, SWITCHES, VALUES)
+    former.add_megatron_flags(parser, IGNORED_TRAINING_SWITCHES, IGNORED_TRAINING_OPTIONS)
     return parser
 
 
-def chosen(flags: argparse.Namespace) -> Chosen:
+def model_args_from_flags(flags: argparse.Namespace) -> EvalModelArgs:
     """The model, and how it runs."""
-    notes = former.translate(flags)
+    notes = former.translate_megatron_flags(flags)
     require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
-    shape = former.shape_of(flags) | ({} if flags.seq_length is None else {"seq_length": flags.seq_length})
-    return Chosen(replace(source_of(flags), shape=shape), flags.batch_size, notes, told(flags))
+    shape = former.shape_from_flags(flags) | ({} if flags.seq_length is None else {"seq_length": flags.seq_length})
+    return EvalModelArgs(replace(model_source_from_args(flags), shape=shape), flags.batch_size, notes,
+                         flags_to_compare(flags))

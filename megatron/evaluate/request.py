@@ -33,7 +33,7 @@ PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EvalRequest:
     task: str
     protocol: str
     data: str
@@ -58,15 +58,15 @@ class Asked:
         problems.raise_if_any()
 
     @property
-    def target(self) -> str | None:
+    def scored_target(self) -> str | None:
         """What of an example is scored, where that is a matter of protocol."""
         if self.task != "lambada":
             return None
         return "last word" if self.strict or self.protocol == "lm-eval" else "last token"
 
-    def check_data(self) -> None:
+    def check_data_exists(self) -> None:
         """Refuse data that is not there."""
-        if self.task == "perplexity" and (is_corpus(self.data) or os.path.isdir(self.data)):
+        if self.task == "perplexity" and (is_corpus_prefix(self.data) or os.path.isdir(self.data)):
             return
         path = Path(self.data)
         if not path.is_file():
@@ -74,7 +74,7 @@ class Asked:
             raise ConfigError(f"--data {self.data}: {what}; give the path of a file that exists (docs/evaluate.md says "
                               "where the files of the tasks come from)")
 
-    def stride_in(self, length: int) -> int:
+    def window_stride(self, length: int) -> int:
         """Of a model of so many positions."""
         if self.stride is None:
             return min(STRIDES[self.task, self.protocol] or length, length)
@@ -83,6 +83,6 @@ class Asked:
         return self.stride
 
 
-def is_corpus(name: str) -> bool:
+def is_corpus_prefix(name: str) -> bool:
     """Whether it is the prefix of a corpus."""
     return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")

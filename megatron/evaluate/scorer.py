@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.storage import DataError
 from megatron.errors import NumericsError
-from megatron.evaluate.pieces import Piece, Score, digest
+from megatron.evaluate.pieces import ScoringRequest, TargetScore, requests_digest
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.device import on_accelerator
@@ -31,7 +31,7 @@ from mpu.groups import Group, Groups
 from mpu.vocab_share import VocabShard
 
 
-def found_here(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
+def local_target_stats(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
     """[n, V / tp], ids [n] -> [n, 4] of this rank's columns; `tokens` of all are real."""
     share = VocabShard.of(logits.shape[1], tp, tokens)
     if not share.num_columns:
@@ -44,18 +44,18 @@ def found_here(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tenso
                         real.gather(1, column[:, None])[:, 0].masked_fill(~mine, -torch.inf)], dim=1)
 
 
-def of_all(found: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+def combine_target_stats(stats: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
     """[n, 4] of every rank -> fp64 log-probabilities [n], and whether each target is the likeliest [n]. Of equal
     logits the first one is. Collective."""
-    total, largest, greedy, at_target = all_gather(found[None], tp, 0).unbind(-1)  # each [tp, n]
+    total, largest, greedy, at_target = all_gather(stats[None], tp, 0).unbind(-1)  # each [tp, n]
     first = largest.argmax(0, keepdim=True)
     return (at_target.amax(0) - total.logsumexp(0)).double(), greedy.gather(0, first)[0].bool()
 
 
-CHUNK_BYTES, ON_ACCELERATORS = 64 << 20, 256 << 20
+CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20
 """Of fp32 logits in a chunk, of this rank's columns."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Batches done, and all of this rank's."""
 
 
@@ -66,59 +66,65 @@ class Scorer:
         self._device = model.wpe.weight.device
 
     @property
-    def length(self) -> int:
+    def max_positions(self) -> int:
         """Positions of the model."""
         return self._model.config.max_position_embeddings
 
     @torch.no_grad()
-    def __call__(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> list[Score]:
+    def __call__(self,
+                 requests: Sequence[ScoringRequest],
+                 progress: ProgressCallback = lambda done, total: None) -> list[TargetScore]:
         """Of each piece, on every rank. Collective."""
-        self._check_agreement(pieces)
-        if not pieces:
+        self._assert_same_requests(requests)
+        if not requests:
             return []
         dp = self._groups.dp
-        mine = batches(pieces, self._batch_size)[dp.rank :: dp.size]
-        found = torch.zeros(2, len(pieces), dtype=torch.float64, device=self._device)  # every rank adds zero but one
+        mine = batch_by_length(requests, self._batch_size)[dp.rank :: dp.size]
+        found = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # every rank adds zero but one
         for done, batch in enumerate(mine, 1):
-            found[:, batch] = self._score([pieces[number] for number in batch])
+            found[:, batch] = self._score([requests[number] for number in batch])
             progress(done, len(mine))
         logprobs, greedy = all_reduce(found, dp).tolist()
-        scores = [Score(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
+        scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
         if not all(np.isfinite(logprobs)):
             raise NumericsError("the model gives a token a probability that is not a number or zero: ask for --dtype "
                                 "fp32 or bf16")
         return scores
 
-    def _check_agreement(self, pieces: Sequence[Piece]) -> None:
-        found = all_gather_json(digest(pieces), self._groups.world)
+    def _assert_same_requests(self, requests: Sequence[ScoringRequest]) -> None:
+        found = all_gather_json(requests_digest(requests), self._groups.world)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise DataError(f"rank {rank} has other data than rank 0: give all ranks the same file")
 
-    def _score(self, pieces: Sequence[Piece]) -> Tensor:
+    def _score(self, requests: Sequence[ScoringRequest]) -> Tensor:
         """[2, b]: log-probability, and 1 where each target is the likeliest token."""
-        counts = [len(piece.tokens) - piece.first for piece in pieces]
-        tokens = np.zeros((len(pieces), max(len(piece.tokens) for piece in pieces)), np.int64)
-        for row, piece in zip(tokens, pieces):
-            row[: len(piece.tokens)] = piece.tokens  # what comes after a piece changes nothing before it
+        counts = [len(piece.tokens) - piece.first_target for piece in requests]
+        tokens = np.zeros((len(requests), max(len(piece.tokens) for piece in requests)), np.int64)
+        for row, request in zip(tokens, requests):
+            row[: len(request.tokens)] = request.tokens  # what comes after a piece changes nothing before it
         inputs = torch.from_numpy(tokens).to(self._device)
-        rows = torch.arange(len(pieces)).repeat_interleave(torch.tensor(counts)).to(self._device)  # [n]
-        places = torch.cat([torch.arange(piece.first, len(piece.tokens)) for piece in pieces]).to(self._device)
-        hidden = self._model.hidden_states(inputs[:, :-1])[rows, places - 1]  # [b, s, h] -> [n, h]
-        logprobs, greedy = self._of_targets(hidden, inputs[rows, places])
+        rows = torch.arange(len(requests)).repeat_interleave(torch.tensor(counts)).to(self._device)  # [n]
+        target_positions = torch.cat([torch.arange(piece.first_target, len(piece.tokens))
+                                      for piece in requests]).to(self._device)
+        hidden = self._model.hidden_states(inputs[:, :-1])[rows, target_positions - 1]  # [b, s, h] -> [n, h]
+        logprobs, greedy = self._score_targets(hidden, inputs[rows, target_positions])
         return torch.stack([torch.stack([part.sum() for part in logprobs.split(counts)]),
                             torch.stack([part.all() for part in greedy.split(counts)]).double()])
 
-    def _of_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[n, h], [n] -> fp64 log-probabilities [n], and whether each is the likeliest [n]."""
         tp, tokens = self._model.tp, self._model.config.known_vocab_size
-        size = ON_ACCELERATORS if on_accelerator(hidden) else CHUNK_BYTES
+        size = GPU_LOGITS_BYTES if on_accelerator(hidden) else CPU_LOGITS_BYTES
         rows = max(1, size * tp.size // (4 * tokens))
-        return of_all(torch.cat([found_here(self._model.local_logits(x), target, tp, tokens)
-                                 for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)]), tp)
+        return combine_target_stats(
+            torch.cat([
+                local_target_stats(self._model.local_logits(x), target, tp, tokens)
+                for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)
+            ]), tp)
 
 
-def batches(pieces: Sequence[Piece], size: int) -> list[list[int]]:
+def batch_by_length(requests: Sequence[ScoringRequest], size: int) -> list[list[int]]:
     """Numbers of pieces that run together: of about equal length, the longest first."""
-    order = sorted(range(len(pieces)), key=lambda number: (-len(pieces[number].tokens), number))
+    order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
     return [order[at : at + size] for at in range(0, len(order), size)]

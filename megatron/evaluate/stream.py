@@ -10,59 +10,62 @@ from typing import final
 import numpy as np
 
 from data.storage import DataError
-from megatron.evaluate.task import Outcome, Subject
-from megatron.evaluate.pieces import Ids, Piece, Score, overlapping, rolling, windows_of
+from megatron.evaluate.pieces import (ScoringRequest, TargetScore, TokenIds, overlapping_windows, rolling_windows,
+                                      window_requests)
+from megatron.evaluate.task import EvalModelInfo, EvalResult
 
 
 @dataclass(frozen=True)
-class Text:
+class EvalDocument:
     """A document."""
 
-    ids: Ids
+    ids: TokenIds
     words: int
     bytes: int
 
 
 @final
 @dataclass(frozen=True)
-class Stream:
+class TextTask:
     """A task: pieces of text, and the words and bytes it had before it was made pieces of."""
 
-    pieces: Sequence[Piece]
+    requests: Sequence[ScoringRequest]
     words: int
     bytes: int
     stride: int | None = None
     examples: int | None = None
     words_scored: int | None = None
-    most: float = math.inf
-    truncated: None = None
+    max_loss: float = math.inf
+    num_truncated: None = None
 
-    def outcome(self, scores: Sequence[Score]) -> Outcome:
-        return Outcome(logprob=math.fsum(score.logprob for score in scores),
-                       tokens=sum(len(piece.tokens) - piece.first for piece in self.pieces),
-                       words=self.words, bytes=self.bytes, words_scored=self.words_scored, most=self.most,
-                       examples=self.examples)
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult:
+        return EvalResult(logprob=math.fsum(score.logprob for score in scores),
+                          tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
+                          words=self.words, bytes=self.bytes, words_scored=self.words_scored, max_loss=self.max_loss,
+                          examples=self.examples)
 
 
-def in_a_row(tokens: Ids, subject: Subject, stride: int, where: str) -> list[Piece]:
+def sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, location: str) -> list[ScoringRequest]:
     """One sequence, in windows that may overlap."""
     if len(tokens) < 2:
-        raise DataError(f"{where}: {len(tokens)} token: the first one is not scored; expected two or more")
-    return windows_of(tokens, overlapping(len(tokens), subject.length, stride))
+        raise DataError(f"{location}: {len(tokens)} token: the first one is not scored; expected two or more")
+    return window_requests(tokens, overlapping_windows(len(tokens), model_info.max_positions, stride))
 
 
-def one_by_one(documents: Iterable[Ids], subject: Subject) -> list[Piece]:
+def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
     """lm-eval's: each document for itself, after the end of another."""
-    return [piece for ids in documents
-            for piece in windows_of(with_start(ids, subject), rolling(len(ids) + 1, subject.length))]
+    return [
+        piece for ids in documents for piece in window_requests(prepend_eod(ids, model_info),
+                                                                rolling_windows(len(ids) + 1, model_info.max_positions))
+    ]
 
 
-def with_start(ids: Ids, subject: Subject) -> Ids:
+def prepend_eod(ids: TokenIds, model_info: EvalModelInfo) -> TokenIds:
     """What ends a document, and so comes before the first token of the next, is before these."""
-    return np.concatenate([ending(subject, ids), ids])
+    return np.concatenate([eod_array(model_info, ids), ids])
 
 
-def ending(subject: Subject, ids: Ids) -> Ids:
+def eod_array(model_info: EvalModelInfo, ids: TokenIds) -> TokenIds:
     """What ends a document, in the type of these where it fits."""
-    eod = subject.tokenizer.eod
+    eod = model_info.tokenizer.eod
     return np.array([eod], np.promote_types(ids.dtype, np.min_scalar_type(eod)))

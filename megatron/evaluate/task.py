@@ -17,11 +17,11 @@ import numpy as np
 
 from data.preprocess import TextReadOptions
 from data.tokenizer_base import Tokenizer
-from megatron.evaluate.pieces import Ids, Piece, Score
+from megatron.evaluate.pieces import ScoringRequest, TargetScore, TokenIds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class EvalResult:
     logprob: float
     """Of all targets together."""
     tokens: int
@@ -32,10 +32,10 @@ class Outcome:
     """Of the original text in UTF-8."""
     words_scored: int | None = None
     """What the adjusted perplexity divides by, where that is not `words`."""
-    most: float = math.inf
+    max_loss: float = math.inf
     """Perplexities are of at most this loss."""
     examples: int | None = None
-    rates: Mapping[str, float] = field(default_factory=dict)
+    accuracies: Mapping[str, float] = field(default_factory=dict)
     """Accuracies."""
 
     @property
@@ -58,13 +58,13 @@ class Outcome:
 
     def _exp(self, loss: float) -> float:
         try:
-            return math.exp(min(loss, self.most))
+            return math.exp(min(loss, self.max_loss))
         except OverflowError:
             return math.inf
 
-    def figures(self) -> dict[str, float | int | None]:
+    def metrics(self) -> dict[str, float | int | None]:
         """By name, in the order in which they are printed."""
-        found: dict[str, float | int | None] = {**self.rates}
+        found: dict[str, float | int | None] = {**self.accuracies}
         if self.examples is not None:
             found["examples"] = self.examples
         return found | {"tokens": self.tokens, "original_words": self.words, "original_bytes": self.bytes,
@@ -73,37 +73,37 @@ class Outcome:
                         "bits_per_byte": self.bits_per_byte}
 
 
-class Task(Protocol):
+class EvalTask(Protocol):
     @property
-    def pieces(self) -> Sequence[Piece]: ...
+    def requests(self) -> Sequence[ScoringRequest]: ...
 
     @property
     def stride(self) -> int | None:
         """Between windows that may overlap; None: it has no such windows."""
 
     @property
-    def truncated(self) -> int | None:
+    def num_truncated(self) -> int | None:
         """Examples whose beginning the model does not see; None: text runs on from window to window."""
 
-    def outcome(self, scores: Sequence[Score]) -> Outcome: ...
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult: ...
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalModelInfo:
     """What a task needs to know of the model."""
 
     tokenizer: Tokenizer
-    length: int
+    max_positions: int
     """Positions."""
     split: str | None = None
     """Of the documents it was trained with."""
-    apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    split_data_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parts that had data of their own."""
-    reading: TextReadOptions = TextReadOptions()
+    text_reading: TextReadOptions = TextReadOptions()
     """How files became documents there."""
     cache_path: str | None = None
     """The folder of the corpora that were made of them; None: beside them."""
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         """In the smallest type that holds its tokens: all data is in memory as these."""
         return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from megatron.evaluate import hellaswag, lambada, perplexity, wikitext
-from megatron.evaluate.request import Asked
-from megatron.evaluate.task import Subject, Task
+from megatron.evaluate.request import EvalRequest
+from megatron.evaluate.task import EvalModelInfo, EvalTask
 
 
-def prepare(asked: Asked, subject: Subject) -> Task:
+def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
     """Read and tokenize what is asked for."""
-    made: Task
-    match asked.task:
+    task: EvalTask
+    match request.task:
         case "wikitext":
-            made = wikitext.prepare(asked, subject)
+            task = wikitext.prepare(request, model_info)
         case "lambada":
-            made = lambada.prepare(asked, subject)
+            task = lambada.prepare(request, model_info)
         case "hellaswag":
-            made = hellaswag.prepare(asked, subject)
+            task = hellaswag.prepare(request, model_info)
         case _:
-            made = perplexity.prepare(asked, subject)
-    return made
+            task = perplexity.prepare(request, model_info)
+    return task

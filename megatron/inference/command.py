@@ -22,14 +22,15 @@ from data.storage import check_outputs_are_not_inputs, prefix_data_errors, prefi
 from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import former
-from megatron.inference.prompts import Arriving, Given, Prompts, of_arguments, of_file, of_stream
-from megatron.inference.request import Sampling, Wish
-from megatron.inference.source import ModelParser, source_of, told
-from megatron.inference.terminal import Terminal, is_at_hand
+from megatron.inference.prompts import (PromptSource, StaticPrompts, StreamingPrompts, prompts_from_args,
+                                        prompts_from_file, prompts_from_stream)
+from megatron.inference.request import GenerationConfig, Sampling
+from megatron.inference.source import ModelArgumentParser, flags_to_compare, model_source_from_args
+from megatron.inference.terminal import Terminal, stdin_is_terminal
 
 MODULE = "python -m megatron.generate"
 
-OF_A_MODEL = {".json", ".safetensors", ".bin", ".model", ".txt"}
+MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt"}
 """Suffixes in a folder of Hugging Face's."""
 
 EXAMPLES = """examples:
@@ -41,11 +42,11 @@ Without prompts they are read from standard input, one a line; at a terminal tha
 explains the rest."""
 
 
-def build_parser() -> ModelParser:
-    parser = ModelParser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
+def build_parser() -> ModelArgumentParser:
+    parser = ModelArgumentParser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
-    former.add_flags(parser)
+    former.add_megatron_flags(parser)
     add("--genfile", metavar="FILE", help=argparse.SUPPRESS)
     add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of "
         "objects with `prompt` or `text`; also .gz, .xz, .zst")
@@ -71,58 +72,59 @@ def build_parser() -> ModelParser:
     return parser
 
 
-def check(asked: argparse.Namespace) -> None:
-    given = {"prompts on the command line": asked.prompts, "--file": asked.file, "--interactive": asked.interactive}
-    both = [name for name, value in given.items() if value]
+def check_args(args: argparse.Namespace) -> None:
+    prompt_flags = {"prompts on the command line": args.prompts, "--file": args.file, "--interactive": args.interactive}
+    both = [name for name, value in prompt_flags.items() if value]
     require(len(both) < 2, f"{' and '.join(both)}: give one of them")
     for flag in ("jsonl", "output"):
-        require(not (asked.interactive and getattr(asked, flag)), f"--interactive is for a person, --{flag} for a "
+        require(not (args.interactive and getattr(args, flag)), f"--interactive is for a person, --{flag} for a "
                 "program: give one of them")
     for name in ("max_new_tokens", "num_samples", "batch_size", "seq_length"):
-        value = getattr(asked, name)
+        value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: expected 1 or more")
-    require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
-    require("" not in asked.stop, "--stop is empty: give a text")
-    folder = Path(asked.output or "x").absolute().parent
-    require(folder.is_dir(), f"--output {asked.output}: {folder} is no folder")
-    if asked.output:
+    require(args.file is None or Path(args.file).is_file(), f"--file {args.file}: no such file")
+    require("" not in args.stop, "--stop is empty: give a text")
+    folder = Path(args.output or "x").absolute().parent
+    require(folder.is_dir(), f"--output {args.output}: {folder} is no folder")
+    if args.output:
         with prefix_data_errors("--output"):
-            check_outputs_are_not_inputs(files_read(asked), [asked.output], "choose another --output")
+            check_outputs_are_not_inputs(input_files(args), [args.output], "choose another --output")
 
 
-def files_read(asked: argparse.Namespace) -> list[str]:
+def input_files(args: argparse.Namespace) -> list[str]:
     """Of a model's folder, those that its program reads; another file there is anybody's."""
-    named = (asked.file, asked.vocab_file, asked.merge_file, asked.tokenizer_path)
-    folder = Path(os.path.realpath(asked.output)).parent
+    named = (args.file, args.vocab_file, args.merge_file, args.tokenizer_path)
+    folder = Path(os.path.realpath(args.output)).parent
     tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
-    hub = (path for path in Path(asked.load_hf or os.devnull).glob("*") if path.suffix in OF_A_MODEL)
-    latest = [os.path.join(asked.load, LATEST)] if asked.load else []
+    hub = (path for path in Path(args.load_hf or os.devnull).glob("*") if path.suffix in MODEL_FILE_SUFFIXES)
+    latest = [os.path.join(args.load, LATEST)] if args.load else []
     return [*filter(None, named), *latest, *map(str, tag), *map(str, hub)]
 
 
-def wish_of(asked: argparse.Namespace) -> Wish:
-    sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
-                        repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
-    return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed,
-                tuple(stop.text for stop in of_arguments(asked.stop, "--stop")), asked.past_the_end == "slide",
-                asked.seq_length)
+def generation_config_from_args(args: argparse.Namespace) -> GenerationConfig:
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
+                        repetition_penalty=args.repetition_penalty, greedy=args.greedy)
+    return GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed,
+                            tuple(stop.text for stop in prompts_from_args(args.stop, "--stop")),
+                            args.past_the_end == "slide", args.seq_length)
 
 
-def is_session(asked: argparse.Namespace) -> bool:
-    return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl or asked.output) and is_at_hand())
+def is_interactive(args: argparse.Namespace) -> bool:
+    return bool(args.interactive
+                or not (args.prompts or args.file or args.jsonl or args.output) and stdin_is_terminal())
 
 
-def prompts_of(asked: argparse.Namespace, say: Callable[[str], None]) -> Prompts:
+def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> PromptSource:
     """A pipe may be that of a program which waits for its answers."""
-    if asked.prompts:
-        return Given(of_arguments(asked.prompts))
-    if asked.file is not None:
-        return Given(of_file(asked.file, say))
-    lasts = stat.S_ISFIFO(_mode(sys.stdin))
-    return (Arriving if lasts else Given)(of_stream(sys.stdin, say))
+    if args.prompts:
+        return StaticPrompts(prompts_from_args(args.prompts))
+    if args.file is not None:
+        return StaticPrompts(prompts_from_file(args.file, log))
+    is_pipe = stat.S_ISFIFO(_file_mode(sys.stdin))
+    return (StreamingPrompts if is_pipe else StaticPrompts)(prompts_from_stream(sys.stdin, log))
 
 
-def _mode(stream: TextIO) -> int:
+def _file_mode(stream: TextIO) -> int:
     try:
         return os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):  # no file of the system's
@@ -130,43 +132,45 @@ def _mode(stream: TextIO) -> int:
 
 
 @contextmanager
-def output_of(asked: argparse.Namespace) -> Iterator[IO[str]]:
-    if asked.output:
-        with prefix_storage_errors("--output"), staged_file(asked.output, "w") as file:
+def open_output(args: argparse.Namespace) -> Iterator[IO[str]]:
+    if args.output:
+        with prefix_storage_errors("--output"), staged_file(args.output, "w") as file:
             yield file
     else:
         yield sys.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
-    notes = former.translate_samples(asked)
-    check(asked)
-    model, wish = replace(source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
+    args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    notes = former.translate_generate_samples_flags(args)
+    check_args(args)
+    source, generation_config = replace(model_source_from_args(args),
+                                        shape=former.shape_from_flags(args)), generation_config_from_args(args)
     from megatron.checkpoint.agree import all_succeed_or_raise
     from megatron.inference import loading
-    from megatron.inference.answers import Answers
-    from megatron.inference.session import Session
+    from megatron.inference.answers import PromptBatchRunner
+    from megatron.inference.session import InteractiveSession
     from megatron.launch import distributed
     from mpu.collectives import broadcast_json
 
-    env = distributed.init(must_match=told(asked))
-    first, began = env.rank == 0, time.monotonic()
-    groups = loading.groups_of(model, env.world_size, MODULE)
-    session = bool(broadcast_json(first and is_session(asked), groups.world))
-    terminal = Terminal() if first and session else None
-    say = terminal.say if terminal is not None else distributed.rank_0_printer(env.rank)
+    env = distributed.init(must_match=flags_to_compare(args))
+    first, start = env.rank == 0, time.monotonic()
+    groups = loading.build_groups(source, env.world_size, MODULE)
+    interactive = bool(broadcast_json(first and is_interactive(args), groups.world))
+    terminal = Terminal() if first and interactive else None
+    log = terminal.print_message if terminal is not None else distributed.rank_0_printer(env.rank)
     for note in notes:
-        say(note)
-    prompts = all_succeed_or_raise(lambda: prompts_of(asked, say) if first and not session else Given(()), groups.world)
-    loaded = loading.load(model, groups, distributed.device_for(env, None))
-    say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
-    if session:
-        Session(loaded, groups, wish, terminal).run()
+        log(note)
+    prompts = all_succeed_or_raise(lambda: open_prompts(args, log)
+                                   if first and not interactive else StaticPrompts(()), groups.world)
+    loaded = loading.load_model(source, groups, distributed.device_for(env, None))
+    log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
+    if interactive:
+        InteractiveSession(loaded, groups, generation_config, terminal).run()
     else:
-        answers = Answers(loaded, groups, wish, asked.batch_size)
-        with output_of(asked) if first else nullcontext() as out:
-            answers.write(prompts, out, jsonl=asked.jsonl)
-        say(answers.speed())
+        answers = PromptBatchRunner(loaded, groups, generation_config, args.batch_size)
+        with open_output(args) if first else nullcontext() as out:
+            answers.write_answers(prompts, out, jsonl=args.jsonl)
+        log(answers.describe_speed())
     distributed.shutdown()
     return 0

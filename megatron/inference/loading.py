@@ -32,9 +32,9 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.hf_shape import read_model_fields, read_tokenizer_fields
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
-from megatron.inference.int8 import Int8, Room, activations_on
-from megatron.inference.rounded import rounded_weights
-from megatron.inference.source import TOKENIZER_FLAGS, Source
+from megatron.inference.int8 import HugePageArena, Int8, activation_dtype
+from megatron.inference.rounded import open_moq_weights
+from megatron.inference.source import TOKENIZER_FLAGS, ModelSource
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
@@ -43,16 +43,16 @@ from mpu.groups import Group, Groups
 from mpu.partition import partition_of
 from mpu.split import Partition
 
-BLOCK = 1 << 18
+READ_ELEMENTS = 1 << 18
 """Numbers read at a time."""
 
-SENT = 1 << 24
+BROADCAST_ELEMENTS = 1 << 24
 """Numbers sent at a time."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 
-class Weights(Protocol):
+class WeightReader(Protocol):
     """Of a checkpoint, ours or another program's."""
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
@@ -60,29 +60,29 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class OpenedModel:
     """What a folder holds."""
 
-    weights: Weights
+    weights: WeightReader
     shape: ModelConfig
     data: Mapping[str, Any]
     """The section of its configuration that says the tokenizer."""
     precision: str
     """A key of DTYPES."""
     name: str
-    trained_with: TokenizerFacts | None = None
+    trained_tokenizer: TokenizerFacts | None = None
     """None: it does not say."""
-    has_own_levels: Callable[[str], bool] | None = None
+    has_moq_levels: Callable[[str], bool] | None = None
     """Whether a matrix was quantised in training, to levels that are int8's."""
 
     @property
-    def assumes_tokenizer(self) -> bool:
+    def tokenizer_is_assumed(self) -> bool:
         """Nothing says which it is: GPT-2's is taken."""
         return not any(self.data.get(name) for name in TOKENIZER_FLAGS)
 
-    def has_levels(self, name: str) -> bool:
+    def has_int8_levels(self, name: str) -> bool:
         """It need not be quantised now."""
-        return self.is_int8 or self.has_own_levels is not None and self.has_own_levels(name)
+        return self.is_int8 or self.has_moq_levels is not None and self.has_moq_levels(name)
 
     @property
     def is_int8(self) -> bool:
@@ -91,14 +91,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: GPT2
     tokenizer: Tokenizer
-    described: str
+    description: str
     """In a line."""
 
 
-def groups_of(source: Source, ranks: int, module: str) -> Groups:
+def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
     """All ranks share the layers of one model."""
     size = source.model_parallel_size
     require(ranks == size or size > 1, f"there are {ranks} ranks and one model, whose layers they have to share: add "
@@ -108,32 +108,32 @@ def groups_of(source: Source, ranks: int, module: str) -> Groups:
     return mpu_groups.build(size)
 
 
-def open_source(source: Source, groups: Groups) -> Found:
+def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
     """What it names. Collective."""
     is_hf = source.load_hf is not None
-    found = open_hf(source.load_hf, groups) if source.load_hf else \
-        open_trained(source.load or "", groups, source.step)
-    _check_split(found, groups.tp.size)
+    found = open_hf_folder(source.load_hf, groups) if source.load_hf else \
+        open_run_checkpoint(source.load or "", groups, source.step)
+    _check_tp_size(found, groups.tp.size)
     return replace(found, data=source.tokenizer if is_hf and source.tokenizer else {**found.data, **source.tokenizer})
 
 
-def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
+def load_model(source: ModelSource, groups: Groups, device: torch.device) -> LoadedModel:
     """Model and tokenizer. Collective."""
-    found = open_source(source, groups)
-    check_shape(found, source.shape)
-    tokenizer = all_succeed_or_raise(lambda: tokenizer_of(found, source.tokenizer), groups.world)
+    found = open_model(source, groups)
+    check_model_shape(found, source.shape)
+    tokenizer = all_succeed_or_raise(lambda: build_tokenizer(found, source.tokenizer), groups.world)
     dtype = source.dtype or found.precision
-    model = build(found, groups, DTYPES[dtype], device)
-    return Loaded(model, tokenizer, described(found, dtype, tokenizer))
+    model = build_model(found, groups, DTYPES[dtype], device)
+    return LoadedModel(model, tokenizer, describe(found, dtype, tokenizer))
 
 
-def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
+def describe(opened: OpenedModel, dtype: str, tokenizer: Tokenizer) -> str:
     """In a line."""
-    doubt = " (assumed: nothing beside the weights says which it is)" if found.assumes_tokenizer else ""
-    return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
+    doubt = " (assumed: nothing beside the weights says which it is)" if opened.tokenizer_is_assumed else ""
+    return f"{opened.name}: {opened.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
 
 
-def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
+def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) -> OpenedModel:
     """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
     first. Collective."""
     root, tag = parse_checkpoint_path(folder)
@@ -143,102 +143,104 @@ def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
     found = open_checkpoint(root, tag, world=groups.world, int8=True)
     recorded = all_succeed_or_raise(lambda: read_recorded_model(found), groups.world)
     precision = "int8" if found.has(INT8_KIND) else recorded.precision
-    rounded = None if precision == "int8" else all_succeed_or_raise(lambda: rounded_weights(found, DTYPES[precision]),
-                                                                    groups.world)
-    return Found(rounded or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
-                 recorded.tokenizer, has_own_levels=None if rounded is None else rounded.has_levels)
+    moq = None if precision == "int8" else all_succeed_or_raise(lambda: open_moq_weights(found, DTYPES[precision]),
+                                                                groups.world)
+    return OpenedModel(moq or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
+                       recorded.tokenizer, has_moq_levels=None if moq is None else moq.has_int8_levels)
 
 
-def open_hf(folder: str, groups: Groups) -> Found:
+def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
     """Of a Hugging Face folder. Collective."""
     all_succeed_or_raise(lambda: read_model_fields(folder), groups.world)  # or what is wrong with the folder
     found = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
     assert_same_weights(found, groups.world)
     said = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
-    return Found(found, found.model, said, "fp32", folder)
+    return OpenedModel(found, found.model, said, "fp32", folder)
 
 
-def check_shape(found: Found, said: Mapping[str, float]) -> None:
-    its = {**asdict(found.shape), "intermediate_size": found.shape.ffn_size}
-    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}" for name, value in said.items()
+def check_model_shape(opened: OpenedModel, expected: Mapping[str, float]) -> None:
+    its = {**asdict(opened.shape), "intermediate_size": opened.shape.ffn_size}
+    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}" for name, value in expected.items()
                  if value != its[name]]
-    require(not differing, f"{found.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
+    require(not differing, f"{opened.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
             "or name another --load")
 
 
-def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
+def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
     """Its tokenizer, with files where `flags` say they are."""
-    said = {**found.data, **flags}
-    kind, path = said.get("tokenizer_type") or "GPT2BPETokenizer", said.get("tokenizer_path")
-    if path is None and kind == "SentencePieceTokenizer" and "default" in said.get("train_data", ()):
+    settings = {**opened.data, **flags}
+    kind, path = settings.get("tokenizer_type") or "GPT2BPETokenizer", settings.get("tokenizer_path")
+    if path is None and kind == "SentencePieceTokenizer" and "default" in settings.get("train_data", ()):
         path = str(DEFAULT_FOLDER / "tokenizer.model")
-    _check_remembered(found, data.tokenizer.canonical_kind(kind), flags)
-    made = data.tokenizer.build(kind, vocab_file=said.get("vocab_file"), merge_file=said.get("merge_file"),
+    _check_recorded_files(opened, data.tokenizer.canonical_kind(kind), flags)
+    made = data.tokenizer.build(kind, vocab_file=settings.get("vocab_file"), merge_file=settings.get("merge_file"),
                                 tokenizer_path=path)
     require(
-        made.vocab_size <= found.shape.known_vocab_size,
-        f"{found.name} has {found.shape.known_vocab_size} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
+        made.vocab_size <= opened.shape.known_vocab_size,
+        f"{opened.name} has {opened.shape.known_vocab_size} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
         "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
-    if (known := found.trained_with) is not None:
-        require(known == made.facts, f"{found.name} was trained with {known.description}, and this is "
+    if (known := opened.trained_tokenizer) is not None:
+        require(known == made.facts, f"{opened.name} was trained with {known.description}, and this is "
                 f"{made.facts.description}: give its own, --tokenizer-type with its files (--tokenizer-path or "
                 "--vocab-file)")
     return made
 
 
-def _check_remembered(found: Found, kind: str, flags: Mapping[str, str]) -> None:
+def _check_recorded_files(opened: OpenedModel, kind: str, flags: Mapping[str, str]) -> None:
     """Refuse files that have moved since, all at once."""
     used = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "CharacterLevelTokenizer": ("vocab_file",),
             "SentencePieceTokenizer": ("tokenizer_path",)}.get(kind, ())
     gone = {f"--{name.replace('_', '-')}": path for name in used if name not in flags
-            and (path := found.data.get(name)) is not None and not Path(path).is_file()}
-    require(not gone, f"{found.name} remembers the files of its {kind}, and {' and '.join(map(str, gone.values()))} "
+            and (path := opened.data.get(name)) is not None and not Path(path).is_file()}
+    require(not gone, f"{opened.name} remembers the files of its {kind}, and {' and '.join(map(str, gone.values()))} "
             f"{'are' if len(gone) > 1 else 'is'} not there: say where now, with "
             f"{' '.join(f'{flag} FILE' for flag in gone)}")
 
 
-def _check_split(found: Found, tp: int) -> None:
-    shape = found.shape
+def _check_tp_size(opened: OpenedModel, tp: int) -> None:
+    shape = opened.shape
     widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
     *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
     allowed = f"{', '.join(most)} and {last}" if most else last
-    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {found.name}, which has {widths[0]} "
+    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "
             f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
 
 
 @torch.no_grad()
-def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device,
-          activations: torch.dtype | None = None) -> GPT2:
+def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device: torch.device,
+                activations: torch.dtype | None = None) -> GPT2:
     """This rank's part of the model. Of `torch.int8` are the matrices, and `activations` say the rest's precision; left
     out, the device does. Collective: what one rank cannot read is an error of all."""
-    require(dtype == torch.int8 or not found.is_int8,
-            f"{found.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
-    model = empty(found.shape, groups.tp)
-    parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
-    rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
+    require(dtype == torch.int8 or not opened.is_int8,
+            f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
+    model = empty_model(opened.shape, groups.tp)
+    parts = [_ParameterLoader(opened, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
+    other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    levelled = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if found.has_levels(name)}, groups.world)
-    maxima = _maxima_of_rows([part for part in parts if part.name in matrices - levelled], groups)
+    stored_as_int8 = all_succeed_or_raise(lambda: {name
+                                                   for name in sorted(matrices)
+                                                   if opened.has_int8_levels(name)}, groups.world)
+    maxima = _row_maxima([part for part in parts if part.name in matrices - stored_as_int8], groups)
 
     def fill() -> None:
-        room = Room([part.shape for part in parts if part.name in matrices], device)
+        arena = HugePageArena([part.shape for part in parts if part.name in matrices], device)
         for part in parts:
             if part.name in matrices:
-                levels, scale = room.take(part.shape), torch.empty(part.shape[0], dtype=rest, device=device)
-                read = partial(part.stored, levels, scale) if part.name in levelled else \
-                    partial(part.int8, levels, scale, maxima.get(part.name))
-                _share(read, (levels, scale), groups.dp)
-                put(model, part.name, Int8(levels, scale))
+                levels, scale = arena.allocate(part.shape), torch.empty(part.shape[0], dtype=other_dtype, device=device)
+                read = partial(part.read_stored_int8, levels, scale) if part.name in stored_as_int8 else \
+                    partial(part.read_quantized, levels, scale, maxima.get(part.name))
+                _read_and_broadcast(read, (levels, scale), groups.dp)
+                set_parameter(model, part.name, Int8(levels, scale))
             else:
-                numbers = torch.empty(part.shape, dtype=rest, device=device)
-                _share(partial(part.numbers, numbers), (numbers,), groups.dp)
-                put(model, part.name, numbers)
+                numbers = torch.empty(part.shape, dtype=other_dtype, device=device)
+                _read_and_broadcast(partial(part.read_into, numbers), (numbers,), groups.dp)
+                set_parameter(model, part.name, numbers)
 
     all_succeed_or_raise(fill, groups.world)
     return model.eval().requires_grad_(False)
 
 
-def empty(shape: ModelConfig, tp: Group) -> GPT2:
+def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
     """Without room for its parameters, which `put` gives their values."""
     model = GPT2(shape, tp, deferred=True)
     if shape.memory_centric_tiled_linear:
@@ -246,23 +248,23 @@ def empty(shape: ModelConfig, tp: Group) -> GPT2:
     return model
 
 
-def _share(read: Callable[[], None], made: Sequence[Tensor], dp: Group) -> None:
+def _read_and_broadcast(read: Callable[[], None], tensors: Sequence[Tensor], dp: Group) -> None:
     """`read` fills these tensors on the first of the ranks, and is an error of all where it fails; the others are sent
     them. Collective."""
-    all_succeed_or_raise(read if dp.rank == 0 else _nothing, dp)
-    for part in (part for tensor in made for part in tensor.view(-1).split(SENT)):
+    all_succeed_or_raise(read if dp.rank == 0 else _read_nothing, dp)
+    for part in (part for tensor in tensors for part in tensor.view(-1).split(BROADCAST_ELEMENTS)):
         broadcast_into(part, 0, dp).wait()
 
 
-def _nothing() -> None:
+def _read_nothing() -> None:
     """What is left to do for a rank that is sent what another reads."""
 
 
-def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]:
+def _row_maxima(parts: Sequence[_ParameterLoader], groups: Groups) -> dict[str, Tensor]:
     """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
     then reads these matrices twice, and never the columns of others. Those that read nothing ask for nothing.
     Collective."""
-    cut = [part for part in parts if part.has_cut_rows and groups.dp.rank == 0]
+    cut = [part for part in parts if part.has_sharded_rows and groups.dp.rank == 0]
     own = all_succeed_or_raise(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
     if not cut:
         return {}
@@ -272,15 +274,15 @@ def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]
 
 
 @final
-class _Part:
+class _ParameterLoader:
     """This rank's part of a parameter, not yet read."""
 
-    def __init__(self, found: Found, name: str, parameter: Tensor, tp: Group) -> None:
-        self._found, self.name, self._tp = found, name, tp
+    def __init__(self, opened: OpenedModel, name: str, parameter: Tensor, tp: Group) -> None:
+        self._found, self.name, self._tp = opened, name, tp
         self.shape, self._partition = tuple(parameter.shape), partition_of(parameter)
 
     @property
-    def has_cut_rows(self) -> bool:
+    def has_sharded_rows(self) -> bool:
         return self._partition is not None and self._partition.dim == 1 and not self._tp.is_solo
 
     def reader(self, kind: str) -> ReadRange:
@@ -290,22 +292,22 @@ class _Part:
         self._found.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
                                  tp_size=self._tp.size, offset=start, out=out)
 
-    def numbers(self, out: Tensor) -> None:
+    def read_into(self, out: Tensor) -> None:
         flat = out.view(-1)
-        block, read = torch.empty(min(BLOCK, len(flat))), self.reader("weight")
-        for start in range(0, len(flat), BLOCK):
-            part = block[: min(BLOCK, len(flat) - start)]
+        block, read = torch.empty(min(READ_ELEMENTS, len(flat))), self.reader("weight")
+        for start in range(0, len(flat), READ_ELEMENTS):
+            part = block[: min(READ_ELEMENTS, len(flat) - start)]
             read(start, part)
             place = flat[start : start + len(part)].copy_(part)
             if not bool(place.isfinite().all()):
                 raise CheckpointError(f"{self._found.name}: {self.name} is not finite in "
                                       f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
 
-    def int8(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
+    def read_quantized(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
         where = f"{self._found.name}: {self.name}"
         scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
 
-    def stored(self, levels: Tensor, scale: Tensor) -> None:
+    def read_stored_int8(self, levels: Tensor, scale: Tensor) -> None:
         """As it is int8 already."""
         self.reader(INT8_KIND)(0, levels.view(-1))
         stored = torch.empty(len(levels))
@@ -314,7 +316,7 @@ class _Part:
         scale.copy_(stored)
 
 
-def put(model: nn.Module, name: str, value: Tensor) -> None:
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     """In place of a parameter without room."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)

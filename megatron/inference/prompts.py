@@ -16,124 +16,124 @@ from data.compressed import open_decompressed, read_errors_for, strip_compressio
 from data.storage import DataError
 from megatron.config.tree import require
 
-SILENCE = 0.05
+IDLE_SECONDS = 0.05
 """Seconds without a line after which what has come is begun with."""
 
 
 class Prompt(NamedTuple):
     text: str
-    where: str
+    location: str
     """Its place, for what is said of it."""
 
 
-class Prompts(Protocol):
-    lasts: bool
+class PromptSource(Protocol):
+    is_stream: bool
     """More may come at any time, or none for hours."""
 
     @property
-    def ahead(self) -> Sequence[Prompt]:
+    def known_prompts(self) -> Sequence[Prompt]:
         """Those that are known already, to be looked at before the first is answered."""
 
-    def take(self, most: int, wait: bool) -> list[Prompt] | None:
+    def take(self, limit: int, wait: bool) -> list[Prompt] | None:
         """Up to `most` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
 
 
 @final
-class Given:
+class StaticPrompts:
     """All are at hand."""
 
-    lasts = False
+    is_stream = False
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self.ahead: Sequence[Prompt] = list(prompts)
-        self._taken = 0
+        self.known_prompts: Sequence[Prompt] = list(prompts)
+        self._num_taken = 0
 
-    def take(self, most: int, wait: bool) -> list[Prompt] | None:
-        found = list(self.ahead[self._taken : self._taken + most])
-        self._taken += len(found)
+    def take(self, limit: int, wait: bool) -> list[Prompt] | None:
+        found = list(self.known_prompts[self._num_taken : self._num_taken + limit])
+        self._num_taken += len(found)
         return found or None
 
 
 @final
-class Arriving:
+class StreamingPrompts:
     """Lines that another program writes, and may wait for an answer to each. They are read beside the texts."""
 
-    lasts = True
-    ahead: Sequence[Prompt] = ()
+    is_stream = True
+    known_prompts: Sequence[Prompt] = ()
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self._arrived: queue.Queue[Prompt | BaseException | None] = queue.Queue()
+        self._queue: queue.Queue[Prompt | BaseException | None] = queue.Queue()
         threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
-        self._over = False
+        self._is_exhausted = False
 
     def _read(self, prompts: Iterable[Prompt]) -> None:
         end: BaseException | None = None
         try:
             for prompt in prompts:
-                self._arrived.put(prompt)
+                self._queue.put(prompt)
         except BaseException as error:  # raised where prompts are taken
             end = error
-        self._arrived.put(end)
+        self._queue.put(end)
 
-    def take(self, most: int, wait: bool) -> list[Prompt] | None:
+    def take(self, limit: int, wait: bool) -> list[Prompt] | None:
         found: list[Prompt] = []
-        while len(found) < most and not self._over:
+        while len(found) < limit and not self._is_exhausted:
             try:
-                one = self._arrived.get(wait, None if not found else SILENCE)
+                one = self._queue.get(wait, None if not found else IDLE_SECONDS)
             except queue.Empty:
                 break
             if isinstance(one, BaseException):
                 raise one
             if one is None:
-                self._over = True
+                self._is_exhausted = True
             else:
                 found.append(one)
-        return None if self._over and not found else found
+        return None if self._is_exhausted and not found else found
 
 
 BOM = "\ufeff"
 
 
-def of_arguments(texts: Iterable[str], what: str = "prompt") -> list[Prompt]:
+def prompts_from_args(texts: Iterable[str], what: str = "prompt") -> list[Prompt]:
     """Python decodes arguments by the locale; here they are UTF-8, as lines of files and of standard input are."""
     places = (f"{what} {number} of the command line" for number in itertools.count(1))
-    return [Prompt(_utf8(os.fsencode(text), where), where) for text, where in zip(texts, places)]
+    return [Prompt(_decode_utf8(os.fsencode(text), where), where) for text, where in zip(texts, places)]
 
 
-def of_file(path: str, say: Callable[[str], None]) -> Iterator[Prompt]:
+def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]:
     """Compressed or not, as its name says; of a .jsonl file the texts of its objects."""
     is_json = strip_compression_suffix(path).endswith(".jsonl")
     is_empty = True
     with read_errors_for(path), open_decompressed(path) as file:
-        for text, where in _without_blanks(_decoded(file, path), path, say):
+        for text, where in _skip_blank_lines(_decode_lines(file, path), path, log):
             is_empty = False
-            yield Prompt(_text_in(text, where) if is_json else text, where)
+            yield Prompt(_text_from_json(text, where) if is_json else text, where)
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected prompts, one a line")
 
 
-def of_stream(stream: TextIO, say: Callable[[str], None]) -> Iterator[Prompt]:
+def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[Prompt]:
     """Of standard input."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")  # else the line is not known where bytes are no text
     raw = (line.encode("utf-8", "surrogateescape") for line in stream)
-    return _without_blanks(_decoded(raw, "standard input"), "standard input", say)
+    return _skip_blank_lines(_decode_lines(raw, "standard input"), "standard input", log)
 
 
-def _decoded(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
+def _decode_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
     for number, raw in enumerate(lines, 1):
         where = f"{name}, line {number}"
-        yield Prompt(_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
+        yield Prompt(_decode_utf8(raw, where).removeprefix(BOM if number == 1 else ""), where)
 
 
-def _utf8(raw: bytes, where: str) -> str:
+def _decode_utf8(raw: bytes, location: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text ({error})") from error
+        raise DataError(f"{location}: not UTF-8 text ({error})") from error
 
 
-def _without_blanks(lines: Iterable[Prompt], name: str, say: Callable[[str], None]) -> Iterator[Prompt]:
+def _skip_blank_lines(lines: Iterable[Prompt], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
     """A blank line is no prompt; at the end one line says how many there were."""
     blanks = 0
     for line, where in lines:
@@ -142,14 +142,14 @@ def _without_blanks(lines: Iterable[Prompt], name: str, say: Callable[[str], Non
         else:
             blanks += 1
     if blanks:
-        say(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
+        log(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
 
 
-def _text_in(line: str, where: str) -> str:
+def _text_from_json(line: str, location: str) -> str:
     try:
         found = json.loads(line)
         prompt = found["prompt"] if "prompt" in found else found["text"]
     except (ValueError, TypeError, KeyError, RecursionError):
         prompt = None
-    require(isinstance(prompt, str), f"{where}: expected an object with a text as `prompt` or `text`")
-    return _utf8(prompt.encode("utf-8", "surrogatepass"), where)  # half a surrogate pair is no text
+    require(isinstance(prompt, str), f"{location}: expected an object with a text as `prompt` or `text`")
+    return _decode_utf8(prompt.encode("utf-8", "surrogatepass"), location)  # half a surrogate pair is no text

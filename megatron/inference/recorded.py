@@ -16,60 +16,60 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-Run = Callable[[], Tensor]
-Step = Callable[[Tensor, Tensor, int], Tensor]
+ReplayFn = Callable[[], Tensor]
+DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
 """[b] tokens, [b] places, positions to attend to -> [b, V]"""
 
-Record = Callable[[Run], Run]
+CaptureFn = Callable[[ReplayFn], ReplayFn]
 """What runs, on the same tensors each time -> what does it again."""
 
-FEWEST_POSITIONS = 128
+MIN_GRAPH_POSITIONS = 128
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _CapturedGraph:
     inputs: Tensor
     """[2, b]: tokens and their places."""
-    run: Run
+    replay: ReplayFn
 
 
 @final
-class Recorded:
-    def __init__(self, rows: int, length: int, device: torch.device, record: Record | None = None) -> None:
+class CudaGraphRunner:
+    def __init__(self, rows: int, length: int, device: torch.device, capture: CaptureFn | None = None) -> None:
         self._rows, self._length, self._device = rows, length, device
-        self._record = record or (Graphs() if device.type == "cuda" else None)
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._capture = capture or (CudaGraphCapture() if device.type == "cuda" else None)
+        self._graphs: dict[tuple[int, int], _CapturedGraph] = {}
 
-    def __call__(self, step: Step, tokens: Sequence[int], places: Sequence[int]) -> Tensor:
+    def __call__(self, step: DecodeFnOfSize, tokens: Sequence[int], position_ids: Sequence[int]) -> Tensor:
         """The same as the step, which is the same each time; the result is good until the next one."""
-        rows = min(self._rows, power_of_two(len(tokens)))
-        positions = min(self._length, max(FEWEST_POSITIONS, power_of_two(max(places) + 1)))
+        rows = min(self._rows, next_power_of_two(len(tokens)))
+        positions = min(self._length, max(MIN_GRAPH_POSITIONS, next_power_of_two(max(position_ids) + 1)))
         inputs = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        inputs[:, : len(tokens)] = torch.tensor([tokens, places])
-        if self._record is None:
+        inputs[:, : len(tokens)] = torch.tensor([tokens, position_ids])
+        if self._capture is None:
             return step(inputs[0], inputs[1], positions)[: len(tokens)]
-        found = self._recordings.get((rows, positions))
+        found = self._graphs.get((rows, positions))
         if found is None:  # recording may run the step: with these inputs running it twice changes nothing
             example = inputs.to(self._device, copy=True)
-            found = _Recording(example, self._record(lambda: step(example[0], example[1], positions)))
-            self._recordings[rows, positions] = found
+            found = _CapturedGraph(example, self._capture(lambda: step(example[0], example[1], positions)))
+            self._graphs[rows, positions] = found
         found.inputs.copy_(inputs, non_blocking=True)
-        return found.run()[: len(tokens)]
+        return found.replay()[: len(tokens)]
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """The next, or itself."""
     return 1 << (number - 1).bit_length()
 
 
 @final
-class Graphs:
+class CudaGraphCapture:
     """CUDA graphs that share their memory: one runs at a time, and what it made is used before the next."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: ReplayFn) -> ReplayFn:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries set themselves up outside a recording
@@ -80,7 +80,7 @@ class Graphs:
             made = run()
         self._pool = graph.pool()
 
-        def again() -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return made
-        return again
+        return replay

@@ -18,31 +18,32 @@ from torch import Tensor
 from megatron.inference.request import Sampling
 
 
-def draw(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
+def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
     """[b, V] logits of texts with these settings, a 64-bit key for each -> [b] tokens. Nothing waits for the device."""
     if settings.greedy:
-        return penalised(logits, settings, seen).argmax(-1)
-    found, tokens = choices(logits, settings, seen)
-    return tokens.gather(-1, (found.log() + noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
+        return apply_repetition_penalty(logits, settings, seen).argmax(-1)
+    found, tokens = candidate_probabilities(logits, settings, seen)
+    return tokens.gather(-1, (found.log() + gumbel_noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
 
 
-def noise(keys: Tensor, tokens: Tensor) -> Tensor:
+def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Gumbel's, of each token under a key: the largest sum of it and a logarithm is drawn as its probability says."""
     x = tokens * -7046029254386353131 + keys  # splitmix64: multiplications wrap, shifts fill with zeros
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685
-    x = _shifted(x ^ _shifted(x, 31), 11)
+    x = (x ^ _logical_right_shift(x, 30)) * -4658895280553007687
+    x = (x ^ _logical_right_shift(x, 27)) * -7723592293110705685
+    x = _logical_right_shift(x ^ _logical_right_shift(x, 31), 11)
     return -(-((x.double() + 0.5) * 2.0 ** -53).log()).log()
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _logical_right_shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def choices(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
+def candidate_probabilities(logits: Tensor, settings: Sampling,
+                            seen: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
     """[b, V] -> probabilities in fp64, and the tokens they are for. What a limit leaves out is not among them, or has
     probability 0."""
-    scores = penalised(logits, settings, seen).double() / settings.temperature
+    scores = apply_repetition_penalty(logits, settings, seen).double() / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
         scores, tokens = scores.topk(settings.top_k)
     elif settings.top_p < 1:
@@ -58,12 +59,13 @@ def choices(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]])
     return found / found.sum(-1, keepdim=True), tokens
 
 
-def penalised(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> Tensor:
     if settings.repetition_penalty == 1:
         return logits
     scores = logits.double()
     for row, tokens in zip(scores, seen, strict=True):
-        places = torch.tensor(sorted(set(tokens)), dtype=torch.int64, device=scores.device)
-        found = row[places]
-        row[places] = torch.where(found > 0, found / settings.repetition_penalty, found * settings.repetition_penalty)
+        token_ids = torch.tensor(sorted(set(tokens)), dtype=torch.int64, device=scores.device)
+        found = row[token_ids]
+        row[token_ids] = torch.where(found > 0, found / settings.repetition_penalty,
+                                     found * settings.repetition_penalty)
     return scores

@@ -19,12 +19,12 @@ TOKENIZER_FLAGS = {
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
 """With what stands for the value, and its meaning."""
 
-PLACES = {*TOKENIZER_FLAGS} - {"tokenizer_type"}
+PATH_FLAGS = {*TOKENIZER_FLAGS} - {"tokenizer_type"}
 """Flags of files, which may lie elsewhere on each node."""
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     load: str | None
     load_hf: str | None
     step: int | None = None
@@ -39,7 +39,7 @@ class Source:
 
 
 @final
-class ModelParser(CommandArgumentParser):
+class ModelArgumentParser(CommandArgumentParser):
     """The command line of a program that uses a trained model."""
 
     def __init__(self, module: str, description: str, examples: str) -> None:
@@ -58,17 +58,17 @@ class ModelParser(CommandArgumentParser):
             group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
-def told(asked: argparse.Namespace) -> dict[str, object]:
+def flags_to_compare(args: argparse.Namespace) -> dict[str, object]:
     """Flag -> value, of all that every rank has to be told alike; of a place whether it is given."""
-    return {f"--{name.replace('_', '-')}": location_presence(value) if name in PLACES else value
-            for name, value in vars(asked).items()}
+    return {f"--{name.replace('_', '-')}": location_presence(value) if name in PATH_FLAGS else value
+            for name, value in vars(args).items()}
 
 
-def source_of(asked: argparse.Namespace) -> Source:
-    load, step = asked.load, asked.ckpt_step
-    require((load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
+def model_source_from_args(args: argparse.Namespace) -> ModelSource:
+    load, step = args.load, args.ckpt_step
+    require((load is None) != (args.load_hf is None), "give one of --load and --load-hf: the model to use")
     require(step is None or load is not None, "--ckpt-step goes with --load")
-    require(asked.model_parallel_size >= 1, f"--model-parallel-size is {asked.model_parallel_size}: expected 1 or more")
-    said = {name: getattr(asked, name) for name in TOKENIZER_FLAGS}
-    return Source(load, asked.load_hf, step, asked.dtype, asked.model_parallel_size,
-                  {name: value for name, value in said.items() if value is not None})
+    require(args.model_parallel_size >= 1, f"--model-parallel-size is {args.model_parallel_size}: expected 1 or more")
+    tokenizer_flags = {name: getattr(args, name) for name in TOKENIZER_FLAGS}
+    return ModelSource(load, args.load_hf, step, args.dtype, args.model_parallel_size,
+                       {name: value for name, value in tokenizer_flags.items() if value is not None})

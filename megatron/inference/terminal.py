@@ -15,12 +15,12 @@ from typing import final
 from data.storage import escape_to_one_line
 from megatron.launch.signals import own_interrupts
 
-PROMPT = "> "
-HOW_TO_LEAVE = "Ctrl-D or `stop` leaves"
-LINES_KEPT = 1000
+PROMPT_MARK = "> "
+EXIT_HINT = "Ctrl-D or `stop` leaves"
+HISTORY_LINES = 1000
 
 
-def is_at_hand() -> bool:
+def stdin_is_terminal() -> bool:
     """Somebody types here."""
     return sys.stdin.isatty()
 
@@ -31,83 +31,83 @@ class Terminal:
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._asking = False
-        self._edits = sys.stdin.isatty() and sys.stdout.isatty()
-        self._words = sys.stdout if self._edits else sys.stderr  # where the prompt is, so that they keep their order
-        self._remember: Callable[[], None] = _history() if self._edits else _nothing
+        self._is_reading_line = False
+        self._has_line_editing = sys.stdin.isatty() and sys.stdout.isatty()
+        self._message_stream = sys.stdout if self._has_line_editing else sys.stderr  # where the prompt is, so that they keep their order
+        self._save_line: Callable[[], None] = _load_history() if self._has_line_editing else _save_nothing
 
     def __enter__(self) -> Terminal:
-        self._former = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
         own_interrupts()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._former)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
-    def ask(self) -> str | None:
+    def read_prompt(self) -> str | None:
         """The next prompt, as it is typed; None: no more."""
         while True:
-            self._asking = True
+            self._is_reading_line = True
             try:
-                line = self._line()
+                line = self._read_line()
             except KeyboardInterrupt:
-                self.say(f"\n{HOW_TO_LEAVE}")
+                self.print_message(f"\n{EXIT_HINT}")
                 continue
             except EOFError:
-                self.say("")
+                self.print_message("")
                 return None
             finally:
-                self._asking = self.interrupted = False
+                self._is_reading_line = self.interrupted = False
             if line.strip() == "stop":
                 return None
             if line:
-                self._remember()
+                self._save_line()
                 return line
 
-    def show(self, text: str) -> None:
+    def write_answer(self, text: str) -> None:
         """A part of an answer."""
-        sys.stdout.write(escape_to_one_line(text, allowed="\n") if self._edits else text)
+        sys.stdout.write(escape_to_one_line(text, allowed="\n") if self._has_line_editing else text)
         sys.stdout.flush()
 
-    def say(self, line: str) -> None:
-        print(line, file=self._words, flush=True)
+    def print_message(self, line: str) -> None:
+        print(line, file=self._message_stream, flush=True)
 
-    def _line(self) -> str:
-        if self._edits:
-            return input(PROMPT)
-        self._words.write(PROMPT)
-        self._words.flush()
+    def _read_line(self) -> str:
+        if self._has_line_editing:
+            return input(PROMPT_MARK)
+        self._message_stream.write(PROMPT_MARK)
+        self._message_stream.flush()
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.rstrip("\n")
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._asking:
+        if self._is_reading_line:
             raise KeyboardInterrupt
         self.interrupted = True
 
 
-def _history() -> Callable[[], None]:
+def _load_history() -> Callable[[], None]:
     """Lines of former sessions are there, and the returned function keeps the last one for later. Where a file cannot
     be, only this session's are."""
     try:
         import readline
     except ImportError:  # a Python without it
-        return _nothing
+        return _save_nothing
     file = _state_folder() / "generate_history"
     with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.touch(mode=0o600)
         readline.read_history_file(file)
-    readline.set_history_length(LINES_KEPT)
+    readline.set_history_length(HISTORY_LINES)
 
-    def remember() -> None:
+    def save_line() -> None:
         with suppress(OSError):
             readline.append_history_file(min(1, readline.get_current_history_length()), file)
 
-    return remember
+    return save_line
 
 
 def _state_folder() -> Path:
@@ -116,5 +116,5 @@ def _state_folder() -> Path:
     return root / "megatron-gpt2-trainer"
 
 
-def _nothing() -> None:
+def _save_nothing() -> None:
     """Nobody looks back."""

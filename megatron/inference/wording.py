@@ -7,14 +7,14 @@ from typing import final
 from weakref import WeakKeyDictionary
 
 from data.tokenizer_base import REPLACEMENT_CHARACTER, Tokenizer
-from megatron.inference.generation import Text
+from megatron.inference.generation import GeneratedSequence
 
-Decode = Callable[[Iterable[int]], str]
+DecodeFn = Callable[[Iterable[int]], str]
 
 
-WINDOW = 16
+DECODE_WINDOW = 16
 """Tokens that are decoded once more with those that follow them."""
-UNSURE = 4
+UNSTABLE_CHARACTERS = 4
 """Characters at the beginning of a window that may look otherwise in the whole text: it may begin within a character of
 up to 4 bytes, and SentencePiece leaves out a space at the beginning of a text."""
 
@@ -24,59 +24,59 @@ class Detokenizer:
     """The text of a growing list of tokens. Each is decoded with its neighbours alone, so the work is linear: a token
     changes no more than the character before it, and UTF-8 can be read from any character on."""
 
-    def __init__(self, decode: Decode, ids: Iterable[int] = ()) -> None:
+    def __init__(self, decode: DecodeFn, ids: Iterable[int] = ()) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._fixed = 0  # characters of the text that stay
-        self._skipped = 0  # characters of the window's text that are among those
+        self._stable_characters = 0  # characters of the text that stay
+        self._overlap_characters = 0  # characters of the window's text that are among those
         self.text = ""
-        self.starts: list[int] = []
+        self.offsets: list[int] = []
         """Of each token: the length of the text of those before it, where U+FFFD stands for a character's part."""
         self.extend(ids)
 
     def extend(self, ids: Iterable[int]) -> None:
         for token in ids:
-            self.starts.append(len(self.text))
-            if len(self._window) == 2 * WINDOW:
-                self._window = self._window[-WINDOW:]
+            self.offsets.append(len(self.text))
+            if len(self._window) == 2 * DECODE_WINDOW:
+                self._window = self._window[-DECODE_WINDOW:]
                 length = len(self._decode(self._window))
-                self._skipped = min(UNSURE, length)
-                self._fixed = len(self.text) - length + self._skipped
+                self._overlap_characters = min(UNSTABLE_CHARACTERS, length)
+                self._stable_characters = len(self.text) - length + self._overlap_characters
             self._window.append(token)
-            self.text = self.text[: self._fixed] + self._decode(self._window)[self._skipped:]
+            self.text = self.text[: self._stable_characters] + self._decode(self._window)[self._overlap_characters:]
 
 
 @final
-class Wording:
+class SequenceDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._read: WeakKeyDictionary[Text, Detokenizer] = WeakKeyDictionary()
+        self._detokenizers: WeakKeyDictionary[GeneratedSequence, Detokenizer] = WeakKeyDictionary()
 
-    def _all_of(self, text: Text) -> Detokenizer:
-        found = self._read.setdefault(text, Detokenizer(self._tokenizer.decode))
-        found.extend(text.tokens[len(found.starts):])
+    def _detokenizer_of(self, sequence: GeneratedSequence) -> Detokenizer:
+        found = self._detokenizers.setdefault(sequence, Detokenizer(self._tokenizer.decode))
+        found.extend(sequence.tokens[len(found.offsets):])
         return found
 
-    def is_over(self, text: Text) -> bool:
+    def has_stop_string(self, sequence: GeneratedSequence) -> bool:
         """With one of the texts that it is to end before."""
-        stops = text.request.stops
-        return bool(stops) and any(stop in self._all_of(text).text for stop in stops)
+        stops = sequence.request.stops
+        return bool(stops) and any(stop in self._detokenizer_of(sequence).text for stop in stops)
 
-    def of(self, text: Text) -> str:
+    def decode(self, sequence: GeneratedSequence) -> str:
         """Without what stopped it, and what came with that in one token."""
-        found = self._all_of(text).text
-        ends = [place for stop in text.request.stops if (place := found.find(stop)) >= 0]
+        found = self._detokenizer_of(sequence).text
+        ends = [place for stop in sequence.request.stops if (place := found.find(stop)) >= 0]
         return found[: min(ends)] if ends else found
 
-    def starts_of(self, text: Text) -> Sequence[int]:
+    def token_offsets(self, sequence: GeneratedSequence) -> Sequence[int]:
         """Where each of its tokens begins."""
-        return self._all_of(text).starts
+        return self._detokenizer_of(sequence).offsets
 
-    def settled(self, text: Text) -> str:
+    def stable_text(self, sequence: GeneratedSequence) -> str:
         """What will stay, whatever comes: while a text runs, its last bytes may be the beginning of a character, and
         its last characters of what stops it."""
-        found = self.of(text)
-        if text.ended is not None:
+        found = self.decode(sequence)
+        if sequence.finish_reason is not None:
             return found
-        held = max(map(len, text.request.stops), default=1) - 1
+        held = max(map(len, sequence.request.stops), default=1) - 1
         return found[: max(0, len(found) - held)].rstrip(REPLACEMENT_CHARACTER)

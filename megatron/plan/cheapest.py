@@ -13,29 +13,30 @@ from functools import partial
 from itertools import product
 
 from megatron.config.tree import RecomputeConfig
-from megatron.plan.footprint import ON_DEVICE, Homes, Run
-from megatron.plan.memory import peak
-from megatron.plan.ways import allowed, other_way, why_not, with_stage
+from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
+from megatron.plan.memory import peak_memory
+from megatron.plan.ways import if_legal, why_illegal, with_changes, with_stage
 
-HOMES = (ON_DEVICE, Homes("cpu"), Homes("cpu", "cpu"), Homes("nvme"), Homes("nvme", "nvme"))
+PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
+              StatePlacement("nvme", "nvme"))
 """Those worth a row of their own."""
-AT_STAGE_3 = HOMES[2:]
+STAGE_3_PLACEMENTS = PLACEMENTS[2:]
 """NVMe is for models that need every part split; below stage 3 only who asks for it gets a row."""
 
 STAGE_COST = {0: 0, 1: 1, 2: 2, 3: 10}
-RECOMPUTE_COST, PARTITION_COST, WAIT_ON_HOST_COST = 33, 5, 10
-HOME_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params", "cpu"): 60, ("params", "nvme"): 200}
+RECOMPUTE_COST, PARTITION_COST, CPU_CHECKPOINTING_COST = 33, 5, 10
+OFFLOAD_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params", "cpu"): 60, ("params", "nvme"): 200}
 """Percent of a step, beside what it takes without."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """One way to run it."""
 
-    run: Run
-    needs: int
+    run: PlannedRun
+    device_bytes: int
     """Bytes of the device at the fullest moment."""
-    cost: int
+    slowdown_percent: int
 
     @property
     def flags(self) -> str:
@@ -47,43 +48,47 @@ class Choice:
                 words.append(f"--checkpoint-num-layers {recompute.checkpoint_num_layers}")
             words += ["--partition-activations"] * recompute.partition_activations
             words += ["--cpu-checkpointing"] * recompute.cpu_checkpointing
-        return " ".join([*words, self.run.homes.flags(self.run.config.offload)]).rstrip()
+        return " ".join([*words, self.run.placement.flags(self.run.config.offload)]).rstrip()
 
 
-def rows(asked: Run) -> list[Run]:
+def plan_rows(requested: PlannedRun) -> list[PlannedRun]:
     """The run at every stage, with its state in the homes that are of use there, and as it was asked for."""
-    found = [run for stage, homes in _places(asked) for run in allowed(partial(with_stage, asked, stage, homes))]
-    return found if asked in found else sorted([*found, asked], key=lambda run: run.config.zero.zero_stage)
+    found = [
+        run for stage, homes in _stage_placements(requested)
+        for run in if_legal(partial(with_stage, requested, stage, homes))
+    ]
+    return found if requested in found else sorted([*found, requested], key=lambda run: run.config.zero.zero_stage)
 
 
-def left_out(asked: Run) -> list[tuple[int, Homes, str]]:
+def forbidden_rows(requested: PlannedRun) -> list[tuple[int, StatePlacement, str]]:
     """(stage, homes, why) of the rows that the configuration forbids."""
-    return [(stage, homes, why) for stage, homes in _places(asked) if (why := why_not(asked, stage, homes))]
+    return [(stage, homes, why) for stage, homes in _stage_placements(requested)
+            if (why := why_illegal(requested, stage, homes))]
 
 
-def _places(asked: Run) -> Iterator[tuple[int, Homes]]:
-    for stage, homes in product(range(4), HOMES):
-        if stage >= homes.least_stage and (stage == 3 or homes not in AT_STAGE_3) and \
-                (homes == ON_DEVICE or asked.device == "cuda"):
+def _stage_placements(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement]]:
+    for stage, homes in product(range(4), PLACEMENTS):
+        if stage >= homes.min_stage and (stage == 3 or homes not in STAGE_3_PLACEMENTS) and \
+                (homes == ALL_ON_DEVICE or requested.device == "cuda"):
             yield stage, homes
 
 
-def choices(asked: Run) -> list[Choice]:
+def all_choices(requested: PlannedRun) -> list[PlanChoice]:
     """Every combination, the cheapest first; among equals the smallest."""
     found = []
-    for run in rows(asked):
-        for recompute in _recomputations(run):
-            found += [Choice(changed, peak(changed).total, _cost(changed))
-                      for changed in allowed(partial(other_way, run, recompute=recompute))]
-    return sorted(found, key=lambda choice: (choice.cost, choice.needs))
+    for run in plan_rows(requested):
+        for recompute in _recompute_configs(run):
+            found += [PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed))
+                      for changed in if_legal(partial(with_changes, run, recompute=recompute))]
+    return sorted(found, key=lambda choice: (choice.slowdown_percent, choice.device_bytes))
 
 
-def cheapest(found: list[Choice], capacity: float) -> Choice | None:
+def cheapest_fit(choices: list[PlanChoice], capacity: float) -> PlanChoice | None:
     """The first that fits."""
-    return next((choice for choice in found if choice.needs <= capacity), None)
+    return next((choice for choice in choices if choice.device_bytes <= capacity), None)
 
 
-def _recomputations(run: Run) -> Iterator[RecomputeConfig]:
+def _recompute_configs(run: PlannedRun) -> Iterator[RecomputeConfig]:
     """None, chunks kept as they are, and where it makes a difference: split, on the host, or both."""
     for on, split, on_host in ((False, False, False), (True, False, False), (True, True, False), (True, False, True),
                                (True, True, True)):
@@ -92,10 +97,11 @@ def _recomputations(run: Run) -> Iterator[RecomputeConfig]:
                                   checkpoint_num_layers=run.config.recompute.checkpoint_num_layers)
 
 
-def _cost(run: Run) -> int:
+def _slowdown_percent(run: PlannedRun) -> int:
     recompute = run.config.recompute
     total = STAGE_COST[run.config.zero.zero_stage]
     if recompute.checkpoint_activations:
         total += (RECOMPUTE_COST + PARTITION_COST * recompute.partition_activations
-                  + WAIT_ON_HOST_COST * recompute.cpu_checkpointing)
-    return total + HOME_COST.get(("optimizer", run.homes.optimizer), 0) + HOME_COST.get(("params", run.homes.params), 0)
+                  + CPU_CHECKPOINTING_COST * recompute.cpu_checkpointing)
+    return total + OFFLOAD_COST.get(("optimizer", run.placement.optimizer), 0) + OFFLOAD_COST.get(
+        ("params", run.placement.params), 0)

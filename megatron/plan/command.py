@@ -19,16 +19,16 @@ from data.cli import normalize_flag_names
 from megatron.config.flags import parse_args
 from megatron.config.help import CommandArgumentParser
 from megatron.config.tree import Config, require
-from megatron.plan.footprint import Run, homes_of
-from megatron.plan.forecast import forecast, measured, notes
+from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.forecast import forecast_notes, format_forecast, read_measured_run
 from megatron.plan.gpus import visible_gpus
-from megatron.plan.kept_rates import rates_for
-from megatron.plan.needs import needs
-from megatron.plan.report import Machine, report
-from megatron.plan.table import table
-from megatron.report.read import MetricsLines
+from megatron.plan.kept_rates import cached_or_measured_rates
+from megatron.plan.needs import describe_requirements
+from megatron.plan.report import TargetMachine, build_report
+from megatron.plan.table import format_table
+from megatron.report.read import MetricsFileReader
 
-CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
+CARD_SIZES_GB = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
 
 RANKS_PER_NODE = 8
@@ -49,7 +49,7 @@ Every flag of pretrain_gpt2.py is a training flag; its --help lists them. One of
 MODULE = "python -m megatron.plan"
 
 
-def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, Run]:
+def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, PlannedRun]:
     parser = _parser(ranks)
     options, flags = parser.parse_known_args(normalize_flag_names(argv))
     for name in ("ranks", "ranks_per_node"):
@@ -61,11 +61,13 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
     config.check_world(options.ranks)
     is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
     options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
-    homes = homes_of(config)
-    require(config.zero.zero_stage >= homes.least_stage,
-            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
-    here = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # from now on in homes
-    return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
+    placement = configured_placement(config)
+    require(config.zero.zero_stage >= placement.min_stage,
+            f"{placement.flags()} needs --zero-stage {placement.min_stage} or higher, not {config.zero.zero_stage}")
+    offload = replace(config.offload, offload_optimizer_device="none",
+                      offload_param_device="none")  # from now on in homes
+    return options, PlannedRun(replace(with_vocabulary(config), offload=offload), options.ranks, options.device,
+                               placement)
 
 
 def _parser(ranks: int) -> CommandArgumentParser:
@@ -75,8 +77,8 @@ def _parser(ranks: int) -> CommandArgumentParser:
                         help=f"ranks of the run ({ranks}); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
                         help=f"ranks that share a host ({RANKS_PER_NODE}, or all of them)")
-    parser.add_argument("--card-gb", type=float, nargs="+", default=CARDS, metavar="X",
-                        help=f"memory of the cards to compare with ({' '.join(f'{card:g}' for card in CARDS)})")
+    parser.add_argument("--card-gb", type=float, nargs="+", default=CARD_SIZES_GB, metavar="X",
+                        help=f"memory of the cards to compare with ({' '.join(f'{card:g}' for card in CARD_SIZES_GB)})")
     parser.add_argument("--device", choices=("cuda", "cpu"),
                         help="where the run is to be (cuda; where it is timed, cpu if there is no GPU here)")
     parser.add_argument("--tflops", type=float, metavar="X",
@@ -101,29 +103,35 @@ def with_vocabulary(config: Config) -> Config:
     return build.with_vocab_size(config, build.tokenizer(config))
 
 
-def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:
+def print_plan(argv: Sequence[str],
+               ranks: int = 1,
+               ranks_per_node: int = RANKS_PER_NODE,
+               *,
+               summary: bool = False) -> int:
     """The plan of these flags on stdout; the options among them win over the other arguments. `summary`: what the run
     that was asked for needs, before all others; the metrics file is then one that it would write."""
-    options, asked = parse(argv, ranks, summary=summary)
+    options, requested = parse(argv, ranks, summary=summary)
     on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
-    metrics = None if summary else asked.config.log.metrics_file
+    metrics = None if summary else requested.config.log.metrics_file
     rates = None
     if metrics:
-        next(iter(MetricsLines(Path(metrics))), None)  # it can be read, before a minute of measuring
+        next(iter(MetricsFileReader(Path(metrics))), None)  # it can be read, before a minute of measuring
     if options.time or options.probe or options.rates or metrics:
-        rates = rates_for(asked, ranks_per_node=on_node, again=options.probe, path=options.rates)
-    machine = Machine(options.card_gb, on_node, options.tflops, rates)
-    found = report(asked, machine)
-    beside = measured(metrics, asked, rates) if metrics and rates else None
+        rates = cached_or_measured_rates(requested, ranks_per_node=on_node, remeasure=options.probe, path=options.rates)
+    machine = TargetMachine(options.card_gb, on_node, options.tflops, rates)
+    found = build_report(requested, machine)
+    measured_run = read_measured_run(metrics, requested, rates) if metrics and rates else None
     if options.json:
-        more = {"notes": notes(asked, rates, beside)} if rates else {}
-        print(json.dumps(found | more | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
+        more = {"notes": forecast_notes(requested, rates, measured_run)} if rates else {}
+        print(json.dumps(found | more | ({} if measured_run is None else {"measured": asdict(measured_run)}), indent=1))
         return 0
-    print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine, found),
-                     *(forecast(asked, rates, found["rows"], beside) if rates else ()),
-                     *([f"note: {metrics} has no step yet"] if metrics and beside is None else ())]))
+    print("\n".join([
+        *(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, found),
+        *(format_forecast(requested, rates, found["rows"], measured_run) if rates else
+          ()), *([f"note: {metrics} has no step yet"] if metrics and measured_run is None else ())
+    ]))
     return 0
 
 
 def main() -> int:
-    return plan(sys.argv[1:])
+    return print_plan(sys.argv[1:])

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
 from megatron.plan.activations import FP32
-from megatron.plan.footprint import Run
-from megatron.plan.memory import CPU_BLOCK_ROWS, rows_on_cuda
-from megatron.plan.rates import Rates
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import CPU_BLOCK_ROWS, cuda_logit_rows
+from megatron.plan.rates import MachineRates
 from megatron.zero.layout import FlatLayout
 
 SUMS_OF_A_BLOCK = 2
@@ -20,11 +20,11 @@ SUMS_OF_A_BLOCK = 2
 SUMS_OF_EMBEDDING = 2
 
 
-def seconds(run: Run, rates: Rates) -> float:
+def exchange_seconds(run: PlannedRun, rates: MachineRates) -> float:
     """All of it."""
     norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
-    is_whole = run.policy.params_are_sharded and not run.split_units
-    met = collectives(run) * rates.meetings[-1 if is_whole else run.config.zero.zero_stage]
+    is_whole = run.policy.params_are_sharded and not run.num_sharded_units
+    met = num_collectives(run) * rates.meetings[-1 if is_whole else run.config.zero.zero_stage]
     apart = _tensor_parallel(run, rates) * run.accumulation
     return norm + met + apart + _gradients(run, rates) + _weights(run, rates)
 
@@ -32,108 +32,109 @@ def seconds(run: Run, rates: Rates) -> float:
 # ---- data parallel ------------------------------------------------------------------------------------------------
 
 
-def collectives(run: Run) -> float:
+def num_collectives(run: PlannedRun) -> float:
     """Data parallel ones of a step: sums of gradients, and weights that are collected, by units. At stage 3 the last
     block is collected once, and what stays whole is one unit more."""
     if run.dp == 1:
         return 0.0
     times = run.accumulation if run.policy.grads_are_sharded else 1
     if not run.policy.params_are_sharded:
-        return (run.layers + 1) * (times + run.policy.optim_is_sharded)
-    root, resident = bool(run.root.numel), bool(run.resident.numel)
-    blocks, gathers = (run.layers, 2 * run.running_blocks - 1) if run.block.numel else (0, 0.0)
+        return (run.num_layers + 1) * (times + run.policy.optim_is_sharded)
+    root, resident = bool(run.root.numel), bool(run.persistent.numel)
+    blocks, gathers = (run.num_layers, 2 * run.mean_active_blocks - 1) if run.block.numel else (0, 0.0)
     return times * (root + blocks + resident) + resident + run.accumulation * (root + gathers)
 
 
-def _gradients(run: Run, rates: Rates) -> float:
+def _gradients(run: PlannedRun, rates: MachineRates) -> float:
     """The sums over data parallel in a step."""
     if not _sums_gradients(run):
         return 0.0
     times = run.accumulation if run.policy.grads_are_sharded else 1
-    return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
+    return times * (run.num_layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.persistent))
 
 
-def _sums_gradients(run: Run) -> bool:
+def _sums_gradients(run: PlannedRun) -> bool:
     return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT_OPTIMIZERS
 
 
-def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:
+def _sum_of(run: PlannedRun, rates: MachineRates, *units: FlatLayout) -> float:
     curve = rates.reduce_scatter if run.policy.optim_is_sharded else rates.all_reduce
-    return sum(curve(unit.numel * run.sent) for unit in units) * _more_ranks(run.dp, rates)
+    return sum(curve(unit.numel * run.wire_grad_bytes) for unit in units) * _more_ranks(run.dp, rates)
 
 
-def _weights(run: Run, rates: Rates) -> float:
+def _weights(run: PlannedRun, rates: MachineRates) -> float:
     """Collecting weights: after the step, or whenever split ones are used."""
     if run.dp == 1 or not run.policy.optim_is_sharded:
         return 0.0
-    block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.resident))
+    block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.persistent))
     if not run.policy.params_are_sharded:
-        return run.layers * block + root
-    return resident + run.accumulation * (root + 2 * run.running_blocks * block)
+        return run.num_layers * block + root
+    return resident + run.accumulation * (root + 2 * run.mean_active_blocks * block)
 
 
-def _gather_of(run: Run, rates: Rates, unit: FlatLayout) -> float:
-    return rates.all_gather(unit.numel * run.work) * _more_ranks(run.dp, rates)
+def _gather_of(run: PlannedRun, rates: MachineRates, unit: FlatLayout) -> float:
+    return rates.all_gather(unit.numel * run.param_bytes) * _more_ranks(run.dp, rates)
 
 
-def hidden(run: Run, rates: Rates, forward: float, backward: float) -> float:
+def hidden_exchange_seconds(run: PlannedRun, rates: MachineRates, forward: float, backward: float) -> float:
     """Of both, in a step: what travels beside the `forward` and the `backward` of a neighbouring block."""
     if run.dp == 1 or not run.config.zero.overlap_comm:
         return 0.0
 
-    def behind(computation: float, exchange: float) -> float:
-        return max(0.0, run.running_blocks - 1) * min(rates.hides * exchange, computation)
+    def overlapped(computation: float, exchange: float) -> float:
+        return max(0.0, run.mean_active_blocks - 1) * min(rates.hides * exchange, computation)
 
     sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
     times = run.accumulation if run.policy.grads_are_sharded else 1
     if not run.policy.optim_is_sharded:
-        return times * behind(backward, sums)
+        return times * overlapped(backward, sums)
     weights, is_gpu = _gather_of(run, rates, run.block), run.device == "cuda"
     if not run.policy.params_are_sharded:
-        return times * behind(backward, sums) + (behind(forward, weights) if is_gpu else 0.0)
+        return times * overlapped(backward, sums) + (overlapped(forward, weights) if is_gpu else 0.0)
     ahead = weights if run.config.zero.stage3_prefetch_bucket_size > 0 else 0.0
     if is_gpu:
-        return times * (behind(forward, ahead) + behind(backward, ahead + sums))
-    return times * behind(backward, sums) + times * (behind(forward, ahead) + behind(backward, ahead))
+        return times * (overlapped(forward, ahead) + overlapped(backward, ahead + sums))
+    return times * overlapped(backward, sums) + times * (overlapped(forward, ahead) + overlapped(backward, ahead))
 
 
 # ---- tensor parallel ----------------------------------------------------------------------------------------------
 
 
-def _tensor_parallel(run: Run, rates: Rates) -> float:
+def _tensor_parallel(run: PlannedRun, rates: MachineRates) -> float:
     """Inside of layers, in a micro-batch: nothing can be done meanwhile."""
     if run.tp == 1:
         return 0.0
     acts = run.activations
     split = run.config.recompute.partition_activations and run.chunk is not None
-    inputs = rates.all_gather(acts.stream) * run.chunks if split else 0.0
+    inputs = rates.all_gather(acts.residual_bytes) * run.chunks if split else 0.0
     rows = _loss_rows(run)
     if run.device == "cpu":  # the largest logits; their sums, and the logits of the targets
         of_loss = rates.all_reduce(rows * FP32) + rates.all_reduce(2 * rows * FP32)
     else:
         of_loss = rates.all_gather(3 * rows * FP32 * run.tp)
-    wire = _sums_of_stream(run) * rates.all_reduce(acts.stream) + inputs + -(-acts.tokens // rows) * of_loss
-    return wire * _more_ranks(run.tp, rates) + inner_sums(run) * rates.inner_sum
+    wire = _sums_of_stream(run) * rates.all_reduce(acts.residual_bytes) + inputs + -(-acts.tokens // rows) * of_loss
+    return wire * _more_ranks(run.tp, rates) + num_tp_collectives(run) * rates.inner_sum
 
 
-def inner_sums(run: Run) -> float:
+def num_tp_collectives(run: PlannedRun) -> float:
     """Collectives inside of layers in a micro-batch."""
     return _sums_of_stream(run) + -(-run.activations.tokens // _loss_rows(run)) * (2 if run.device == "cpu" else 1)
 
 
-def _sums_of_stream(run: Run) -> float:
+def _sums_of_stream(run: PlannedRun) -> float:
     """Of the residual stream and of its gradient."""
-    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.left_out / run.layers
-    return run.running_blocks * (2 * SUMS_OF_A_BLOCK + again) + SUMS_OF_EMBEDDING
+    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.num_skipped_products / run.num_layers
+    return run.mean_active_blocks * (2 * SUMS_OF_A_BLOCK + again) + SUMS_OF_EMBEDDING
 
 
-def _loss_rows(run: Run) -> int:
+def _loss_rows(run: PlannedRun) -> int:
     """Between two collectives of the loss."""
     tokens = run.activations.tokens
-    return min(tokens, CPU_BLOCK_ROWS) if run.device == "cpu" else rows_on_cuda(tokens, run.columns, run.work)
+    return min(tokens, CPU_BLOCK_ROWS) if run.device == "cpu" else cuda_logit_rows(tokens, run.vocab_columns,
+                                                                                   run.param_bytes)
 
 
-def _more_ranks(ranks: int, rates: Rates) -> float:
+def _more_ranks(ranks: int, rates: MachineRates) -> float:
     """By rings: what each sends grows with the ranks from a half of the whole to all of it."""
     measured = max(2, rates.where.ranks)
     return (1 - 1 / ranks) / (1 - 1 / measured)

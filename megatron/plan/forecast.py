@@ -10,18 +10,18 @@ from statistics import median
 from typing import Any
 
 from megatron.config.setting import flag_name
-from megatron.plan.footprint import Run
-from megatron.plan.rates import CALM, Rates, Where
-from megatron.plan.report import settings_of
-from megatron.plan.table import CARDS_HEAD, aligned, label
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.rates import QUIET_SPREAD, MachineRates, Where
+from megatron.plan.report import settings_by_section
+from megatron.plan.table import CARDS_HEAD, align_columns, row_label
 from megatron.plan.time import step_time
-from megatron.report.history import History, Start
-from megatron.report.read import MetricsLines
+from megatron.report.history import RunHistory, RunStart
+from megatron.report.read import MetricsFileReader
 
 PARTS = ("products", "attention", "rest", "optimizer", "exchange", "hidden", "total")
 WARM_UP = 3
 """Steps of a start that the median leaves out, where it has more than twice as many."""
-HARMLESS = frozenset({
+TIME_NEUTRAL_SETTINGS = frozenset({
     "model.layernorm_epsilon", "model.init_method_std",
     "data.train_data", "data.valid_data", "data.test_data", "data.split", "data.tokenizer_type", "data.vocab_file",
     "data.merge_file", "data.tokenizer_path", "data.mock_data", "data.data_cache_path", "data.text_key",
@@ -35,14 +35,14 @@ HARMLESS = frozenset({
     "train.train_iters", "train.eval_interval", "train.eval_iters", "train.exit_interval",
     "train.exit_duration_in_mins", "train.seed"})
 """Settings that leave the time of a step as it is; with all others it is that of another run."""
-HARMLESS_SECTIONS = ("schedule.", "save.", "log.", "profile.", "autotuning.")
+TIME_NEUTRAL_SECTIONS = ("schedule.", "save.", "log.", "profile.", "autotuning.")
 SHOWN = 3
-FAR = 1.5
+MAX_TIME_RATIO = 1.5
 """Times more or less than predicted: the rates may be those of a busy machine."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What a run says of its steps."""
 
     name: str
@@ -57,11 +57,11 @@ class Measured:
     """Steps of starts with other settings than those that count."""
 
 
-def measured(path: str, asked: Run, rates: Rates) -> Measured | None:
+def read_measured_run(path: str, requested: PlannedRun, rates: MachineRates) -> MeasuredRun | None:
     """Of a metrics file, beside a prediction by these rates; None while it has no step. Those starts of the run count
     that are the run that is asked for; where there is none, those that are as the last one."""
-    history = History(path).read(MetricsLines(Path(path)))
-    taken = [(tuple(_differences(start.settings, asked, rates.where)), bool(start.config), steps)
+    history = RunHistory(path).add_records(MetricsFileReader(Path(path)))
+    taken = [(tuple(_differences(start.settings, requested, rates.where)), bool(start.config), steps)
              for start, steps in _steps(history)]
     if not taken:
         return None
@@ -69,10 +69,10 @@ def measured(path: str, asked: Run, rates: Rates) -> Measured | None:
     same = [steps for *kind, steps in taken if kind == [differs, is_told]]
     counted = [step for steps in same for step in steps[WARM_UP if len(steps) > 2 * WARM_UP else 0:]]
     left_out = sum(len(steps) for *_, steps in taken) - sum(map(len, same))
-    return Measured(path, median(counted) / 1e3, len(counted), differs, is_told, left_out)
+    return MeasuredRun(path, median(counted) / 1e3, len(counted), differs, is_told, left_out)
 
 
-def _steps(history: History) -> Iterator[tuple[Start, list[float]]]:
+def _steps(history: RunHistory) -> Iterator[tuple[RunStart, list[float]]]:
     """The times that are left of each start, where there are any: a later one takes back what it takes again. Of steps
     that were skipped nothing was updated."""
     times = zip(history.steps, history.columns["step_ms"], history.columns["skipped"], strict=True)
@@ -83,19 +83,19 @@ def _steps(history: History) -> Iterator[tuple[Start, list[float]]]:
             yield start, steps
 
 
-def _differences(settings: dict[str, Any], asked: Run, where: Where) -> Iterator[str]:
-    if settings.get("world_size", asked.ranks) != asked.ranks:
+def _differences(settings: dict[str, Any], requested: PlannedRun, where: Where) -> Iterator[str]:
+    if settings.get("world_size", requested.ranks) != requested.ranks:
         yield f"{settings['world_size']} ranks"
     device, torch = settings.get("device"), settings.get("torch", where.torch)
-    if device is not None and not _is_of(device, where):
+    if device is not None and not _is_same_device(device, where):
         yield f"device {device}"
     if torch != where.torch:
         yield f"torch {torch}"
-    here = _effective({f"{section}.{name}": value for section, fields in settings_of(asked).items()
-                       for name, value in fields.items()}, asked.ranks)
-    there = _effective(settings, settings.get("world_size", asked.ranks))
+    here = _effective({f"{section}.{name}": value for section, fields in settings_by_section(requested).items()
+                       for name, value in fields.items()}, requested.ranks)
+    there = _effective(settings, settings.get("world_size", requested.ranks))
     for name, value in there.items():
-        is_harmless = name in HARMLESS or name.startswith(HARMLESS_SECTIONS)
+        is_harmless = name in TIME_NEUTRAL_SETTINGS or name.startswith(TIME_NEUTRAL_SECTIONS)
         if name in here and not is_harmless and value != here[name]:
             yield f"{flag_name(name.rpartition('.')[2])} {value} (here {here[name]})"
 
@@ -111,57 +111,63 @@ def _effective(settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return known
 
 
-def _is_of(device: str, where: Where) -> bool:
+def _is_same_device(device: str, where: Where) -> bool:
     """Runs name the model of a GPU, and rates that of a machine, in which it is."""
     return device == "CPU" if where.device == "cpu" else device in where.machine
 
 
-def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: Measured | None) -> Iterator[str]:
+def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[dict[str, Any]],
+                    measured_run: MeasuredRun | None) -> Iterator[str]:
     """`rows`: those of report.py."""
     day = f", measured on {rates.taken}" if rates.taken else ""
     yield from ("", f"predicted ms of a step, by the rates of {rates.where}{day}")
-    tokens = asked.config.global_batch_size(asked.dp) * asked.config.seq_length
+    tokens = requested.config.global_batch_size(requested.dp) * requested.config.seq_length
     head = [*CARDS_HEAD, *PARTS, "tokens/s"]
-    cells = [[*label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
+    cells = [[*row_label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
               f"{tokens / row['step']['total']:,.0f}"] for row in rows]
-    yield from aligned([head, *cells], left=(0, 1))
-    yield from (f"note: {sentence}" for sentence in _reservations(asked, rates))
-    if beside is not None:
-        yield from ("", _beside(step_time(asked, rates).total, beside))
-        yield from (f"note: {sentence}" for sentence in _doubts(asked, rates, beside))
+    yield from align_columns([head, *cells], left=(0, 1))
+    yield from (f"note: {sentence}" for sentence in _caveats(requested, rates))
+    if measured_run is not None:
+        yield from ("", _comparison_line(step_time(requested, rates).total, measured_run))
+        yield from (f"note: {sentence}" for sentence in _comparison_notes(requested, rates, measured_run))
 
 
-def notes(asked: Run, rates: Rates, beside: Measured | None) -> list[str]:
+def forecast_notes(requested: PlannedRun, rates: MachineRates, measured_run: MeasuredRun | None) -> list[str]:
     """What is to be known of the prediction, and of its likeness to what was measured."""
-    return [*_reservations(asked, rates), *(() if beside is None else _doubts(asked, rates, beside))]
+    return [
+        *_caveats(requested, rates),
+        *(() if measured_run is None else _comparison_notes(requested, rates, measured_run))
+    ]
 
 
-def _reservations(asked: Run, rates: Rates) -> Iterator[str]:
+def _caveats(requested: PlannedRun, rates: MachineRates) -> Iterator[str]:
     where = rates.where
-    if rates.spread > CALM:
+    if rates.spread > QUIET_SPREAD:
         yield (f"the rates were measured on a busy machine (two measurements are {rates.spread - 1:.0%} apart): "
                "measure them anew with --probe while it is idle")
-    if unknown := ", ".join(_not_predicted(asked)):
+    if unknown := ", ".join(_not_predicted(requested)):
         yield f"not in the predicted time: {unknown}"
-    if asked.ranks < where.ranks:
-        yield (f"the rates are of {where.ranks} ranks at work at the same time, and this run has {asked.ranks}: a rank "
-               "may be faster")
+    if requested.ranks < where.ranks:
+        yield (
+            f"the rates are of {where.ranks} ranks at work at the same time, and this run has {requested.ranks}: a rank "
+            "may be faster")
     if where.device == "cuda":
         yield ("hardly calibrated on GPUs: one prediction has stood beside a measured step, of one GPU (docs/plan.md), "
                "and none with several; and these are of a model that is not compiled")
-    if asked.ranks > where.ranks and where.device == "cpu":
-        yield (f"{asked.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
+    if requested.ranks > where.ranks and where.device == "cpu":
+        yield (f"{requested.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
                "slower than predicted")
-    if asked.ranks > where.ranks:
-        yield (f"{asked.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
-               "network between nodes is not predicted")
+    if requested.ranks > where.ranks:
+        yield (
+            f"{requested.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
+            "network between nodes is not predicted")
 
 
-def _not_predicted(asked: Run) -> Iterator[str]:
-    config = asked.config
+def _not_predicted(requested: PlannedRun) -> Iterator[str]:
+    config = requested.config
     if config.optim.optimizer not in ("adam", "adamw"):
         yield f"what --optimizer {config.optim.optimizer} does otherwise than Adam"
-    if "nvme" in (asked.homes.optimizer, asked.homes.params):
+    if "nvme" in (requested.placement.optimizer, requested.placement.params):
         yield "the drive"
     if config.train.compile:
         yield "--compile"
@@ -171,20 +177,22 @@ def _not_predicted(asked: Run) -> Iterator[str]:
         yield "--memory-centric-tiled-linear"
 
 
-def _doubts(asked: Run, rates: Rates, found: Measured) -> Iterator[str]:
-    if found.differs:
-        more = f" and {len(found.differs) - SHOWN} more" if len(found.differs) > SHOWN else ""
-        yield f"that run had other settings: {', '.join(found.differs[:SHOWN])}{more}"
-    if not found.is_told:
-        yield f"{found.name} does not say what its settings are: they may be others"
-    if found.left_out:
-        yield f"{found.left_out} steps of that file are left out: they have other settings than those that are compared"
-    if not found.differs and not 1 / FAR <= step_time(asked, rates).total / found.seconds <= FAR:
+def _comparison_notes(requested: PlannedRun, rates: MachineRates, measured_run: MeasuredRun) -> Iterator[str]:
+    if measured_run.differs:
+        more = f" and {len(measured_run.differs) - SHOWN} more" if len(measured_run.differs) > SHOWN else ""
+        yield f"that run had other settings: {', '.join(measured_run.differs[:SHOWN])}{more}"
+    if not measured_run.is_told:
+        yield f"{measured_run.name} does not say what its settings are: they may be others"
+    if measured_run.left_out:
+        yield f"{measured_run.left_out} steps of that file are left out: they have other settings than those that are compared"
+    if not measured_run.differs and not 1 / MAX_TIME_RATIO <= step_time(
+            requested, rates).total / measured_run.seconds <= MAX_TIME_RATIO:
         yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
                "while this one is idle")
 
 
-def _beside(predicted: float, found: Measured) -> str:
-    error = "" if found.differs else f": {predicted / found.seconds - 1:+.1%}"
-    return (f"measured {1e3 * found.seconds:.4g} ms (median of {found.steps} steps of {found.name}), predicted "
-            f"{1e3 * predicted:.4g} ms{error}")
+def _comparison_line(predicted: float, measured_run: MeasuredRun) -> str:
+    error = "" if measured_run.differs else f": {predicted / measured_run.seconds - 1:+.1%}"
+    return (
+        f"measured {1e3 * measured_run.seconds:.4g} ms (median of {measured_run.steps} steps of {measured_run.name}), predicted "
+        f"{1e3 * predicted:.4g} ms{error}")

@@ -27,25 +27,29 @@ from megatron.config.setting import require
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.supervise import die_with_parent
 from megatron.plan.activations import Device
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.gpus import visible_gpus
-from megatron.plan.rates import Rates
+from megatron.plan.rates import MachineRates
 from megatron.version import DISTRIBUTION, __version__
 
-LONGEST = 600
+PROBE_TIMEOUT = 600
 """Seconds of a probe, on a machine that is very busy."""
-LOCK = Path(tempfile.gettempdir()) / f"{DISTRIBUTION}-{os.getuid()}.measuring"
+PROBE_LOCK = Path(tempfile.gettempdir()) / f"{DISTRIBUTION}-{os.getuid()}.measuring"
 """Of this machine: the folder of rates may be one that many share."""
-SHOWN = 300
+MAX_ERROR_CHARACTERS = 300
 """Letters of what a probe that failed said last."""
-ELSEWHERE = "give --rates FILE, measured on a machine with GPUs"
+RATES_HINT = "give --rates FILE, measured on a machine with GPUs"
 
 
-def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = False, path: str | None = None) -> Rates:
+def cached_or_measured_rates(run: PlannedRun,
+                             *,
+                             ranks_per_node: int | None = None,
+                             remeasure: bool = False,
+                             path: str | None = None) -> MachineRates:
     """Those that the time of this run is made of; `ranks_per_node` of them work on one machine."""
-    found = _read(Path(path)) if path is not None else _of_this_machine(run, ranks_per_node or run.ranks, again)
+    found = _read_rates(Path(path)) if path is not None else _local_rates(run, ranks_per_node or run.ranks, remeasure)
     require(found.where.device == run.device,
-            "the rates are of a CPU, and the run is planned for GPUs: plan it with --device cpu, or " + ELSEWHERE
+            "the rates are of a CPU, and the run is planned for GPUs: plan it with --device cpu, or " + RATES_HINT
             if run.device == "cuda" else
             "the rates are of GPUs, and the run is planned for the CPU: plan it with --device cuda, or measure with "
             "its flags and --probe")
@@ -58,65 +62,65 @@ def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = Fals
     return found
 
 
-def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
+def _local_rates(run: PlannedRun, ranks_per_node: int, remeasure: bool) -> MachineRates:
     require(run.device == "cpu" or bool(visible_gpus()),
             "the run is planned for GPUs, and there is none here that it may use: plan it with --device cpu, or "
-            + ELSEWHERE)
-    ranks = min(ranks_per_node, run.ranks, places(run.device))
-    found = facts(run, ranks)
-    file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
-    if not again and (kept := _kept(file, found)):
+            + RATES_HINT)
+    ranks = min(ranks_per_node, run.ranks, num_local_ranks(run.device))
+    found = rates_key(run, ranks)
+    file = rates_folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    if not remeasure and (kept := _cached_rates(file, found)):
         return kept
     with prefix_storage_errors("the folder of measured rates"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        before = _changed(file)
-        with wait_for_lock(LOCK):  # two at once would measure each other
-            if (not again or _changed(file) != before) and (kept := _kept(file, found)):
+        before = _mtime(file)
+        with wait_for_lock(PROBE_LOCK):  # two at once would measure each other
+            if (not remeasure or _mtime(file) != before) and (kept := _cached_rates(file, found)):
                 return kept  # which another has measured meanwhile
-            text = _measured(run, ranks, found["machine"])
+            text = _run_probe(run, ranks, found["machine"])
             with staged_file(str(file)) as out:
                 out.write(text)
-    return _read(file)
+    return _read_rates(file)
 
 
-def _kept(file: Path, here: dict[str, str]) -> Rates | None:
+def _cached_rates(file: Path, here: dict[str, str]) -> MachineRates | None:
     """None: there are none, or they are of something else, or damaged."""
     with suppress(ConfigError):
-        rates = _read(file)
+        rates = _read_rates(file)
         if all(str(getattr(rates.where, name)) == here[name] for name in ("machine", "device", "precision", "ranks")):
             return rates
     return None
 
 
-def _changed(file: Path) -> int | None:
+def _mtime(file: Path) -> int | None:
     try:
         return file.stat().st_mtime_ns
     except OSError:
         return None
 
 
-def folder() -> Path:
+def rates_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / DISTRIBUTION / "rates"
 
 
-def places(device: Device) -> int:
+def num_local_ranks(device: Device) -> int:
     """Ranks that this machine can serve."""
     return len(visible_gpus()) if device == "cuda" else len(os.sched_getaffinity(0))
 
 
-def facts(run: Run, ranks: int) -> dict[str, str]:
+def rates_key(run: PlannedRun, ranks: int) -> dict[str, str]:
     """What rates depend on, as far as it is known without torch."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
-    name = " and ".join(sorted({gpu.model for gpu in visible_gpus()})) if run.device == "cuda" else _processor()
+    name = " and ".join(sorted({gpu.model for gpu in visible_gpus()})) if run.device == "cuda" else _processor_name()
     return {"machine": f"{platform.node()}, {name}", "torch": torch, "device": run.device, "ranks": str(ranks),
             "precision": run.config.precision.name, "cores": str(len(os.sched_getaffinity(0))),
             "threads": os.environ.get("OMP_NUM_THREADS", ""), "version": __version__}
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -125,7 +129,7 @@ def _processor() -> str:
                 platform.machine())
 
 
-def _measured(run: Run, ranks: int, machine: str) -> bytes:
+def _run_probe(run: PlannedRun, ranks: int, machine: str) -> bytes:
     """What the probe has written."""
     print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {run.config.precision.name}, about a "
           "minute; the rates are kept", file=sys.stderr, flush=True)
@@ -137,19 +141,22 @@ def _measured(run: Run, ranks: int, machine: str) -> bytes:
                    run.config.precision.name, run.device]
         try:
             done = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, capture_output=True,
-                                  text=True, errors="replace", timeout=LONGEST, check=False,
+                                  text=True, errors="replace", timeout=PROBE_TIMEOUT, check=False,
                                   preexec_fn=die_with_parent())
         except subprocess.TimeoutExpired as error:
-            raise PeerError(f"the probe of this machine took more than {LONGEST} s: try again when it is less busy, or "
-                            "give --rates FILE") from error
+            raise PeerError(
+                f"the probe of this machine took more than {PROBE_TIMEOUT} s: try again when it is less busy, or "
+                "give --rates FILE") from error
         if done.returncode or not file.exists():
-            raise PeerError(f"the probe of this machine ended with {done.returncode}: {done.stderr.strip()[-SHOWN:]}")
+            raise PeerError(
+                f"the probe of this machine ended with {done.returncode}: {done.stderr.strip()[-MAX_ERROR_CHARACTERS:]}"
+            )
         return file.read_bytes()
 
 
-def _read(path: Path) -> Rates:
+def _read_rates(path: Path) -> MachineRates:
     try:
-        return Rates.of(json.loads(path.read_text(encoding="utf-8")))
+        return MachineRates.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"--rates {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

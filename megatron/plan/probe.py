@@ -25,12 +25,13 @@ from megatron.config.setting import require
 from megatron.launch import distributed
 from megatron.launch.exits import run
 from megatron.plan.activations import Device
-from megatron.plan.derived import rates_of
-from megatron.plan.rates import CALM, Rates, Where
-from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
-from megatron.plan.sizes import SIZES, Shape, Sizes
+from megatron.plan.derived import fit_rates
+from megatron.plan.rates import QUIET_SPREAD, MachineRates, Where
+from megatron.plan.sighting import (CollectiveTimings, OverlapTimings, PassTimings, ProbeResult, StepTimings,
+                                    VariantTimings, elementwise_min, spread)
+from megatron.plan.sizes import SIZES, ProbeModelShape, ProbeSizes
 from megatron.plan.small_models import seconds_in_training, steps_in_turn
-from megatron.plan.stopwatch import Stopwatch
+from megatron.plan.stopwatch import ProbeTimer
 from megatron.plan.time import HEAD_WIDTH
 from megatron.train.allocator import keep_freed_memory
 from megatron.train.compiling import set_matmul_precision
@@ -49,7 +50,7 @@ MOST_SWEEPS = 3
 
 @dataclass(frozen=True)
 class Probe:
-    watch: Stopwatch
+    watch: ProbeTimer
     precision: str
     data_parallel: Groups
     tensor_parallel: Groups
@@ -64,24 +65,26 @@ class Probe:
         return kind_of(self.device)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ProbeSizes:
         return SIZES[self.kind]
 
-    def rates(self, machine: str) -> Rates:
+    def rates(self, machine: str) -> MachineRates:
         begin = self.watch.now()
         set_matmul_precision(self.sizes.largest.config(self.precision), self.device)
         where = Where(machine, torch.__version__, self.kind, self.precision, self.watch.world.size,
                       torch.get_num_threads())
         sweeps = [self.sweep(), self.sweep()]
-        while spread(*sweeps) > CALM and len(sweeps) < MOST_SWEEPS:
+        while spread(*sweeps) > QUIET_SPREAD and len(sweeps) < MOST_SWEEPS:
             sweeps.append(self.sweep())
-        return replace(rates_of(least(*sweeps), where), seconds=self.watch.now() - begin, spread=spread(*sweeps),
+        return replace(fit_rates(elementwise_min(*sweeps), where),
+                       seconds=self.watch.now() - begin,
+                       spread=spread(*sweeps),
                        taken=date.today().isoformat())
 
-    def sweep(self) -> Sighting:
+    def sweep(self) -> ProbeResult:
         """Through everything once."""
         first, is_solo = self.sizes.shapes[0], self.watch.world.is_solo
-        return Sighting(
+        return ProbeResult(
             products=tuple(tuple(self._product(rows, width) for width in self.sizes.widths)
                            for rows in self.sizes.rows),
             attention=tuple(self._attention(length, heads, 0.0) for length, heads in self.sizes.lengths),
@@ -93,7 +96,7 @@ class Probe:
             link=0.0 if self.kind == "cpu" else self._link(),
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
-            variants=Variants(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
+            variants=VariantTimings(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
             together=() if is_solo else tuple(map(self._together, first.larger.together)),
             cut=self._cut(),
             training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
@@ -101,17 +104,17 @@ class Probe:
 
     # ---- operations of torch --------------------------------------------------------------------------------------
 
-    def _product(self, rows: int, width: int) -> Both:
+    def _product(self, rows: int, width: int) -> PassTimings:
         x, weight, bias = self._random(rows, width), self._random(width, width), self._random(width)
-        return Both(self.watch.seconds(lambda: F.linear(x, weight, bias)),
-                    self.watch.seconds(lambda: (x @ weight, x.t() @ x)))
+        return PassTimings(self.watch.seconds(lambda: F.linear(x, weight, bias)),
+                           self.watch.seconds(lambda: (x @ weight, x.t() @ x)))
 
-    def _attention(self, length: int, heads: int, dropout: float) -> Both:
+    def _attention(self, length: int, heads: int, dropout: float) -> PassTimings:
         q, k, v = (self._random(1, heads, length, HEAD_WIDTH).requires_grad_() for _ in range(3))
         return self.watch.passes(
             lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), (q, k, v))
 
-    def _dropout(self, elements: int) -> Both:
+    def _dropout(self, elements: int) -> PassTimings:
         x = self._random(elements).requires_grad_()
         return self.watch.passes(lambda: F.dropout(x, DROPOUT, True), (x,))
 
@@ -124,15 +127,15 @@ class Probe:
 
     # ---- exchange -------------------------------------------------------------------------------------------------
 
-    def _exchange(self, size: int) -> Exchange:
+    def _exchange(self, size: int) -> CollectiveTimings:
         """Sums for all, sums for their owners, and collecting, of so many bytes. An accelerator's wire would widen
         16-bit numbers that go to their owners: they are as wide here as they travel."""
         world = self.watch.world
         full, shard = self._flat(size, DTYPES[self.precision])
         sent, mine = self._flat(size, torch.float32) if on_accelerator(self.device) else (full, shard)
-        return Exchange(self.watch.together(lambda: all_reduce_into(full, world).wait()),
-                        self.watch.together(lambda: reduce_scatter_into(mine, sent, world).wait()),
-                        self.watch.together(lambda: all_gather_into(full, shard, world).wait()))
+        return CollectiveTimings(self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait()),
+                                 self.watch.collective_seconds(lambda: reduce_scatter_into(mine, sent, world).wait()),
+                                 self.watch.collective_seconds(lambda: all_gather_into(full, shard, world).wait()))
 
     def _flat(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """So many bytes, and a rank's part."""
@@ -140,7 +143,7 @@ class Probe:
         full = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=self.device)
         return full, torch.zeros_like(full[:full.numel() // ranks])
 
-    def _beside(self) -> Beside:
+    def _beside(self) -> OverlapTimings:
         world, (x, full) = self.watch.world, self._tensors_beside()
         times = self._times
 
@@ -153,14 +156,15 @@ class Probe:
             products()
             pending.wait()
 
-        return Beside(self.watch.together(products),
-                      self.watch.together(lambda: all_reduce_into(full, world).wait()), self.watch.together(both))
+        return OverlapTimings(self.watch.collective_seconds(products),
+                              self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait()),
+                              self.watch.collective_seconds(both))
 
     @cached_property
     def _times(self) -> int:
         """Products that take as long as an exchange: found once, so that sweeps are alike."""
         world, (x, full) = self.watch.world, self._tensors_beside()
-        exchange = self.watch.together(lambda: all_reduce_into(full, world).wait())
+        exchange = self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait())
         return max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
 
     def _tensors_beside(self) -> tuple[Tensor, Tensor]:
@@ -177,14 +181,14 @@ class Probe:
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, *shapes: Shape) -> Any:
+    def _steps(self, *shapes: ProbeModelShape) -> Any:
         """`Taken` of each, in turn."""
         return tuple(steps_in_turn(shapes, self.precision, self.watch))
 
-    def _together(self, shape: Shape) -> Taken:
+    def _together(self, shape: ProbeModelShape) -> StepTimings:
         return steps_in_turn((shape,), self.precision, self.watch, self.data_parallel)[0]
 
-    def _cut(self) -> tuple[Taken, ...]:
+    def _cut(self) -> tuple[StepTimings, ...]:
         shape = self.sizes.cut(self.watch.world.size)
         return tuple(steps_in_turn((shape,), self.precision, self.watch, self.tensor_parallel)) if shape else ()
 
@@ -211,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
         keep_freed_memory()
     cut = SIZES[kind_of(device)].cut(env.world_size)
     data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(cut.tp if cut else 1)
-    watch = Stopwatch(device, data_parallel.world)
+    watch = ProbeTimer(device, data_parallel.world)
     found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")

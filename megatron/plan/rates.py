@@ -34,8 +34,8 @@ class Curve:
             return least
         if size >= last:
             return most * size / last
-        return math.exp(_between([math.log(x) for x, _ in self.points], [math.log(y) for _, y in self.points],
-                                 math.log(size)))
+        return math.exp(_interpolate([math.log(x) for x, _ in self.points], [math.log(y) for _, y in self.points],
+                                     math.log(size)))
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Surface:
 
     def __call__(self, rows: float, width: float) -> float:
         across = [math.log(x) for x in self.widths]
-        along = [_between(across, [math.log(rate) for rate in line], math.log(width)) for line in self.rates]
-        return math.exp(_between([math.log(x) for x in self.rows], along, math.log(rows)))
+        along = [_interpolate(across, [math.log(rate) for rate in line], math.log(width)) for line in self.rates]
+        return math.exp(_interpolate([math.log(x) for x in self.rows], along, math.log(rows)))
 
 
-def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
+def _interpolate(places: Sequence[float], values: Sequence[float], at: float) -> float:
     """The broken line through these points; level beyond them."""
     index = bisect_right(places, at)
     if index == 0 or index == len(places):
@@ -81,7 +81,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """Of one rank, while the others work as well."""
 
     where: Where
@@ -139,22 +139,22 @@ class Rates:
         return asdict(self)
 
     @staticmethod
-    def of(record: Mapping[str, Any]) -> Rates:
+    def from_dict(record: Mapping[str, Any]) -> MachineRates:
         """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else, or what no
         probe finds."""
         made: dict[str, Any] = {item.name: _MAKERS[str(item.type)](record[item.name])
-                                for item in fields(Rates) if item.name in record or item.default is MISSING}
-        rates = Rates(**made)
+                                for item in fields(MachineRates) if item.name in record or item.default is MISSING}
+        rates = MachineRates(**made)
         empty = {name for name, value in made.items() if isinstance(value, Curve) and not value.points}
         _check(not empty or rates.where.ranks == 1 and empty <= EXCHANGES, "a curve has no points")
-        _check(len(rates.meetings) == MEETINGS and rates.hides <= 1, "a number is out of range")
+        _check(len(rates.meetings) == NUM_COLLECTIVE_COSTS and rates.hides <= 1, "a number is out of range")
         return rates
 
 
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather"}
 """Curves that one rank has no points of."""
-MEETINGS = 5
-CALM = 1.2
+NUM_COLLECTIVE_COSTS = 5
+QUIET_SPREAD = 1.2
 """Spread of a probe that nobody disturbed, at most."""
 
 

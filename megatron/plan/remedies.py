@@ -13,44 +13,44 @@ from functools import cache, partial
 
 from megatron.config.tree import Config, RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.plan.footprint import ON_DEVICE, Homes, Run
-from megatron.plan.memory import Moment, peak
-from megatron.plan.ways import allowed, other_way, with_stage
+from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
+from megatron.plan.memory import PhaseMemory, peak_memory
+from megatron.plan.ways import if_legal, with_changes, with_stage
 
-WORTHWHILE = 0.05
+MIN_SAVED_SHARE = 0.05
 """A change that saves a smaller share of the memory does not count as a remedy."""
 
 LARGEST_MICRO_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
-class Remedy:
+class PlanSuggestion:
     flags: str
-    saves: int
+    saved_bytes: int
     """Bytes of the device."""
 
 
-def remedies(run: Run) -> list[Remedy]:
+def suggest_changes(run: PlannedRun) -> list[PlanSuggestion]:
     """The changes that help this run, the cheapest first."""
-    now = peak(run).total
-    found = [Remedy(flags, now - peak(changed).total) for flags, changed in _changes(run)]
-    return [remedy for remedy in found if remedy.saves >= WORTHWHILE * now]
+    now = peak_memory(run).total
+    found = [PlanSuggestion(flags, now - peak_memory(changed).total) for flags, changed in _candidate_changes(run)]
+    return [remedy for remedy in found if remedy.saved_bytes >= MIN_SAVED_SHARE * now]
 
 
-def _changes(run: Run) -> Iterator[tuple[str, Run]]:
+def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     config, batch = run.config, run.config.train.batch_size
     total = config.global_batch_size(run.dp)
     if batch > 1:
         smaller = max(size for size in range(1, batch) if batch % size == 0)
         yield (f"--batch-size {smaller} --global-batch-size {total}",
                replace(run, config=with_batch(config, smaller, total)))
-    for flags, recompute in more_recomputation(run):
-        yield from ((flags, changed) for changed in allowed(partial(other_way, run, recompute=recompute)))
+    for flags, recompute in next_recompute_configs(run):
+        yield from ((flags, changed) for changed in if_legal(partial(with_changes, run, recompute=recompute)))
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
-        yield from ((f"--zero-stage {stage}", changed) for changed in allowed(partial(with_stage, run, stage)))
-    away = Homes(optimizer="cpu")
-    if run.device == "cuda" and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
-        yield from ((away.flags(), changed) for changed in allowed(partial(other_way, run, away)))
+        yield from ((f"--zero-stage {stage}", changed) for changed in if_legal(partial(with_stage, run, stage)))
+    placement = StatePlacement(optimizer="cpu")
+    if run.device == "cuda" and run.placement == ALL_ON_DEVICE and config.zero.zero_stage >= placement.min_stage:
+        yield from ((placement.flags(), changed) for changed in if_legal(partial(with_changes, run, placement)))
     tp = 2 * run.tp
     if run.ranks % tp == 0:
         try:
@@ -62,7 +62,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield f"--model-parallel-size {tp}", changed
 
 
-def more_recomputation(run: Run) -> Iterator[tuple[str, RecomputeConfig]]:
+def next_recompute_configs(run: PlannedRun) -> Iterator[tuple[str, RecomputeConfig]]:
     """One switch more of activation checkpointing."""
     now = run.config.recompute
     if not now.checkpoint_activations:
@@ -78,18 +78,18 @@ def with_batch(config: Config, batch: int, total: int) -> Config:
     return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
 
 
-def largest_micro_batches(run: Run, capacities: Iterable[float]) -> list[int]:
+def largest_micro_batches(run: PlannedRun, capacities: Iterable[float]) -> list[int]:
     """The largest --batch-size whose peak is at most so many bytes, with as many micro-batches a step; 0: none."""
     steps = run.accumulation
 
     @cache
     def needs(batch: int) -> int:
-        return peak(replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))).total
+        return peak_memory(replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))).total
 
-    return [_largest(lambda batch: needs(batch) <= capacity) for capacity in capacities]
+    return [_largest_fitting(lambda batch: needs(batch) <= capacity) for capacity in capacities]
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
+def _largest_fitting(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1
     while high <= LARGEST_MICRO_BATCH and fits(high):
         low, high = high, 2 * high
@@ -99,11 +99,11 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def breakdown(moment: Moment) -> str:
-    parts = ", ".join(f"{name} {size(count)}" for name, count in asdict(moment).items() if name != "name")
-    return f"{size(moment.total)} at its fullest moment ({moment.name}): {parts}"
+def format_breakdown(moment: PhaseMemory) -> str:
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in asdict(moment).items() if name != "name")
+    return f"{format_bytes(moment.total)} at its fullest moment ({moment.name}): {parts}"

@@ -17,33 +17,33 @@ from megatron.launch.exits import ExplainedMemoryError, is_out_of_memory
 if TYPE_CHECKING:
     from megatron.config.tree import Config
     from megatron.plan.activations import Device
-    from megatron.plan.footprint import Run
+    from megatron.plan.footprint import PlannedRun
 
-SHOWN_REMEDIES = 2
+MAX_SUGGESTIONS = 2
 
 
 @contextmanager
-def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
+def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
     """Lack of memory inside becomes MemoryShortage; `config` knows its vocabulary."""
-    from megatron.plan.footprint import Run, homes_of  # now: importing takes memory too
-    from megatron.plan.memory import peak
-    from megatron.plan.remedies import breakdown
+    from megatron.plan.footprint import PlannedRun, configured_placement  # now: importing takes memory too
+    from megatron.plan.memory import peak_memory
+    from megatron.plan.remedies import format_breakdown
 
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) or isinstance(error, ExplainedMemoryError):
             raise
-        run = Run(config, ranks, device, homes_of(config))
-        print(f" rank {rank} needs {breakdown(peak(run))}", file=sys.stderr, flush=True)
+        run = PlannedRun(config, ranks, device, configured_placement(config))
+        print(f" rank {rank} needs {format_breakdown(peak_memory(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
-        raise ExplainedMemoryError(f"{reason}; {advice(run)}") from error
+        raise ExplainedMemoryError(f"{reason}; {describe_suggestions(run)}") from error
 
 
-def advice(run: Run) -> str:
-    from megatron.plan.remedies import remedies, size
+def describe_suggestions(run: PlannedRun) -> str:
+    from megatron.plan.remedies import format_bytes, suggest_changes
 
-    chosen = remedies(run)[:SHOWN_REMEDIES]
+    chosen = suggest_changes(run)[:MAX_SUGGESTIONS]
     if not chosen:
         return "no flag makes this run much smaller: use a smaller model, or more ranks with a higher --zero-stage"
-    return "try " + " or ".join(f"{remedy.flags} (saves {size(remedy.saves)})" for remedy in chosen)
+    return "try " + " or ".join(f"{remedy.flags} (saves {format_bytes(remedy.saved_bytes)})" for remedy in chosen)

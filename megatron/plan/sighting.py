@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 
-class Both(NamedTuple):
+class PassTimings(NamedTuple):
     forward: float
     backward: float
 
 
-class Taken(NamedTuple):
+class StepTimings(NamedTuple):
     """By a step, in its three calls."""
 
     forward: float
@@ -25,13 +25,13 @@ class Taken(NamedTuple):
     step: float
 
 
-class Exchange(NamedTuple):
+class CollectiveTimings(NamedTuple):
     all_reduce: float
     reduce_scatter: float
     all_gather: float
 
 
-class Beside(NamedTuple):
+class OverlapTimings(NamedTuple):
     """Products and an exchange that take about as long."""
 
     products: float
@@ -39,38 +39,38 @@ class Beside(NamedTuple):
     both: float
 
 
-class Variants(NamedTuple):
+class VariantTimings(NamedTuple):
     """Of the first shape."""
 
-    whole: Taken
-    split: Taken
+    whole: StepTimings
+    split: StepTimings
     """Under stage 3."""
-    recomputed: Taken
+    recomputed: StepTimings
 
 
-class Sighting(NamedTuple):
-    products: tuple[tuple[Both, ...], ...]
+class ProbeResult(NamedTuple):
+    products: tuple[tuple[PassTimings, ...], ...]
     """[rows, width] x [width, width], and the two that give its gradients: a line for each of the rows."""
-    attention: tuple[Both, ...]
+    attention: tuple[PassTimings, ...]
     """Of all heads, by the length of the sequence."""
-    dropping: tuple[Both, ...]
+    dropping: tuple[PassTimings, ...]
     """The same with dropout."""
-    dropout: tuple[Both, ...]
+    dropout: tuple[PassTimings, ...]
     loss: tuple[float, ...]
     """With its products; those of its gradients are made on the way forward."""
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[CollectiveTimings, ...]
     """() of one rank."""
-    beside: tuple[Beside, ...]
+    beside: tuple[OverlapTimings, ...]
     """() of one rank."""
     link: float
     """From the device to the host, and back; 0 where they are one."""
-    blocks: tuple[tuple[Taken, Taken], ...]
+    blocks: tuple[tuple[StepTimings, StepTimings], ...]
     """Of each shape, with few blocks and with more."""
-    largest: Taken
-    variants: Variants
-    together: tuple[Taken, ...]
+    largest: StepTimings
+    variants: VariantTimings
+    together: tuple[StepTimings, ...]
     """The first shape with more blocks, data parallel over all ranks: `Shape.together`; () of one rank."""
-    cut: tuple[Taken, ...]
+    cut: tuple[StepTimings, ...]
     """`Sizes.cut`; () where there is none."""
     training: float
     """The first shape with more blocks, in the loop of training, data parallel over all ranks at stage 0."""
@@ -78,11 +78,11 @@ class Sighting(NamedTuple):
     """Steps of the optimizer by the host; () where host and device are one."""
 
 
-def least(*sightings: Sighting) -> Sighting:
+def elementwise_min(*sightings: ProbeResult) -> ProbeResult:
     return reduce(_least, sightings)
 
 
-def spread(*sightings: Sighting) -> float:
+def spread(*sightings: ProbeResult) -> float:
     """How many times the least the next one is, usually: about 1 where nobody disturbs."""
     columns = (sorted(column) for column in zip(*map(_numbers, sightings), strict=True))
     return float(median(second / first for first, second, *_ in columns if first > 0))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.config.tree import Config, build_config
 from megatron.plan.activations import Device
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import PlannedRun
 from megatron.plan.time import HEAD_WIDTH
 
 VOCABULARY = 512
@@ -20,7 +20,7 @@ MORE_LAYERS = 2
 """Of the larger model of a shape."""
 
 
-class Shape(NamedTuple):
+class ProbeModelShape(NamedTuple):
     hidden: int
     batch: int
     sequence: int
@@ -32,11 +32,11 @@ class Shape(NamedTuple):
     tp: int = 1
 
     @property
-    def larger(self) -> Shape:
+    def larger(self) -> ProbeModelShape:
         return self._replace(layers=self.layers + MORE_LAYERS)
 
     @property
-    def together(self) -> list[Shape]:
+    def together(self) -> list[ProbeModelShape]:
         """As ranks meet: at every stage, and at stage 3 with whole parameters (Rates.meetings)."""
         return [*(self._replace(stage=stage) for stage in range(4)), self._replace(stage=3, is_whole=True)]
 
@@ -64,12 +64,12 @@ class Shape(NamedTuple):
     def tokens(self) -> int:
         return self.batch * self.sequence
 
-    def run(self, precision: str, device: Device, ranks: int = 1) -> Run:
-        return Run(self.config(precision), ranks, device)
+    def run(self, precision: str, device: Device, ranks: int = 1) -> PlannedRun:
+        return PlannedRun(self.config(precision), ranks, device)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProbeSizes:
     rows: tuple[int, ...]
     """Of products."""
     widths: tuple[int, ...]
@@ -84,31 +84,38 @@ class Sizes:
     """Of exchanges."""
     beside: int
     """Width of the square products beside an exchange."""
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ProbeModelShape, ...]
     """Of models, from the smallest to the largest."""
-    largest: Shape
+    largest: ProbeModelShape
     """For the time of an update alone."""
 
-    def cut(self, ranks: int) -> Shape | None:
+    def cut(self, ranks: int) -> ProbeModelShape | None:
         """The smallest model of tensor parallel ranks: of all of them, or of as many as can share one."""
         return next((shape.larger._replace(tp=tp) for tp in range(ranks, 1, -1) if ranks % tp == 0
                      for shape in self.shapes if shape.heads % tp == 0), None)
 
 
-SIZES: dict[Device, Sizes] = {
-    "cpu": Sizes(
-        rows=(64, 256, 1024, 2048), widths=(64, 256, 1024),
-        lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
-        elements=(2**12, 2**16, 2**20, 2**22),
-        logits=((64, 512), (256, 4096), (512, 32768)), loss_width=64,
-        bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
-        shapes=(Shape(64, 8, 32), Shape(128, 4, 128), Shape(256, 4, 256), Shape(384, 4, 512)),
-        largest=Shape(768, 1, 32, layers=3)),
-    "cuda": Sizes(
-        rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
-        lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
-        elements=(2**16, 2**20, 2**24, 2**27),
-        logits=((1024, 8192), (4096, 32768), (8192, 65536)), loss_width=1024,
-        bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
-        shapes=(Shape(256, 4, 256), Shape(1024, 4, 1024), Shape(2048, 8, 1024)),
-        largest=Shape(4096, 1, 128, layers=2))}
+SIZES: dict[Device, ProbeSizes] = {
+    "cpu": ProbeSizes(rows=(64, 256, 1024, 2048),
+                      widths=(64, 256, 1024),
+                      lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
+                      elements=(2**12, 2**16, 2**20, 2**22),
+                      logits=((64, 512), (256, 4096), (512, 32768)),
+                      loss_width=64,
+                      bytes=(2**12, 2**16, 2**20, 2**23, 2**25),
+                      beside=512,
+                      shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
+                              ProbeModelShape(384, 4, 512)),
+                      largest=ProbeModelShape(768, 1, 32, layers=3)),
+    "cuda": ProbeSizes(rows=(256, 1024, 4096, 16384),
+                       widths=(256, 1024, 4096, 8192),
+                       lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
+                       elements=(2**16, 2**20, 2**24, 2**27),
+                       logits=((1024, 8192), (4096, 32768), (8192, 65536)),
+                       loss_width=1024,
+                       bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30),
+                       beside=4096,
+                       shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4,
+                                                                             1024), ProbeModelShape(2048, 8, 1024)),
+                       largest=ProbeModelShape(4096, 1, 128, layers=2))
+}

@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megatron.plan.sighting import Taken
-from megatron.plan.sizes import STEPS_IN_TRAINING, VOCABULARY, Shape
-from megatron.plan.stopwatch import FEWEST, MOST, Stopwatch, usual
+from megatron.plan.sighting import StepTimings
+from megatron.plan.sizes import STEPS_IN_TRAINING, VOCABULARY, ProbeModelShape
+from megatron.plan.stopwatch import FEWEST, MOST, ProbeTimer, lowest_decile
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
@@ -29,15 +29,15 @@ from megatron.train.log import RunLog
 from megatron.train.loop import Trainer, TrainState
 from mpu.groups import Groups
 
-SECONDS = 0.8
+MODEL_SECONDS = 0.8
 """Of the steps of one shape; at least FEWEST."""
 WARM_UP = 2
-NEVER = 1 << 60
+NO_GC_STEPS = 1 << 60
 """Steps between two looks for garbage."""
 
 
-class SmallModel:
-    def __init__(self, shape: Shape, precision: str, watch: Stopwatch, groups: Groups) -> None:
+class ProbeModel:
+    def __init__(self, shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> None:
         config = shape.config(precision)
         self._watch = watch
         model = build.model(config, groups, build.recomputation(config, groups))
@@ -48,43 +48,44 @@ class SmallModel:
         rows = (numbers % VOCABULARY).reshape(shape.batch, -1)
         self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
-    def step(self) -> Taken:
+    def step(self) -> StepTimings:
         begin = self._watch.now()
         loss = forward_loss(self._engine, self._batch)
         ahead = self._watch.now()
         self._engine.backward(loss)
         back = self._watch.now()
         self._engine.step()
-        return Taken(ahead - begin, back - ahead, self._watch.now() - back)
+        return StepTimings(ahead - begin, back - ahead, self._watch.now() - back)
 
 
-def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch, groups: Groups = Groups()) -> list[Taken]:
+def steps_in_turn(shapes: Sequence[ProbeModelShape], precision: str, watch: ProbeTimer,
+                  groups: Groups = Groups()) -> list[StepTimings]:
     """What they usually take, on the slowest rank; with `groups`, together."""
-    make_room()
-    models = [SmallModel(shape, precision, watch, groups) for shape in shapes]
+    free_engines()
+    models = [ProbeModel(shape, precision, watch, groups) for shape in shapes]
     for _ in range(WARM_UP):
         for model in models:
             model.step()
-    with periodic_gc(NEVER):
-        taken = _taken(models, watch, groups)
-    return [Taken(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
+    with periodic_gc(NO_GC_STEPS):
+        taken = _measure_rounds(models, watch, groups)
+    return [StepTimings(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
             for steps in zip(*taken, strict=True)]
 
 
-def _taken(models: Sequence[SmallModel], watch: Stopwatch, groups: Groups) -> list[list[Taken]]:
+def _measure_rounds(models: Sequence[ProbeModel], watch: ProbeTimer, groups: Groups) -> list[list[StepTimings]]:
     """Of every round, what each took."""
     if groups.world.is_solo:
-        taken, end = list[list[Taken]](), watch.now() + SECONDS
+        taken, end = list[list[StepTimings]](), watch.now() + MODEL_SECONDS
         while len(taken) < FEWEST or watch.now() < end:
             taken.append([model.step() for model in models])
         return taken
     once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
-    return [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(SECONDS / once))))]
+    return [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(MODEL_SECONDS / once))))]
 
 
-def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch, groups: Groups) -> float:
+def seconds_in_training(shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> float:
     """Of a step in the loop of training, on random tokens."""
-    make_room()
+    free_engines()
     config = shape.config(precision)
     tokenizer = build.tokenizer(config)
     samples = build.datasets(config, tokenizer, groups).train
@@ -99,7 +100,7 @@ def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch, groups: 
     return watch.slowest(_typical(steps[WARM_UP:], groups))
 
 
-def make_room() -> None:
+def free_engines() -> None:
     """Engines refer to themselves: those of before are still there."""
     gc.collect()
     if torch.cuda.is_available():
@@ -109,4 +110,4 @@ def make_room() -> None:
 def _typical(samples: Sequence[float], groups: Groups) -> float:
     """Ranks that work together wait for the slowest in every step: it is no other program that makes their median
     longer."""
-    return usual(samples) if groups.world.is_solo else median(samples)
+    return lowest_decile(samples) if groups.world.is_solo else median(samples)

@@ -18,7 +18,7 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
-from megatron.plan.sighting import Both
+from megatron.plan.sighting import PassTimings
 from mpu.collectives import all_gather_json, barrier
 from mpu.groups import Group
 
@@ -30,13 +30,13 @@ SAMPLE, MOST_CALLS = 0.005, 200
 Work = Callable[[], object]
 
 
-def usual(samples: Iterable[float]) -> float:
+def lowest_decile(samples: Iterable[float]) -> float:
     """The lowest decile."""
     return quantiles(samples, n=10, method="inclusive")[0]
 
 
 @dataclass(frozen=True)
-class Stopwatch:
+class ProbeTimer:
     device: torch.device
     world: Group
 
@@ -57,21 +57,22 @@ class Stopwatch:
         work()
         calls = self._calls(work)
         barrier(self.world)
-        return self.slowest(usual(self._samples(work, calls)))
+        return self.slowest(lowest_decile(self._samples(work, calls)))
 
-    def together(self, work: Work) -> float:
+    def collective_seconds(self, work: Work) -> float:
         """Of something that ranks do with each other."""
         work()
         calls = self._calls(work)
         times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
-        return self.slowest(usual(self.once(work, calls) for _ in range(times)))
+        return self.slowest(lowest_decile(self.once(work, calls) for _ in range(times)))
 
-    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Both:
+    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> PassTimings:
         """Seconds of a forward, and of its backward."""
         ahead = self.seconds(forward)
         result = forward()
         gradient = torch.ones_like(result)
-        return Both(ahead, self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)))
+        return PassTimings(ahead,
+                           self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)))
 
     def slowest(self, seconds: float) -> float:
         return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))

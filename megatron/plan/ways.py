@@ -14,41 +14,41 @@ from typing import Any
 from megatron.config.problems import error_sentences
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.plan.footprint import Homes, Run
+from megatron.plan.footprint import PlannedRun, StatePlacement
 
-SOME_FOLDER = "DIR"
+PLACEHOLDER_FOLDER = "DIR"
 
 
-def other_way(run: Run, homes: Homes | None = None, **sections: Any) -> Run:
+def with_changes(run: PlannedRun, placement: StatePlacement | None = None, **sections: Any) -> PlannedRun:
     """The run with these sections of its configuration, and these homes; ConfigError says what forbids it."""
-    changed = replace(run, config=replace(run.config, **sections), homes=homes or run.homes)
-    _as_started(changed)
+    changed = replace(run, config=replace(run.config, **sections), placement=placement or run.placement)
+    _check_legal(changed)
     return changed
 
 
-def with_stage(run: Run, stage: int, homes: Homes | None = None) -> Run:
-    return other_way(run, homes, zero=replace(run.config.zero, zero_stage=stage))
+def with_stage(run: PlannedRun, stage: int, placement: StatePlacement | None = None) -> PlannedRun:
+    return with_changes(run, placement, zero=replace(run.config.zero, zero_stage=stage))
 
 
-def allowed(way: Callable[[], Run]) -> Iterator[Run]:
+def if_legal(make_run: Callable[[], PlannedRun]) -> Iterator[PlannedRun]:
     """The run that this makes, where nothing forbids it."""
     with suppress(ConfigError):
-        yield way()
+        yield make_run()
 
 
-def why_not(run: Run, stage: int, homes: Homes) -> str:
+def why_illegal(run: PlannedRun, stage: int, placement: StatePlacement) -> str:
     """What forbids this way, in short; "" where nothing does."""
     try:
-        with_stage(run, stage, homes)
+        with_stage(run, stage, placement)
     except ConfigError as error:
         return run.config.translate(error_sentences(error)[0]).partition(": ")[0]
     return ""
 
 
-def _as_started(run: Run) -> Config:
+def _check_legal(run: PlannedRun) -> Config:
     """Its homes are beside the configuration in a plan (footprint.py); here they are in it again."""
-    offload, homes = run.config.offload, run.homes
+    offload, placement = run.config.offload, run.placement
     return replace(run.config, offload=replace(
-        offload, offload_optimizer_device=homes.optimizer, offload_param_device=homes.params,
-        offload_optimizer_nvme_path=offload.offload_optimizer_nvme_path or SOME_FOLDER,
-        offload_param_nvme_path=offload.offload_param_nvme_path or SOME_FOLDER))
+        offload, offload_optimizer_device=placement.optimizer, offload_param_device=placement.params,
+        offload_optimizer_nvme_path=offload.offload_optimizer_nvme_path or PLACEHOLDER_FOLDER,
+        offload_param_nvme_path=offload.offload_param_nvme_path or PLACEHOLDER_FOLDER))

@@ -21,19 +21,19 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from megatron.profiler.clock import Clock
-from megatron.profiler.nodes import Node, Phase
+from megatron.profiler.clock import ProfilerClock
+from megatron.profiler.nodes import ModuleNode, RunPhase
 
 _NO_BACKWARD = -1
 
 
-def backward_under_way() -> int | None:
+def current_backward_id() -> int | None:
     """Its number."""
     number = torch._C._current_graph_task_id()
     return None if number == _NO_BACKWARD else number
 
 
-def _checkpoint_runs_again() -> bool:
+def _is_checkpoint_recomputing() -> bool:
     """In a checkpoint of torch's: of the kind that saves its tensors anew, or of the one with a backward of its own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
@@ -42,31 +42,31 @@ def _checkpoint_runs_again() -> bool:
     return torch.is_grad_enabled() and type(node).__name__ == "CheckpointFunctionBackward"
 
 
-class _Frame(NamedTuple):
+class _CallFrame(NamedTuple):
     """A call that has begun."""
 
-    node: Node
+    node: ModuleNode
     backward: int | None
     """The one it runs in."""
     start: Any
 
 
-class Calls:
+class ModuleCallTracker:
     """Of the modules of one tree; `outside` is the node of what runs in none of them."""
 
-    def __init__(self, nodes: Mapping[nn.Module, Node], outside: Node, clock: Clock) -> None:
+    def __init__(self, nodes: Mapping[nn.Module, ModuleNode], outside: ModuleNode, clock: ProfilerClock) -> None:
         self._nodes, self._outside, self._clock = nodes, outside, clock
         self._threads = threading.local()
-        self._numbers: list[int] = []  # where an interval begins ...
-        self._owners: list[Node] = []  # ... and whose it is
-        self._spans: list[tuple[Node, Any, Any]] = []
-        self._thread = 0  # the one that is watched
+        self._interval_starts: list[int] = []  # where an interval begins ...
+        self._interval_owners: list[ModuleNode] = []  # ... and whose it is
+        self._timed_calls: list[tuple[ModuleNode, Any, Any]] = []
+        self._tracked_thread = 0  # the one that is watched
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
         """Calls inside are noted: of this thread, and of those in which autograd makes a backward. What ends them by
         force leaves some that never returned."""
-        self._thread = threading.get_ident()
+        self._tracked_thread = threading.get_ident()
         handles = (register_module_forward_pre_hook(self._enter),
                    register_module_forward_hook(self._leave, always_call=True))
         try:
@@ -77,51 +77,51 @@ class Calls:
             self._threads = threading.local()
 
     @property
-    def _frames(self) -> list[_Frame]:
+    def _frames(self) -> list[_CallFrame]:
         """The calls under way in this thread."""
-        frames: list[_Frame] = vars(self._threads).setdefault("frames", [])
+        frames: list[_CallFrame] = vars(self._threads).setdefault("frames", [])
         return frames
 
-    def place(self) -> tuple[Node, Phase]:
+    def current_node(self) -> tuple[ModuleNode, RunPhase]:
         """Of the operation under way."""
         frames = self._frames
         frame = frames[-1] if frames else None
-        backward = backward_under_way()
+        backward = current_backward_id()
         if backward is None:
-            return (self._outside if frame is None else frame.node), Phase.FORWARD
+            return (self._outside if frame is None else frame.node), RunPhase.FORWARD
         if frame is not None and frame.backward == backward:
-            return frame.node, Phase.AGAIN
-        return self._maker_of_node(), Phase.AGAIN if _checkpoint_runs_again() else Phase.BACKWARD
+            return frame.node, RunPhase.RECOMPUTE
+        return self._owner_of_autograd_node(), RunPhase.RECOMPUTE if _is_checkpoint_recomputing() else RunPhase.BACKWARD
 
     @property
-    def timed(self) -> int:
+    def num_timed_calls(self) -> int:
         """Calls whose time is not given to their nodes yet."""
-        return len(self._spans)
+        return len(self._timed_calls)
 
-    def drop_after(self, timed: int) -> None:
+    def discard_calls_after(self, num_timed_calls: int) -> None:
         """The time of the later ones counts for nothing."""
-        del self._spans[timed:]
+        del self._timed_calls[num_timed_calls:]
 
-    def settle(self) -> None:
+    def assign_times(self) -> None:
         """Give each node the time of its calls, and begin anew."""
         self._clock.wait()
-        for node, start, stop in self._spans:
+        for node, start, stop in self._timed_calls:
             node.seconds += self._clock.seconds(start, stop)
-        self._spans.clear()
-        self._numbers.clear()
-        self._owners.clear()
+        self._timed_calls.clear()
+        self._interval_starts.clear()
+        self._interval_owners.clear()
 
-    def _maker_of_node(self) -> Node:
+    def _owner_of_autograd_node(self) -> ModuleNode:
         """The module that was running when the node of the backward under way was made."""
         node: Any = torch._C._current_autograd_node()
-        interval = -1 if node is None else bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self._outside if interval < 0 else self._owners[interval]
+        interval = -1 if node is None else bisect_right(self._interval_starts, node._sequence_nr()) - 1
+        return self._outside if interval < 0 else self._interval_owners[interval]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        node, backward = self._nodes.get(module), backward_under_way()
-        if node is not None and (backward is not None or threading.get_ident() == self._thread):
+        node, backward = self._nodes.get(module), current_backward_id()
+        if node is not None and (backward is not None or threading.get_ident() == self._tracked_thread):
             self._begin_interval(node)
-            self._frames.append(_Frame(node, backward, self._clock.mark()))
+            self._frames.append(_CallFrame(node, backward, self._clock.mark()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Also when the forward has raised, as recomputation does once it has what it wants."""
@@ -131,10 +131,10 @@ class Calls:
         frame = frames.pop()
         if frame.backward is None:
             frame.node.calls += 1
-            self._spans.append((frame.node, frame.start, self._clock.mark()))
+            self._timed_calls.append((frame.node, frame.start, self._clock.mark()))
         self._begin_interval(frames[-1].node if frames else self._outside)
 
-    def _begin_interval(self, owner: Node) -> None:
-        if threading.get_ident() == self._thread:  # each thread numbers by itself
-            self._numbers.append(torch.autograd._get_sequence_nr())
-            self._owners.append(owner)
+    def _begin_interval(self, owner: ModuleNode) -> None:
+        if threading.get_ident() == self._tracked_thread:  # each thread numbers by itself
+            self._interval_starts.append(torch.autograd._get_sequence_nr())
+            self._interval_owners.append(owner)

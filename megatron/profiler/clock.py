@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Clock(Protocol):
+class ProfilerClock(Protocol):
     def mark(self) -> Any:
         """The present moment."""
 
@@ -46,5 +46,5 @@ class DeviceClock:
         torch.cuda.synchronize(self._device)
 
 
-def clock_of(device: torch.device) -> Clock:
+def build_clock(device: torch.device) -> ProfilerClock:
     return DeviceClock(device) if device.type == "cuda" else HostClock()

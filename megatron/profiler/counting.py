@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from megatron.profiler.calls import backward_under_way
-from megatron.profiler.formulas import OPENED, may_multiply, way_of
+from megatron.profiler.calls import current_backward_id
+from megatron.profiler.formulas import DECOMPOSE, flop_formula, may_multiply
 
 
-class Counting(TorchDispatchMode):
+class FlopCountingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, credit: Callable[[int], None]) -> None:
+    def __init__(self, add_macs: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._credit = credit
-        self.unknown: Counter[str] = Counter()
+        self._add_macs = add_macs
+        self.uncounted_ops: Counter[str] = Counter()
         """Operations that nobody has a formula for, and how often they ran."""
         self.saw_backward = False
 
-    def forget(self) -> None:
-        self.unknown.clear()
+    def reset(self) -> None:
+        self.uncounted_ops.clear()
         self.saw_backward = False
 
     @property
@@ -46,18 +46,18 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if NestedTensor in types:
             return NotImplemented  # it says what it consists of, which then passes here
-        given, way = kwargs or {}, way_of(func)
-        self.saw_backward = self.saw_backward or backward_under_way() is not None
-        if way is None or _are_nested(args):
+        given, formula = kwargs or {}, flop_formula(func)
+        self.saw_backward = self.saw_backward or current_backward_id() is not None
+        if formula is None or _are_nested(args):
             if may_multiply(func):
-                self.unknown[str(func)] += 1
+                self.uncounted_ops[str(func)] += 1
             return func(*args, **given)
-        if way is OPENED:
+        if formula is DECOMPOSE:
             with self:
                 result = func.decompose(*args, **given)
             return func(*args, **given) if result is NotImplemented else result
         result = func(*args, **given)
-        self._credit(way(result, args, given))
+        self._add_macs(formula(result, args, given))
         return result
 
 

@@ -35,7 +35,7 @@ def get_model_profile(
         raise ConfigError("get_model_profile needs input_shape, args or kwargs: what the model is called with")
     profiler = FlopsProfiler(model)
     call: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
-    with _evaluating(model), torch.no_grad():
+    with _eval_mode(model), torch.no_grad():
         for _ in range(warm_up):
             call(*given, **named)
         profiler.start_profile(ignore_modules)
@@ -58,7 +58,7 @@ def _inputs(model: nn.Module, shape: Sequence[int] | None) -> list[torch.Tensor]
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation; afterwards each in the mode that it was in, which need not be the model's."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -26,24 +26,24 @@ from mpu.partition import partition_of
 _PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelEmbedding)
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """When something ran."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    AGAIN = "recomputation"
+    RECOMPUTE = "recomputation"
 
 
 @dataclass(eq=False)
-class Node:
+class ModuleNode:
     """A module, and what was seen of it; `macs` are its own, without those of modules inside it."""
 
     path: str
     module: nn.Module
-    own: list[nn.Parameter] = field(default_factory=list)
+    own_parameters: list[nn.Parameter] = field(default_factory=list)
     """Its parameters without those inside it, and without those that a module before it has as well."""
-    children: list[Node] = field(default_factory=list)
-    macs: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    children: list[ModuleNode] = field(default_factory=list)
+    macs: dict[RunPhase, int] = field(default_factory=lambda: dict.fromkeys(RunPhase, 0))
     calls: int = 0
     seconds: float = 0.0
 
@@ -52,42 +52,42 @@ class Node:
         return self.path.rpartition(".")[2]
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         return type(self.module).__name__
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Of the module and of all inside it; of the whole tree, each once."""
-        return [*self.own, *(parameter for child in self.children for parameter in child.parameters)]
+        return [*self.own_parameters, *(parameter for child in self.children for parameter in child.parameters)]
 
     @cached_property
-    def is_split(self) -> bool:
+    def is_tensor_parallel(self) -> bool:
         return any(partition_of(parameter) is not None for parameter in self.module.parameters())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was seen."""
-        self.macs, self.calls, self.seconds = dict.fromkeys(Phase, 0), 0, 0.0
+        self.macs, self.calls, self.seconds = dict.fromkeys(RunPhase, 0), 0, 0.0
 
 
-def tree_of(model: nn.Module) -> Node:
+def build_module_tree(model: nn.Module) -> ModuleNode:
     seen, owned = set[nn.Module](), set[nn.Parameter]()
 
-    def grow(module: nn.Module, path: str) -> Node:
+    def build(module: nn.Module, path: str) -> ModuleNode:
         seen.add(module)
-        node = Node(path, module, [one for one in module.parameters(recurse=False) if one not in owned])
-        owned.update(node.own)
+        node = ModuleNode(path, module, [one for one in module.parameters(recurse=False) if one not in owned])
+        owned.update(node.own_parameters)
         for name, child in module.named_children():
             if child not in seen:
-                node.children.append(grow(child, f"{path}.{name}" if path else name))
+                node.children.append(build(child, f"{path}.{name}" if path else name))
         return node
 
-    return grow(model, "")
+    return build(model, "")
 
 
-def walk(node: Node) -> Iterator[Node]:
+def walk_nodes(node: ModuleNode) -> Iterator[ModuleNode]:
     yield node
     for child in node.children:
-        yield from walk(child)
+        yield from walk_nodes(child)
 
 
 def tensor_parallel_size(model: nn.Module) -> int:

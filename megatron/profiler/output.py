@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 from megatron.errors import StorageError
-from megatron.profiler.page import page
-from megatron.profiler.profile import Profile
-from megatron.profiler.text import report
-
+from megatron.profiler.page import profile_page
+from megatron.profiler.profile import ModelProfile
+from megatron.profiler.text import format_profile
 
 _JSON, _PAGE = ".json", (".html", ".htm")
 
 
-def check_place(path: str, flag: str) -> None:
+def check_output_path(path: str, flag: str) -> None:
     """It can be made, as far as that shows without making it."""
     folder = Path(path).absolute().parent
     if not folder.is_dir() or Path(path).is_dir():
@@ -22,20 +21,24 @@ def check_place(path: str, flag: str) -> None:
                            f"{'no' if not folder.is_dir() else 'a'} folder; name a file in a folder that is there")
 
 
-def lists_modules(path: str, detailed: bool) -> bool:
+def includes_modules(path: str, detailed: bool) -> bool:
     """What is written there has each module: a text only where that is asked for."""
     return detailed or Path(path).suffix.lower() in (_JSON, *_PAGE)
 
 
-def write(profile: Profile, path: str, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> None:
+def write_profile(profile: ModelProfile,
+                  path: str,
+                  module_depth: int = -1,
+                  top_modules: int = 1,
+                  detailed: bool = True) -> None:
     """The file is replaced."""
     ending = Path(path).suffix.lower()
     if ending == _JSON:
         text = json.dumps(profile.as_dict(), indent=1)
     elif ending in _PAGE:
-        text = page(profile)
+        text = profile_page(profile)
     else:
-        text = report(profile, module_depth, top_modules, detailed)
+        text = format_profile(profile, module_depth, top_modules, detailed)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:

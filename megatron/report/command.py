@@ -10,11 +10,11 @@ from data.cli import format_count
 from data.storage import check_outputs_are_not_inputs, escape_to_one_line, prefix_storage_errors, staged_file
 from megatron.config.help import CommandArgumentParser
 from megatron.errors import ConfigError
-from megatron.report.history import History
-from megatron.report.page import is_page, page
-from megatron.report.read import MetricsLines
-from megatron.report.source import sources
-from megatron.report.tables import notes
+from megatron.report.history import RunHistory
+from megatron.report.page import is_report_page, report_page
+from megatron.report.read import MetricsFileReader
+from megatron.report.source import find_metrics_sources
+from megatron.report.tables import history_notes
 
 MODULE = "python -m megatron.report"
 
@@ -32,10 +32,10 @@ def _parser() -> CommandArgumentParser:
     return parser
 
 
-def _check_replaces_a_page(output: Path) -> None:
+def _check_overwrites_only_reports(output: Path) -> None:
     """Or nothing: what else has that name is somebody's."""
     try:
-        stays = output.is_file() and output.stat().st_size and not is_page(output)
+        stays = output.is_file() and output.stat().st_size and not is_report_page(output)
     except OSError as error:
         raise ConfigError(f"--output {output}: there is such a file, which cannot be read ({error.strerror}); give "
                           "--output another name") from error
@@ -45,22 +45,23 @@ def _check_replaces_a_page(output: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parser().parse_args(argv)
-    found = sources(asked.runs)
+    args = _parser().parse_args(argv)
+    metrics_sources = find_metrics_sources(args.runs)
     with prefix_storage_errors("--output"):
-        check_outputs_are_not_inputs((source.path for source in found), (asked.output,), "give --output another name")
-    _check_replaces_a_page(Path(asked.output))
-    histories, told = list[History](), list[str]()
-    for source in found:
-        lines = MetricsLines(source.path)
-        history = History(escape_to_one_line(source.name)).read(lines)
+        check_outputs_are_not_inputs((source.path for source in metrics_sources), (args.output, ),
+                                     "give --output another name")
+    _check_overwrites_only_reports(Path(args.output))
+    histories, all_notes = list[RunHistory](), list[str]()
+    for source in metrics_sources:
+        lines = MetricsFileReader(source.path)
+        history = RunHistory(escape_to_one_line(source.name)).add_records(lines)
         histories.append(history)
-        told += notes(history, lines)
-    text = page(histories, told).encode(errors="backslashreplace")  # a setting need not be text
-    with prefix_storage_errors("--output"), staged_file(asked.output) as file:
+        all_notes += history_notes(history, lines)
+    text = report_page(histories, all_notes).encode(errors="backslashreplace")  # a setting need not be text
+    with prefix_storage_errors("--output"), staged_file(args.output) as file:
         file.write(text)
-    for note in told:
+    for note in all_notes:
         print(f"note: {note}", file=sys.stderr)
     steps = format_count(sum(len(history.steps) for history in histories), "step")
-    print(f"{escape_to_one_line(asked.output)}: {format_count(len(histories), 'run')}, {steps}, {len(text):,} bytes")
+    print(f"{escape_to_one_line(args.output)}: {format_count(len(histories), 'run')}, {steps}, {len(text):,} bytes")
     return 0

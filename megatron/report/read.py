@@ -16,66 +16,66 @@ from data.storage import DataError
 
 Record = dict[str, Any]
 
-LONGEST = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """Bytes of a line; the configuration of a run has about 5,000."""
-BEGINNING = 5
+PROBED_LINES = 5
 """Lines in which a metrics file shows itself as one."""
-KNOWN = ("config", "iteration", "save")
+RECORD_KEYS = ("config", "iteration", "save")
 """Every record of a trainer has one of these keys."""
 
 _OBJECT = re.compile(rb'\{"')
 
 
-class MetricsLines:
+class MetricsFileReader:
     """The records of a file in order, read as they are asked for; what is said of lines is of those read so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.records = 0
-        self.damaged = 0
+        self.num_records = 0
+        self.num_damaged_lines = 0
         """Lines that are not one object, and nothing else."""
-        self.is_cut = False
+        self.last_line_is_incomplete = False
         """The last one, which is being written, or was when the run was killed."""
 
     def __iter__(self) -> Iterator[Record]:
         try:
             with open(self._path, "rb") as file:
-                while line := file.readline(LONGEST):
+                while line := file.readline(MAX_LINE_BYTES):
                     if (record := self._record(line)) is not None:
-                        self.records += 1
+                        self.num_records += 1
                         yield record
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
-        if self.damaged and not self.records:
+        if self.num_damaged_lines and not self.num_records:
             raise DataError(f"{self._path} is no metrics file: no line of it is a record of a run")
 
     def _record(self, line: bytes) -> Record | None:
-        record = _parsed(line)
+        record = _parse_record(line)
         if record is None and line.strip():
             if not line.endswith(b"\n"):
-                self.is_cut = True
+                self.last_line_is_incomplete = True
                 return None
-            self.damaged += 1
-            return _last_of(line)
+            self.num_damaged_lines += 1
+            return _last_record_in(line)
         return record
 
 
-def _parsed(text: bytes) -> Record | None:
+def _parse_record(text: bytes) -> Record | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and any(key in found for key in KNOWN) else None
+    return found if isinstance(found, dict) and any(key in found for key in RECORD_KEYS) else None
 
 
-def _last_of(line: bytes) -> Record | None:
+def _last_record_in(line: bytes) -> Record | None:
     """The record at the end of a line that begins with the remains of another, or with zeros."""
     for start in _OBJECT.finditer(line):
-        if (record := _parsed(line[start.start():])) is not None:
+        if (record := _parse_record(line[start.start():])) is not None:
             return record
     return None
 
 
-def begins_like_metrics(path: Path) -> bool:
+def looks_like_metrics(path: Path) -> bool:
     with open(path, "rb") as file:
-        return any(_parsed(file.readline(LONGEST)) for _ in range(BEGINNING))
+        return any(_parse_record(file.readline(MAX_LINE_BYTES)) for _ in range(PROBED_LINES))

@@ -15,21 +15,21 @@ from megatron.checkpoint.choice import latest_tag
 from megatron.checkpoint.tags import read_tag_manifest
 from megatron.config.tree import require
 from megatron.errors import CheckpointError
-from megatron.report.read import begins_like_metrics
+from megatron.report.read import looks_like_metrics
 
 USUAL_NAME = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class Source:
+class MetricsSource:
     name: str
     """Of the run, as it was typed."""
     path: Path
     """Of its metrics."""
 
 
-def sources(words: Sequence[str]) -> list[Source]:
-    found = [Source(word, metrics_file(Path(word))) for word in words]
+def find_metrics_sources(words: Sequence[str]) -> list[MetricsSource]:
+    found = [MetricsSource(word, find_metrics_file(Path(word))) for word in words]
     for index, source in enumerate(found):
         twin = next((other for other in found[:index] if other.path.resolve() == source.path.resolve()), None)
         require(twin is None, f"{source.name} is given twice" + (
@@ -37,7 +37,7 @@ def sources(words: Sequence[str]) -> list[Source]:
     return found
 
 
-def metrics_file(path: Path) -> Path:
+def find_metrics_file(path: Path) -> Path:
     check_is_rereadable(path)
     if path.is_file():
         return path
@@ -45,7 +45,7 @@ def metrics_file(path: Path) -> Path:
         raise DataError(f"{path}: there is no such run; name a metrics file, or the folder that holds one")
     if (path / USUAL_NAME).is_file():
         return path / USUAL_NAME
-    held = sorted(file for file in path.glob("*.jsonl") if file.is_file() and begins_like_metrics(file))
+    held = sorted(file for file in path.glob("*.jsonl") if file.is_file() and looks_like_metrics(file))
     if len(held) > 1:
         raise DataError(f"{path} holds {len(held)} metrics files: {', '.join(file.name for file in held)}; name the "
                         "ones that are meant")

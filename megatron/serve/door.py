@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import final
 
-from megatron.serve.limits import Refusal
+from megatron.serve.limits import HttpError
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain"})
 
@@ -29,21 +29,22 @@ def is_loopback(host: str) -> bool:
 
 
 @final
-class Door:
+class AuthPolicy:
     def __init__(self, host: str, key: str | None, allowed: Iterable[str] = ()) -> None:
         self._key = None if key is None else key.encode()
-        self._any_name = not is_loopback(host)
-        self._names = {host.lower(), *(name.lower() for name in allowed)}
+        self._any_host = not is_loopback(host)
+        self._allowed_hosts = {host.lower(), *(name.lower() for name in allowed)}
 
     def check_host(self, header: str | None) -> None:
         """That the name the client used is one of ours."""
-        if self._any_name or header is None:
+        if self._any_host or header is None:
             return
         match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", header)
         name = (match[1] or match[3]).lower() if match else ""
-        if not is_loopback(name) and name not in self._names:
-            raise Refusal(403, "this server answers on its own machine only, to requests for localhost; --allowed-host "
-                               "admits another name")
+        if not is_loopback(name) and name not in self._allowed_hosts:
+            raise HttpError(
+                403, "this server answers on its own machine only, to requests for localhost; --allowed-host "
+                "admits another name")
 
     def check_key(self, header: str | None) -> None:
         if self._key is None:
@@ -51,5 +52,7 @@ class Door:
         scheme, _, given = (header or "").partition(" ")
         good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
         if scheme.lower() != "bearer" or not good:
-            raise Refusal(401, "this server wants a key: send it as Authorization: Bearer KEY", code="invalid_api_key",
-                          headers=(("WWW-Authenticate", "Bearer"),))
+            raise HttpError(401,
+                            "this server wants a key: send it as Authorization: Bearer KEY",
+                            code="invalid_api_key",
+                            headers=(("WWW-Authenticate", "Bearer"), ))

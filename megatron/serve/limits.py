@@ -10,7 +10,7 @@ from megatron.config.tree import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """Of one server. The names are those of the flags."""
 
     max_body_bytes: int = 1 << 20
@@ -32,7 +32,7 @@ class Limits:
     """For what is under way, once the server is asked to stop."""
 
 
-HELP = {
+LIMIT_HELP = {
     "max_body_bytes": "largest body of a request (1 MiB)",
     "max_header_bytes": "largest head of a request (16 KiB)",
     "max_prompt_tokens": "longest prompt (the model's positions)",
@@ -46,39 +46,39 @@ HELP = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    defaults = Limits()
-    for name, text in HELP.items():
+    defaults = ServerLimits()
+    for name, text in LIMIT_HELP.items():
         default = getattr(defaults, name)
         group.add_argument(f"--{name.replace('_', '-')}", type=float if isinstance(default, float) else int,
                            default=None if name == "max_texts" else default,
                            metavar="S" if isinstance(default, float) else "N", help=text)
 
 
-def limits_of(asked: argparse.Namespace) -> Limits:
-    found = {field.name: getattr(asked, field.name) for field in fields(Limits)}
+def limits_from_args(args: argparse.Namespace) -> ServerLimits:
+    found = {field.name: getattr(args, field.name) for field in fields(ServerLimits)}
     for name, value in found.items():
         least = 0 if name in ("max_waiting", "grace") else 1e-3 if isinstance(value, float) else 1
         require(value is None or least <= value < float("inf"), f"--{name.replace('_', '-')} is {value}: expected "
                 f"{'0 or more' if not least else 'more than 0'}")
-    room = asked.max_waiting + asked.batch_size
-    if asked.max_texts is None:
-        found["max_texts"] = min(Limits().max_texts, room)
-    require(found["max_texts"] <= room, f"--max-texts {asked.max_texts} is more than --max-waiting and --batch-size "
-            f"have room for together, {room}: such a request could never be taken")
-    return Limits(**found)
+    capacity = args.max_waiting + args.batch_size
+    if args.max_texts is None:
+        found["max_texts"] = min(ServerLimits().max_texts, capacity)
+    require(found["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and --batch-size "
+            f"have room for together, {capacity}: such a request could never be taken")
+    return ServerLimits(**found)
 
 
 @final
-class Refusal(Exception):
-    def __init__(self, status: int, message: str, *, name: str | None = None, code: str | None = None,
+class HttpError(Exception):
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
                  headers: tuple[tuple[str, str], ...] = ()) -> None:
         """`name` is that of the key that is wrong; `code` is a word for programs; `headers` go with the response."""
         super().__init__(message)
-        self.status, self.message, self.name, self.code, self.headers = status, message, name, code, headers
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
 
-def wrong(name: str, message: str) -> Refusal:
+def invalid_field(name: str, message: str) -> HttpError:
     """A key that cannot be honoured."""
-    return Refusal(400, f"{name}: {message}", name=name)
+    return HttpError(400, f"{name}: {message}", param=name)

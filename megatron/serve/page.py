@@ -10,18 +10,18 @@ from typing import final
 
 
 @final
-class Page:
+class PlaygroundPage:
     def __init__(self) -> None:
         self.body = Path(__file__).with_name("page.html").read_bytes()
         text = self.body.decode()
-        policy = (f"default-src 'none'; script-src {_hash(text, 'script')}; style-src {_hash(text, 'style')}; "
+        policy = (f"default-src 'none'; script-src {_csp_hash(text, 'script')}; style-src {_csp_hash(text, 'style')}; "
                   "connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'")
         self.headers = (("Content-Security-Policy", policy), ("Referrer-Policy", "no-referrer"),
                         ("X-Frame-Options", "DENY"), ("Cross-Origin-Opener-Policy", "same-origin"),
                         ("Cross-Origin-Resource-Policy", "same-origin"))
 
 
-def _hash(text: str, tag: str) -> str:
+def _csp_hash(text: str, tag: str) -> str:
     """Of what the tag encloses: nothing else is run, or drawn with."""
     match = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     assert match is not None

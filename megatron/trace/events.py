@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.trace.stretches import Stretch
+from megatron.trace.stretches import Interval
 
 PRODUCTS, ATTENTION, LOSS, EXCHANGE, COPIES, OTHER = "products", "attention", "loss", "exchange", "copies", ""
 
@@ -27,76 +27,77 @@ KERNELS = {
     ATTENTION: re.compile(r"flash|fmha|sdpa", re.IGNORECASE),
     PRODUCTS: re.compile(r"gemm|cutlass|nvjet|xmma|cublas", re.IGNORECASE),
 }
-LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Categories: what the host asks for, and what the device does."""
-Event = Mapping[str, Any]
+TraceEvent = Mapping[str, Any]
 
 
-def kind_of(name: str) -> str:
+def operation_kind(name: str) -> str:
     """Of an operation; "" of what is none of these."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
 
 
-def operations(events: Iterable[Event], thread: int | None) -> list[Event]:
+def operations(events: Iterable[TraceEvent], thread: int | None) -> list[TraceEvent]:
     """On the host, in order, those around others first; of one thread, or (None) of all."""
     found = [event for event in events if event.get("cat") == "cpu_op" and thread in (None, event["tid"])]
     return sorted(found, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
 
 
-def outermost(ordered: Sequence[Event]) -> Iterator[tuple[Event, str]]:
+def outermost(ordered: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, str]]:
     """Each operation, with the kind of the outermost around it that has one."""
-    of_forward = {sequence: kind for event, kind in _walked(ordered, {}) if (sequence := _forward_of(event))}
-    yield from _walked(ordered, of_forward)
+    of_forward = {sequence: kind for event, kind in _with_kinds(ordered, {}) if (sequence := _forward_sequence(event))}
+    yield from _with_kinds(ordered, of_forward)
 
 
-def _walked(ordered: Sequence[Event], of_forward: Mapping[int, str]) -> Iterator[tuple[Event, str]]:
+def _with_kinds(ordered: Sequence[TraceEvent], of_forward: Mapping[int, str]) -> Iterator[tuple[TraceEvent, str]]:
     kind, until, thread = OTHER, 0.0, None
     for event in ordered:
         if thread != event["tid"] or event["ts"] >= until:
-            thread, kind = event["tid"], kind_of(event["name"]) or of_forward.get(_differentiates(event), OTHER)
+            thread, kind = event["tid"], operation_kind(event["name"]) or of_forward.get(
+                _backward_sequence(event), OTHER)
             until = 0.0 if kind == OTHER else event["ts"] + event["dur"]  # what is inside may have one
         yield event, kind
 
 
-def _forward_of(event: Event) -> int:
+def _forward_sequence(event: TraceEvent) -> int:
     """The number of the step backward that an operation may have made; of several with one number the last has."""
     its = event.get("args", {})
     return 0 if its.get("Fwd thread id") else max(0, its.get("Sequence number", 0))
 
 
-def _differentiates(event: Event) -> int:
+def _backward_sequence(event: TraceEvent) -> int:
     """The number of a step backward; 0 of what is none."""
     its = event.get("args", {})
     return its.get("Sequence number", 0) if its.get("Fwd thread id") else 0
 
 
-def of_thread(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:
+def thread_intervals(events: Iterable[TraceEvent], thread: int) -> dict[str, list[Interval]]:
     """What the thread that trains worked at."""
-    found: dict[str, list[Stretch]] = {}
+    found: dict[str, list[Interval]] = {}
     for event, kind in outermost(operations(events, thread)):
         if kind != OTHER:
-            found.setdefault(kind, []).append(Stretch(event["ts"], event["ts"] + event["dur"]))
+            found.setdefault(kind, []).append(Interval(event["ts"], event["ts"] + event["dur"]))
     return found
 
 
-def on_device(events: Sequence[Event]) -> list[tuple[Stretch, str, float]]:
+def device_intervals(events: Sequence[TraceEvent]) -> list[tuple[Interval, str, float]]:
     """What the accelerator worked at: when, of which kind, and when it was launched by the host."""
     kinds = {event["args"]["External id"]: kind for event, kind in outermost(operations(events, None))
              if "External id" in event.get("args", {})}
     launches = {event["args"]["correlation"]: float(event["ts"]) for event in events
-                if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})}
+                if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})}
     found = []
     for event in events:
-        if event.get("cat") in ON_DEVICE:
+        if event.get("cat") in DEVICE_CATEGORIES:
             its = event.get("args", {})
             kind = kinds.get(its.get("External id"), OTHER)
-            stretch = Stretch(event["ts"], event["ts"] + event["dur"], event["name"])
-            found.append((stretch, _of_kernel(event, kind), launches.get(its.get("correlation", -1), stretch.start)))
+            stretch = Interval(event["ts"], event["ts"] + event["dur"], event["name"])
+            found.append((stretch, _kernel_kind(event, kind), launches.get(its.get("correlation", -1), stretch.start)))
     return found
 
 
-def _of_kernel(event: Event, kind: str) -> str:
+def _kernel_kind(event: TraceEvent, kind: str) -> str:
     """What a kernel's name adds: one that is replayed from a graph, or launched by Python, belongs to no operation."""
     name = event["name"]
     if "nccl" in name.lower():

@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from megatron.report.page import document, html_table
-from megatron.report.tables import table
-from megatron.trace.memory import Level, thinned
-from megatron.trace.recorder import Recorder
-from megatron.trace.stretches import Span, Stretch
+from megatron.report.page import html_document, html_table
+from megatron.report.tables import make_table
+from megatron.trace.memory import MemoryLevel, downsample_levels
+from megatron.trace.recorder import TraceRecorder
+from megatron.trace.stretches import Interval, TimeSpan
 from megatron.whereabouts import ACTIVITY, BACKWARD, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING
 from megatron.zero.exchanges import SAVE
 
 WIDTH, HEIGHT, BAND, LEFT, BELOW = 1100, 260, 16, 70, 40
 POINTS = 800
-COLOURS = {FORWARD: 0, BACKWARD: 1, OPTIMIZER_STEP: 2, READING: 3, EVALUATION: 4, SAVE: 5}
+PHASE_COLOURS = {FORWARD: 0, BACKWARD: 1, OPTIMIZER_STEP: 2, READING: 3, EVALUATION: 4, SAVE: 5}
 """Of page.css."""
 MIB = float(2**20)
 
 
-def page(title: str, found: Mapping[str, float], steps: int, levels: Sequence[Level], peak: tuple[Level, str] | None,
-         recorded: Recorder, within: Span) -> str:
+def trace_page(title: str, found: Mapping[str, float], steps: int, levels: Sequence[MemoryLevel],
+               peak: tuple[MemoryLevel, str] | None, recorder: TraceRecorder, within: TimeSpan) -> str:
     total = sum(found.values()) or 1.0
     rows = [(kind, f"{part / 1e3 / steps:.2f} ms", f"{100 * part / total:.1f} %") for kind, part in found.items()]
     rows += [("all", f"{total / 1e3 / steps:.2f} ms", "100 %")] if found else []
     parts = ["<section><h2>Where the time of a step went</h2>\n",
-             html_table(table(("", "a step", "share"), rows)), "</section>\n"]
+             html_table(make_table(("", "a step", "share"), rows)), "</section>\n"]
     if levels and peak is not None:
         level, where = peak
         at = f" at {(level.time - within[0]) / 1e3:.1f} ms" + (f", in {where}" if where else "")
-        since = " since the trace began" * level.is_since
+        since = " since the trace began" * level.is_relative
         parts += [f"<section><h2>Memory</h2>\n<p>The most{since} is {level.total / MIB:,.1f} MiB{escape(at)}.</p>\n",
-                  _picture(levels, recorded, within), "</section>\n"]
-    return document(title, "".join(parts))
+                  _memory_picture(levels, recorder, within), "</section>\n"]
+    return html_document(title, "".join(parts))
 
 
-def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
+def _memory_picture(levels: Sequence[MemoryLevel], recorder: TraceRecorder, within: TimeSpan) -> str:
     top = max(0, *(level.total for level in levels)) or 1
     low = min(0, *(level.total for level in levels))
 
@@ -47,15 +47,15 @@ def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
         return HEIGHT - (total - low) / (top - low) * (HEIGHT - 10)
 
     before = [level.total for level in levels if level.time < within[0]]
-    height = up(before[-1] if before else 0 if levels[0].is_since else levels[0].total)
+    height = up(before[-1] if before else 0 if levels[0].is_relative else levels[0].total)
     points = [f"{LEFT},{height:.1f}"]
-    for level in thinned([one for one in levels if within[0] <= one.time <= within[1]], POINTS):
+    for level in downsample_levels([one for one in levels if within[0] <= one.time <= within[1]], POINTS):
         points.append(f"{across(level.time):.1f},{height:.1f}")  # as stairs: it stays until it changes
         height = up(level.total)
         points.append(f"{across(level.time):.1f},{height:.1f}")
     area = f"{LEFT},{up(low):.1f} {' '.join(points)} {WIDTH},{height:.1f} {WIDTH},{up(low):.1f}"
-    bands = [(one, colour) for place in (PHASE, ACTIVITY) for one in recorded.lines[place].stretches(within[1])
-             if (colour := COLOURS.get(one.name)) is not None]
+    bands = [(one, colour) for place in (PHASE, ACTIVITY) for one in recorder.timelines[place].intervals(within[1])
+             if (colour := PHASE_COLOURS.get(one.name)) is not None]
     return "".join([
         f'<figure class="wide"><svg viewBox="0 0 {WIDTH} {HEIGHT + BAND + BELOW}" role="img" '
         'aria-label="memory over time">',
@@ -69,11 +69,11 @@ def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
           for moment, anchor in ((within[0], "start"), (within[1], "end"))),
         *(f'<text x="{LEFT + 150 * (number + 1)}" y="{HEIGHT + BAND + 34}" '
           f'style="fill: var(--run-{colour})">{name}</text>'
-          for number, (name, colour) in enumerate(COLOURS.items())),
+          for number, (name, colour) in enumerate(PHASE_COLOURS.items())),
         "</svg></figure>\n"])
 
 
-def _band(stretch: Stretch, colour: int, across: Callable[[float], float]) -> str:
-    start, stop = across(stretch.start), across(stretch.stop)
+def _band(interval: Interval, colour: int, across: Callable[[float], float]) -> str:
+    start, stop = across(interval.start), across(interval.stop)
     return (f'<rect x="{start:.1f}" y="{HEIGHT + 2}" width="{max(0.2, stop - start):.1f}" height="{BAND}" '
-            f'style="fill: var(--run-{colour})"><title>{escape(stretch.name)}</title></rect>')
+            f'style="fill: var(--run-{colour})"><title>{escape(interval.name)}</title></rect>')

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Stretch(NamedTuple):
+class Interval(NamedTuple):
     start: float
     stop: float
     name: str = ""
@@ -16,13 +16,13 @@ class Stretch(NamedTuple):
         return self.stop - self.start
 
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
-def union(stretches: Iterable[tuple[float, ...] | Stretch], within: Span) -> list[Span]:
+def merge_spans(intervals: Iterable[tuple[float, ...] | Interval], within: TimeSpan) -> list[TimeSpan]:
     """In order, and apart."""
-    found: list[Span] = []
-    for start, stop in sorted((max(each[0], within[0]), min(each[1], within[1])) for each in stretches):
+    found: list[TimeSpan] = []
+    for start, stop in sorted((max(each[0], within[0]), min(each[1], within[1])) for each in intervals):
         if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
         elif start < stop:
@@ -30,16 +30,16 @@ def union(stretches: Iterable[tuple[float, ...] | Stretch], within: Span) -> lis
     return found
 
 
-def length(spans: Sequence[Span]) -> float:
+def total_length(spans: Sequence[TimeSpan]) -> float:
     return sum(stop - start for start, stop in spans)
 
 
-def divided(kinds: Mapping[str, Iterable[Stretch]], within: Span) -> dict[str, float]:
+def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: TimeSpan) -> dict[str, float]:
     """How long each kind is, where a moment belongs to the first that has it; "" is what none has."""
-    found, taken = {}, list[Span]()
+    found, taken = {}, list[TimeSpan]()
     for kind, stretches in kinds.items():
-        more = union([*taken, *stretches], within)
-        found[kind] = length(more) - length(taken)
+        more = merge_spans([*taken, *stretches], within)
+        found[kind] = total_length(more) - total_length(taken)
         taken = more
-    found[""] = within[1] - within[0] - length(taken)
+    found[""] = within[1] - within[0] - total_length(taken)
     return found

@@ -167,8 +167,8 @@ class Trainer:
         profile, core = self.config.profile, self.engine.core
         if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
             return nullcontext(lambda done: None)
-        from megatron.trace.window import tracing
-        return tracing(profile, self.device, core.log, done, self.config.train.train_iters)
+        from megatron.trace.window import trace_steps
+        return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
 from megatron.inference.generation import Generator
-from megatron.inference.live import reader_of
-from megatron.inference.request import Sampling, Wish
+from megatron.inference.live import engine_decoder
+from megatron.inference.request import GenerationConfig, Sampling
 from megatron.zero.api.engine import Engine
 
 SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)
@@ -18,10 +18,10 @@ def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str
     is touched. Collective."""
     typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
     prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
-    defaults = Wish(config.log.sample_tokens, SAMPLE_SETTINGS, slides=True)
-    with reader_of(engine, rows=1) as reader:
-        generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, slides=True)
-        (text,) = generator.run(defaults.requests(prompt, 0))
+    defaults = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True)
+    with engine_decoder(engine, rows=1) as reader:
+        generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, sliding_window=True)
+        (text,) = generator.generate(defaults.make_requests(prompt, 0))
     return tokenizer.decode(text.ids)
 
 

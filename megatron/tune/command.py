@@ -17,24 +17,24 @@ from megatron.config.help import CommandArgumentParser
 from megatron.config.tree import require
 from megatron.errors import PeerError
 from megatron.plan.command import with_vocabulary
-from megatron.plan.footprint import Run, homes_of
-from megatron.plan.forecast import notes
+from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.forecast import forecast_notes
 from megatron.plan.gpus import visible_gpus
-from megatron.plan.kept_rates import places, rates_for
-from megatron.plan.rates import Rates
+from megatron.plan.kept_rates import cached_or_measured_rates, num_local_ranks
+from megatron.plan.rates import MachineRates
 from megatron.train.inputs import check_inputs
-from megatron.tune.capacity import capacity_of
-from megatron.tune.loop import foretell, planned, search
-from megatron.tune.memory import Memory, nearest
-from megatron.tune.report import counted, page, table, verdict
-from megatron.tune.results import Results, results_of
-from megatron.tune.search import Option, best
-from megatron.tune.space import Choice
-from megatron.tune.subject import subject_of
-from megatron.tune.trial import FLAG as EXPS_FLAG, Trials
+from megatron.tune.capacity import available_memory
+from megatron.tune.loop import plan_choices, print_dry_run, run_search
+from megatron.tune.memory import MemoryBudget, least_exceeding
+from megatron.tune.report import counted, summarize_best, trials_table, tuning_page
+from megatron.tune.results import TrialRecords, open_trial_records
+from megatron.tune.search import TrialOption, fastest_choice
+from megatron.tune.space import TuningChoice
+from megatron.tune.subject import trial_key
+from megatron.tune.trial import TRIALS_FOLDER_FLAG as EXPS_FLAG, TrialRunner
 
 MODULE = "python -m megatron.tune"
-PAGE = "tuning.html"
+PAGE_FILE = "tuning.html"
 FLAGS_FILE = "flags.txt"
 
 EXAMPLES = """examples:
@@ -63,7 +63,7 @@ def _parser() -> CommandArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
     parser = _parser()
     options, flags = parser.parse_known_args(normalize_flag_names(argv))
     require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
@@ -76,59 +76,64 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
     with config.key_names.translate_errors():
         check_inputs(config.data)  # what no trial could run without, as training checks it
         config = with_vocabulary(config)
-    return options, Run(config, options.ranks, options.device, homes_of(config))
+    return options, PlannedRun(config, options.ranks, options.device, configured_placement(config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    asked_for, asked = parse(argv)
-    tuning = asked.config.autotuning
-    require(asked.device == "cpu" or places("cuda") > 0,
+    args, requested = parse(argv)
+    tuning = requested.config.autotuning
+    require(requested.device == "cpu" or num_local_ranks("cuda") > 0,
             "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
-    require(asked_for.ranks <= places(asked.device) or asked.device == "cpu",
-            f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
+    require(
+        args.ranks <= num_local_ranks(requested.device) or requested.device == "cpu",
+        f"--ranks {args.ranks} is more than the {num_local_ranks(requested.device)} GPUs of this machine: trials run here"
+    )
     if is_dry_run(_parser().parse_known_args(list(argv))[1]):
-        foretell(asked, planned(asked, _told_rates(asked, asked_for.rates)), capacity_of(asked, asked_for.card_gb))
+        print_dry_run(requested, plan_choices(requested, _rates_with_notes(requested, args.rates)),
+                      available_memory(requested, args.card_gb))
         return 0
-    with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:
+    with open_trial_records(tuning.autotuning_results_dir, trial_key(requested),
+                            overwrite=tuning.autotuning_overwrite) as results:
         with prefix_storage_errors(EXPS_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
-        trials = Trials(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
-                        asked_for.trial_seconds)
-        options = planned(asked, _told_rates(asked, asked_for.rates))
-        capacity = capacity_of(asked, asked_for.card_gb)
+        trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
+                             args.trial_seconds)
+        options = plan_choices(requested, _rates_with_notes(requested, args.rates))
+        capacity = available_memory(requested, args.card_gb)
         try:
-            search(asked, options, capacity, trials, results)
+            run_search(requested, options, capacity, trials, results)
         except (KeyboardInterrupt, SystemExit):
             done = counted(len(results.trials), "trial")
             print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
             raise
-        return _tell(asked, options, results, capacity)
+        return _report_results(requested, options, results, capacity)
 
 
-def _told_rates(asked: Run, path: str | None) -> Rates:
+def _rates_with_notes(requested: PlannedRun, path: str | None) -> MachineRates:
     """Of this machine, and in words what they do not know."""
-    rates = rates_for(asked, path=path)
-    for sentence in notes(asked, rates, None):
+    rates = cached_or_measured_rates(requested, path=path)
+    for sentence in forecast_notes(requested, rates, None):
         print(f"note: {sentence}", flush=True)
     return rates
 
 
-def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capacity: Memory) -> int:
+def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], results: TrialRecords,
+                    capacity: MemoryBudget) -> int:
     trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
     if not trials:
-        least = nearest((option.needs for option in options.values()), capacity)
+        least = least_exceeding((option.memory_needed for option in options.values()), capacity)
         raise PeerError(f"no choice of {len(options)} fits, so nothing was tried: a rank has {capacity}, where the one "
                         f"that lacks least needs {least}; use more ranks or a smaller model")
-    print("", *table(trials, options), "", sep="\n", flush=True)
-    names, fastest = list(trials), best(dict(enumerate(trials.values())))
+    print("", *trials_table(trials, options), "", sep="\n", flush=True)
+    names, fastest = list(trials), fastest_choice(dict(enumerate(trials.values())))
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
-                        f"what they wrote is in {asked.config.autotuning.autotuning_exps_dir}")
-    words = verdict(asked, trials, options, names[fastest])
+                        f"what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
+    words = summarize_best(requested, trials, options, names[fastest])
     print(*words, sep="\n", flush=True)
     with prefix_storage_errors("--autotuning-results-dir"):
-        for name, text in ((PAGE, page(asked, trials, options, words)),
+        for name, text in ((PAGE_FILE, tuning_page(requested, trials, options, words)),
                            (FLAGS_FILE, words[-1].removeprefix("flags: ") + "\n")):
             with staged_file(results.folder / name, "w") as file:
                 file.write(text)

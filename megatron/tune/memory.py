@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.plan.footprint import Run
-from megatron.plan.memory import peak
-from megatron.plan.remedies import size
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import peak_memory
+from megatron.plan.remedies import format_bytes
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryBudget:
     """Bytes."""
 
     device: float
@@ -24,21 +24,22 @@ class Memory:
     """Beside a GPU."""
 
     def __str__(self) -> str:
-        return size(int(self.device)) + (f" of the GPU and {size(int(self.host))} of the host" if self.host else "")
+        return format_bytes(int(
+            self.device)) + (f" of the GPU and {format_bytes(int(self.host))} of the host" if self.host else "")
 
-    def holds(self, other: Memory) -> bool:
+    def can_hold(self, other: MemoryBudget) -> bool:
         return other.device <= self.device and other.host <= self.host
 
-    def share_of(self, room: Memory) -> float:
+    def usage_of(self, budget: MemoryBudget) -> float:
         """Of the place that is the tightest; more than 1 where this does not fit."""
-        return max(self.device / max(room.device, 1.0), self.host / max(room.host, 1.0))
+        return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
 
 
-def needed_by(run: Run) -> Memory:
+def memory_needed_by(run: PlannedRun) -> MemoryBudget:
     """At the fullest moment of the device."""
-    return Memory(peak(run).total, run.elsewhere.host)
+    return MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host)
 
 
-def nearest(needs: Iterable[Memory], room: Memory) -> Memory:
+def least_exceeding(needs: Iterable[MemoryBudget], budget: MemoryBudget) -> MemoryBudget:
     """That of the choice which lacks least."""
-    return min(needs, key=lambda one: one.share_of(room))
+    return min(needs, key=lambda one: one.usage_of(budget))

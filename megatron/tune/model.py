@@ -16,17 +16,17 @@ import numpy as np
 
 from megatron.plan.time import StepTime
 
-MACHINE, PART, SETTING, PAIR, NOISE = 0.4, 0.4, 0.1, 0.03, 0.03
+MACHINE_STD, PART_STD, SETTING_STD, PAIR_STD, NOISE_STD = 0.4, 0.4, 0.1, 0.03, 0.03
 """How large corrections are, as standard deviations of a logarithm: of the whole, of a part, of one setting's value, of
 what two of them do together; and how exact a trial is. Of four grids that were measured whole (docs/benchmarks.md) the
 likelihood is near its highest, and a machine of another kind is left room to be wrong by more."""
 
 
-class Estimate(NamedTuple):
+class StepEstimate(NamedTuple):
     """Of a step, in seconds."""
 
     seconds: float
-    doubt: float
+    log_std: float
     """Standard deviation of its logarithm."""
 
 
@@ -44,21 +44,21 @@ class Candidate:
         return [part / step.total for part in parts]
 
 
-def estimates(candidates: Sequence[Candidate], measured: Mapping[int, float]) -> list[Estimate]:
+def estimate_steps(candidates: Sequence[Candidate], measured: Mapping[int, float]) -> list[StepEstimate]:
     """Of all, by the seconds that some of them (by number) have been measured to take."""
     predicted = np.log([candidate.predicted.total for candidate in candidates])
     covariance = _covariance(candidates)
     tried = sorted(measured)
     if not tried:
-        return [Estimate(float(np.exp(mean)), float(np.sqrt(own)))
+        return [StepEstimate(float(np.exp(mean)), float(np.sqrt(own)))
                 for mean, own in zip(predicted, covariance.diagonal(), strict=True)]
     wrong = np.log([measured[number] for number in tried]) - predicted[tried]
-    known = covariance[np.ix_(tried, tried)] + NOISE**2 * np.eye(len(tried))
+    known = covariance[np.ix_(tried, tried)] + NOISE_STD**2 * np.eye(len(tried))
     across = covariance[tried]
     solved = np.linalg.solve(known, across)
     means = predicted + wrong @ solved
-    doubts = np.sqrt(np.maximum(covariance.diagonal() - (across * solved).sum(axis=0), 0.0))
-    return [Estimate(float(np.exp(mean)), float(doubt)) for mean, doubt in zip(means, doubts, strict=True)]
+    log_stds = np.sqrt(np.maximum(covariance.diagonal() - (across * solved).sum(axis=0), 0.0))
+    return [StepEstimate(float(np.exp(mean)), float(doubt)) for mean, doubt in zip(means, log_stds, strict=True)]
 
 
 def _covariance(candidates: Sequence[Candidate]) -> Any:
@@ -68,4 +68,4 @@ def _covariance(candidates: Sequence[Candidate]) -> Any:
     same = np.array([[one.settings[name] for name in names] for one in candidates], dtype=object)
     equal = (same[:, None, :] == same[None, :, :]).astype(float).sum(axis=2)
     pairs = equal * (equal - 1) / 2
-    return MACHINE**2 + PART**2 * shares @ shares.T + SETTING**2 * equal + PAIR**2 * pairs
+    return MACHINE_STD**2 + PART_STD**2 * shares @ shares.T + SETTING_STD**2 * equal + PAIR_STD**2 * pairs

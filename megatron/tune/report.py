@@ -8,57 +8,60 @@ from pathlib import Path
 from statistics import median
 
 from megatron.config.ds_together import BATCH_SIZE_KEYS
-from megatron.plan.footprint import Run
-from megatron.plan.remedies import size
-from megatron.plan.table import aligned
-from megatron.report.page import document, html_notes, html_table
-from megatron.report.tables import UNKNOWN, Table
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.remedies import format_bytes
+from megatron.plan.table import align_columns
+from megatron.report.page import html_document, html_notes, html_table
+from megatron.report.tables import UNKNOWN, ReportTable
 from megatron.train.flops import flops_per_token
-from megatron.tune.search import Option, Outcome
-from megatron.tune.space import Choice, samples_of
+from megatron.tune.search import TrialOption, TrialResult
+from megatron.tune.space import TuningChoice, samples_per_step
 
-HEAD = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
-        "measured", "")
+COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
+           "measured", "")
 BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
-FAR = 1.4
+MISPREDICTION_RATIO = 1.4
 """Measured / predicted, or the other way round: twice what is aimed at, and what hours of one machine differ by."""
-WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
+METRIC_UNITS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
-def metric(asked: Run, seconds: float) -> str:
+def format_metric(requested: PlannedRun, seconds: float) -> str:
     """What a step of so many seconds is in the metric that was asked for."""
-    kind, samples = asked.config.autotuning.autotuning_metric, samples_of(asked)
+    kind, samples = requested.config.autotuning.autotuning_metric, samples_per_step(requested)
     if kind == "latency":
-        return f"{1e3 * seconds:.4g} {WORDS[kind]}"
+        return f"{1e3 * seconds:.4g} {METRIC_UNITS[kind]}"
     if kind == "throughput":
-        return f"{samples / seconds:.4g} {WORDS[kind]}"
-    flops = samples * asked.config.seq_length * flops_per_token(asked.config.model, asked.config.seq_length)
-    return f"{flops / seconds / asked.ranks / 1e12:.4g} {WORDS[kind]}"
+        return f"{samples / seconds:.4g} {METRIC_UNITS[kind]}"
+    flops = samples * requested.config.seq_length * flops_per_token(requested.config.model, requested.config.seq_length)
+    return f"{flops / seconds / requested.ranks / 1e12:.4g} {METRIC_UNITS[kind]}"
 
 
-def rows(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[tuple[str, ...]]:
+def trial_rows(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
+                                                                            TrialOption]) -> Iterator[tuple[str, ...]]:
     """The fastest first, and last what was not done."""
     ordered = sorted(trials.items(), key=lambda item: item[1].seconds or float("inf"))
     numbers = {choice: number for number, choice in enumerate(trials, 1)}
     for choice, outcome in ordered:
         option = options[choice]
         measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-        yield (str(numbers[choice]), str(choice.batch), str(choice.stage), str(choice.homes),
-               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
-               size(int(option.needs.device)), size(int(option.needs.host)) if option.needs.host else "",
+        yield (str(numbers[choice]),
+               str(choice.batch), str(choice.stage), str(choice.placement), "yes" if choice.recomputes else "no",
+               str(choice.tp), f"{choice.bucket:,}", format_bytes(int(option.memory_needed.device)),
+               format_bytes(int(option.memory_needed.host)) if option.memory_needed.host else "",
                f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
                "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
 
 
-def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[str]:
-    yield from aligned([HEAD, *rows(trials, options)], left=(3, 11))
+def trials_table(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
+                                                                              TrialOption]) -> Iterator[str]:
+    yield from align_columns([COLUMNS, *trial_rows(trials, options)], left=(3, 11))
 
 
-def advice(asked: Run, found: Choice) -> list[str]:
+def recommended_flags(requested: PlannedRun, found: TuningChoice) -> list[str]:
     """What to type after the other flags; and what to change in a DeepSpeed file that says the same settings."""
-    words, samples, keys, flags = asked.config.key_names, samples_of(asked), list[str](), list[str]()
-    given = dict(words.keys_of_given) | (BATCH_KEYS if _says_batch(words.file) else {})
-    for flag, *values in _settings(found.flags(asked, samples)):
+    words, samples, keys, flags = requested.config.key_names, samples_per_step(requested), list[str](), list[str]()
+    given = dict(words.keys_of_given) | (BATCH_KEYS if _file_sets_batch(words.file) else {})
+    for flag, *values in _group_flags(found.flags(requested, samples)):
         key = given.get(flag.replace("--no-", "--", 1))
         if key is None:
             flags += [flag, *values]
@@ -67,15 +70,15 @@ def advice(asked: Run, found: Choice) -> list[str]:
         else:
             keys.append(f"{key} {' '.join(values) or str(not flag.startswith('--no-')).lower()}")
     if "--batch-size" in given:
-        keys.append(f"gradient_accumulation_steps {samples // (found.batch * (asked.ranks // found.tp))}")
+        keys.append(f"gradient_accumulation_steps {samples // (found.batch * (requested.ranks // found.tp))}")
     return [*([f"in {words.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
 
 
-def _says_batch(file: str) -> bool:
+def _file_sets_batch(file: str) -> bool:
     return bool(file) and any(key in Path(file).read_text(encoding="utf-8") for key in BATCH_SIZE_KEYS)
 
 
-def _settings(words: Sequence[str]) -> list[list[str]]:
+def _group_flags(words: Sequence[str]) -> list[list[str]]:
     """Each flag with its values."""
     found: list[list[str]] = []
     for word in words:
@@ -85,23 +88,23 @@ def _settings(words: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def verdict(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option],
-            found: Choice) -> list[str]:
+def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult],
+                   options: Mapping[TuningChoice, TrialOption], found: TuningChoice) -> list[str]:
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
-    told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
-    return [f"fastest: {', '.join(told)}{_range(trials[found])}, "
+    metrics = dict.fromkeys((format_metric(requested, seconds), f"{1e3 * seconds:.4g} {METRIC_UNITS['latency']}"))
+    return [f"fastest: {', '.join(metrics)}{_repeat_range(trials[found])}, "
             f"after {counted(len(trials), 'trial')} of {counted(len(options), 'choice')}",
-            *_alike(trials, found), *_far(trials, options), *advice(asked, found)]
+            *_tie_note(trials, found), *_misprediction_note(trials, options), *recommended_flags(requested, found)]
 
 
-def _range(outcome: Outcome) -> str:
+def _repeat_range(outcome: TrialResult) -> str:
     """Of the times that its own is the least of."""
     times = [f"{1e3 * seconds:.4g}" for seconds in outcome.times if isfinite(seconds)]
     return f" (the least of {', '.join(times)})" if len(times) > 1 else ""
 
 
-def _alike(trials: Mapping[Choice, Outcome], found: Choice) -> list[str]:
+def _tie_note(trials: Mapping[TuningChoice, TrialResult], found: TuningChoice) -> list[str]:
     """Where another choice that was measured again was no slower at its best than the fastest one at its worst."""
     slowest = max(filter(isfinite, trials[found].times), default=0.0)
     others = [outcome for choice, outcome in trials.items()
@@ -113,11 +116,12 @@ def _alike(trials: Mapping[Choice, Outcome], found: Choice) -> list[str]:
             "apart, tune while the machine is idle"]
 
 
-def _far(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> list[str]:
+def _misprediction_note(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
+                                                                                     TrialOption]) -> list[str]:
     """Where steps took another time than the planner thinks: what was left out by its word may be faster then."""
     factor = median(outcome.seconds / options[choice].candidate.predicted.total
                     for choice, outcome in trials.items() if outcome.seconds is not None)
-    if 1 / FAR < factor < FAR:
+    if 1 / MISPREDICTION_RATIO < factor < MISPREDICTION_RATIO:
         return []
     return [f"note: steps took {factor:.3g} x the predicted time (median), so choices that were not tried may be "
             "misjudged: python -m megatron.plan --probe measures the rates of this machine anew"]
@@ -127,7 +131,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:
-    made = html_table(Table(HEAD, tuple(rows(trials, options))))
-    return document(f"Tuning {asked.config.model.parameters():,} parameters on {counted(asked.ranks, 'rank')}",
-                    f"{html_notes(words)}<section><h2>Trials</h2>\n{made}</section>\n")
+def tuning_page(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult],
+                options: Mapping[TuningChoice, TrialOption], words: Sequence[str]) -> str:
+    made = html_table(ReportTable(COLUMNS, tuple(trial_rows(trials, options))))
+    return html_document(
+        f"Tuning {requested.config.model.parameters():,} parameters on {counted(requested.ranks, 'rank')}",
+        f"{html_notes(words)}<section><h2>Trials</h2>\n{made}</section>\n")

@@ -17,103 +17,104 @@ from typing import Any
 from data.lock import hold_writer_lock
 from data.storage import make_folder, prefix_storage_errors, write_errors_for
 from megatron.errors import ConfigError
-from megatron.tune.search import Outcome
-from megatron.tune.space import Choice
+from megatron.tune.search import TrialResult
+from megatron.tune.space import TuningChoice
 
-FILE = "trials.jsonl"
-FLAG = "--autotuning-results-dir"
+TRIALS_FILE = "trials.jsonl"
+RESULTS_FLAG = "--autotuning-results-dir"
 
-MOST_TOLD = 8
+MAX_DIFFERENCES = 8
 """Differences between two runs that an error names."""
 
 
 @contextmanager
-def results_of(folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> Iterator[Results]:
+def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) -> Iterator[TrialRecords]:
     """For one search at a time: a second one is refused."""
-    with prefix_storage_errors(FLAG):
+    with prefix_storage_errors(RESULTS_FLAG):
         make_folder(folder)
     with ExitStack() as stack:
-        with prefix_storage_errors(FLAG):
-            stack.enter_context(hold_writer_lock(Path(folder) / FILE))
-        yield Results(folder, subject, overwrite=overwrite)
+        with prefix_storage_errors(RESULTS_FLAG):
+            stack.enter_context(hold_writer_lock(Path(folder) / TRIALS_FILE))
+        yield TrialRecords(folder, key, overwrite=overwrite)
 
 
-class Results:
+class TrialRecords:
     """Open for the trials of `subject`."""
 
-    def __init__(self, folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.folder, self._path = Path(folder), Path(folder) / FILE
-        self.trials: dict[Choice, Outcome] = {}
+    def __init__(self, folder: str, key: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.folder, self._path = Path(folder), Path(folder) / TRIALS_FILE
+        self.trials: dict[TuningChoice, TrialResult] = {}
         """In the order in which they were made."""
-        lines = [] if overwrite or not self._path.exists() else self._whole_lines()
+        lines = [] if overwrite or not self._path.exists() else self._read_complete_lines()
         if not lines:
-            self._write(json.dumps({"subject": dict(subject)}), mode="w")
+            self._write(json.dumps({"subject": dict(key)}), mode="w")
             return
         head, *rest = [json.loads(line) for line in lines]
         if not isinstance(head.get("subject", {}), dict):
-            raise self._no_trial()
-        if others := [*_differing(head.get("subject", {}), subject)]:
-            more = [f"and {len(others) - MOST_TOLD} more"] * (len(others) > MOST_TOLD)
-            raise ConfigError(f"{FLAG} {folder} has trials of another run or machine "
-                              f"({'; '.join([*others[:MOST_TOLD], *more])}): name another folder, or begin anew with "
-                              "--autotuning-overwrite")
+            raise self._bad_line_error()
+        if others := [*_differences(head.get("subject", {}), key)]:
+            more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
+            raise ConfigError(
+                f"{RESULTS_FLAG} {folder} has trials of another run or machine "
+                f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or begin anew with "
+                "--autotuning-overwrite")
         for record in rest:
             try:
-                outcome = Outcome(**record["outcome"])
-                self.trials[Choice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
+                outcome = TrialResult(**record["outcome"])
+                self.trials[TuningChoice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
             except (KeyError, TypeError) as error:
-                raise self._no_trial() from error
+                raise self._bad_line_error() from error
 
-    def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
+    def add(self, choice: TuningChoice, outcome: TrialResult, predicted: float) -> None:
         """In the place of what was known of this choice."""
         self.trials[choice] = outcome
         self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
                                 "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
 
-    def forget(self, choices: Sequence[Choice]) -> None:
+    def remove(self, choices: Sequence[TuningChoice]) -> None:
         """Trials that say nothing of their choices."""
         for choice in choices:
             del self.trials[choice]
-        told = [choice.as_dict() for choice in choices]
-        self._replace([line for line in self._whole_lines() if json.loads(line).get("choice") not in told])
+        removed = [choice.as_dict() for choice in choices]
+        self._replace([line for line in self._read_complete_lines() if json.loads(line).get("choice") not in removed])
 
-    def _whole_lines(self) -> list[str]:
+    def _read_complete_lines(self) -> list[str]:
         text = self._path.read_text(encoding="utf-8", errors="replace")
         whole = text[:text.rfind("\n") + 1].splitlines()
         try:
             is_right = all(isinstance(json.loads(line), dict) for line in whole)
         except ValueError as error:
-            raise self._no_trial() from error
+            raise self._bad_line_error() from error
         if not is_right:
-            raise self._no_trial()
+            raise self._bad_line_error()
         if not text.endswith("\n"):  # without what a kill has cut
             self._replace(whole)
         return whole
 
-    def _no_trial(self) -> ConfigError:
+    def _bad_line_error(self) -> ConfigError:
         return ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
                            "--autotuning-overwrite")
 
     def _replace(self, lines: Sequence[str]) -> None:
-        with prefix_storage_errors(FLAG), write_errors_for(self._path):
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path):
             fresh = self._path.with_suffix(".new")
             fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(fresh, self._path)
 
     def _write(self, *lines: str, mode: str) -> None:
-        with prefix_storage_errors(FLAG), write_errors_for(self._path), open(self._path, mode,
-                                                                             encoding="utf-8") as file:
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path), open(self._path, mode,
+                                                                                     encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
 
-def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted({*there, *here}):
         before, now = there.get(name), here.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
-            yield from _differing(before, now)
+            yield from _differences(before, now)
         elif before != now:
-            yield f"other {name}" if name == "settings" else f"{name} {_word(before)} there, {_word(now)} here"
+            yield f"other {name}" if name == "settings" else f"{name} {_format_value(before)} there, {_format_value(now)} here"
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)

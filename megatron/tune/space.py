@@ -12,15 +12,15 @@ from itertools import product
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.plan.cheapest import HOMES
-from megatron.plan.footprint import ON_DEVICE, Homes, Run
+from megatron.plan.cheapest import PLACEMENTS
+from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 
-BUCKETS = (5_000_000, 50_000_000)
+BUCKET_SIZES = (5_000_000, 50_000_000)
 """Elements, beside what was asked for."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class TuningChoice:
     batch: int
     """Of one data parallel rank: the micro-batch."""
     stage: int
@@ -36,13 +36,13 @@ class Choice:
         return asdict(self)
 
     @property
-    def homes(self) -> Homes:
-        return Homes(self.optimizer, self.params)  # type: ignore[arg-type]
+    def placement(self) -> StatePlacement:
+        return StatePlacement(self.optimizer, self.params)  # type: ignore[arg-type]
 
-    def of(self, asked: Run, samples: int) -> Run:
+    def apply_to(self, requested: PlannedRun, samples: int) -> PlannedRun:
         """The run that was asked for with this choice; ConfigError where there is no such run."""
-        config = asked.config
-        home = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")
+        config = requested.config
+        offload = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")
         zero = replace(config.zero, zero_stage=self.stage)
         if self.bucket != zero.reduce_bucket_size:
             zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
@@ -50,66 +50,67 @@ class Choice:
             config, parallel=replace(config.parallel, model_parallel_size=self.tp),
             zero=zero,
             recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
-            train=replace(config.train, batch_size=self.batch, global_batch_size=samples), offload=home)
-        changed.check_world(asked.ranks)
-        return Run(changed, asked.ranks, asked.device, self.homes)
+            train=replace(config.train, batch_size=self.batch, global_batch_size=samples), offload=offload)
+        changed.check_world(requested.ranks)
+        return PlannedRun(changed, requested.ranks, requested.device, self.placement)
 
-    def flags(self, asked: Run, samples: int) -> list[str]:
+    def flags(self, requested: PlannedRun, samples: int) -> list[str]:
         """To type after the other flags."""
         words = ["--batch-size", str(self.batch), "--global-batch-size", str(samples), "--zero-stage", str(self.stage)]
         words += ["--checkpoint-activations" if self.recomputes else "--no-checkpoint-activations"]
-        words += self.homes.flags(asked.config.offload).split()
-        for kind, was, place in (("optimizer", asked.homes.optimizer, self.optimizer),
-                                 ("param", asked.homes.params, self.params)):
+        words += self.placement.flags(requested.config.offload).split()
+        for kind, was, place in (("optimizer", requested.placement.optimizer, self.optimizer),
+                                 ("param", requested.placement.params, self.params)):
             words += [f"--offload-{kind}-device", "none"] if place == "none" != was else []
-        words += ["--model-parallel-size", str(self.tp)] if self.tp != asked.tp or self.tp > 1 else []
-        if self.bucket != asked.config.zero.reduce_bucket_size:
+        words += ["--model-parallel-size", str(self.tp)] if self.tp != requested.tp or self.tp > 1 else []
+        if self.bucket != requested.config.zero.reduce_bucket_size:
             words += ["--reduce-bucket-size", str(self.bucket), "--allgather-bucket-size", str(self.bucket)]
         return words
 
 
-def samples_of(asked: Run) -> int:
+def samples_per_step(requested: PlannedRun) -> int:
     """Of a step."""
-    tuning, batch = asked.config.autotuning, asked.config.train.global_batch_size
-    return batch or tuning.autotuning_max_train_batch_size or asked.config.global_batch_size(asked.dp)
+    tuning, batch = requested.config.autotuning, requested.config.train.global_batch_size
+    return batch or tuning.autotuning_max_train_batch_size or requested.config.global_batch_size(requested.dp)
 
 
-def choices(asked: Run) -> dict[Choice, Run]:
+def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
     """Every one that is legal. Those that change nothing for these ranks are left out: stages of one data parallel
     rank that has all its state on the device, and buckets where nothing is exchanged, or whole blocks (on GPUs)."""
-    samples, found = samples_of(asked), dict[Choice, Run]()
-    for tp in _tensor_parallel_sizes(asked):
-        dp = asked.ranks // tp
+    samples, found = samples_per_step(requested), dict[TuningChoice, PlannedRun]()
+    for tp in _tensor_parallel_sizes(requested):
+        dp = requested.ranks // tp
         if samples % dp:
             continue
         batches = [batch for batch in range(1, samples // dp + 1) if samples // dp % batch == 0]
         for (stage, homes), recomputes, bucket, batch in product(
-                _homes(asked, dp), (False, True), _buckets(asked, dp), batches):
-            choice = Choice(batch, stage, recomputes, homes.optimizer, homes.params, tp, bucket)
+                _placements(requested, dp), (False, True), _bucket_sizes(requested, dp), batches):
+            choice = TuningChoice(batch, stage, recomputes, homes.optimizer, homes.params, tp, bucket)
             try:
-                found[choice] = choice.of(asked, samples)
+                found[choice] = choice.apply_to(requested, samples)
             except ConfigError:
                 continue
     return found
 
 
-def _tensor_parallel_sizes(asked: Run) -> list[int]:
-    given = asked.config.autotuning.autotuning_mp_size
-    return [size for size in range(1, asked.ranks + 1)
-            if asked.ranks % size == 0 and given in (None, size)]
+def _tensor_parallel_sizes(requested: PlannedRun) -> list[int]:
+    given = requested.config.autotuning.autotuning_mp_size
+    return [size for size in range(1, requested.ranks + 1)
+            if requested.ranks % size == 0 and given in (None, size)]
 
 
-def _homes(asked: Run, dp: int) -> Iterator[tuple[int, Homes]]:
+def _placements(requested: PlannedRun, dp: int) -> Iterator[tuple[int, StatePlacement]]:
     """Drives are tried where they were asked for: nothing is slower."""
-    places = {"none", asked.homes.optimizer, asked.homes.params} | ({"cpu"} if asked.device == "cuda" else set())
+    places = {"none", requested.placement.optimizer, requested.placement.params
+              } | ({"cpu"} if requested.device == "cuda" else set())
     for stage in range(4):
-        for homes in HOMES:
-            is_legal = stage >= homes.least_stage and {homes.optimizer, homes.params} <= places
-            if is_legal and (dp > 1 or stage == homes.least_stage or (homes != ON_DEVICE and stage == 3)):
+        for homes in PLACEMENTS:
+            is_legal = stage >= homes.min_stage and {homes.optimizer, homes.params} <= places
+            if is_legal and (dp > 1 or stage == homes.min_stage or (homes != ALL_ON_DEVICE and stage == 3)):
                 yield stage, homes
 
 
-def _buckets(asked: Run, dp: int) -> list[int]:
-    given = asked.config.zero.reduce_bucket_size
-    has_one = asked.config.autotuning.autotuning_fast or dp == 1 or asked.device == "cuda"
-    return [given] if has_one else sorted({given, *BUCKETS})
+def _bucket_sizes(requested: PlannedRun, dp: int) -> list[int]:
+    given = requested.config.zero.reduce_bucket_size
+    has_one = requested.config.autotuning.autotuning_fast or dp == 1 or requested.device == "cuda"
+    return [given] if has_one else sorted({given, *BUCKET_SIZES})

@@ -8,22 +8,22 @@ from typing import Any
 
 from megatron.config.setting import flag_name
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, SaveConfig
-from megatron.plan.footprint import Run
-from megatron.plan.kept_rates import facts
-from megatron.tune.space import samples_of
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.kept_rates import rates_key
+from megatron.tune.space import samples_per_step
 
 
-def subject_of(asked: Run) -> dict[str, Any]:
-    tuning = asked.config.autotuning
-    settings = {flag_name(name): value for section in _without_what_is_tuned(asked).as_dict().values()
+def trial_key(requested: PlannedRun) -> dict[str, Any]:
+    tuning = requested.config.autotuning
+    settings = {flag_name(name): value for section in _untuned_settings(requested).as_dict().values()
                 for name, value in section.items()}
-    return {"settings": json.loads(json.dumps(settings)), "samples": samples_of(asked),
+    return {"settings": json.loads(json.dumps(settings)), "samples": samples_per_step(requested),
             "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
-            **facts(asked, asked.ranks)}
+            **rates_key(requested, requested.ranks)}
 
 
-def _without_what_is_tuned(asked: Run) -> Config:
-    config, zero = asked.config, asked.config.zero
+def _untuned_settings(requested: PlannedRun) -> Config:
+    config, zero = requested.config, requested.config.zero
     gathered = 1 if zero.allgather_bucket_size == zero.reduce_bucket_size else zero.allgather_bucket_size
     return replace(
         config, save=SaveConfig(), log=LogConfig(), autotuning=AutotuningConfig(),
@@ -31,4 +31,4 @@ def _without_what_is_tuned(asked: Run) -> Config:
             zero, zero_stage=0, reduce_bucket_size=1, allgather_bucket_size=gathered),
         recompute=replace(config.recompute, checkpoint_activations=False),
         offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
-        train=replace(config.train, batch_size=1, global_batch_size=samples_of(asked), train_iters=1))
+        train=replace(config.train, batch_size=1, global_batch_size=samples_per_step(requested), train_iters=1))

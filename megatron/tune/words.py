@@ -10,13 +10,13 @@ from megatron.config.setting import flag_name
 from megatron.config.tree import SECTIONS, Config
 
 
-def flags_of(config: Config) -> list[str]:
+def config_to_flags(config: Config) -> list[str]:
     """Of all settings that are not as they are by default."""
     return [word for name, section in SECTIONS.items() for item in fields(section)
-            for word in _words(item.name, getattr(getattr(config, name), item.name), item.default)]
+            for word in _flag_words(item.name, getattr(getattr(config, name), item.name), item.default)]
 
 
-def _words(name: str, value: Any, default: Any) -> Iterator[str]:
+def _flag_words(name: str, value: Any, default: Any) -> Iterator[str]:
     if value == default or value is None:
         return
     flag = flag_name(name)

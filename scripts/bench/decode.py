@@ -56,8 +56,8 @@ class Task:
 
 
 def our_model(task: Task) -> GPT2:
-    found = loading.Found(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
-    return loading.build(found, groups.build(1), loading.DTYPES[task.dtype], task.device)
+    found = loading.OpenedModel(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
+    return loading.build_model(found, groups.build(1), loading.DTYPES[task.dtype], task.device)
 
 
 def ours(task: Task) -> Writes:
@@ -125,7 +125,7 @@ def runs_of(asked: argparse.Namespace, task: Task) -> dict[str, Callable[[], obj
         found[name] = partial(text, prompts, 1 + asked.new)
     model = our_model(task)
     decoder, tokens = Decoder(model, asked.batch), torch.tensor(prompts, device=task.device)
-    found["prefill"] = lambda: decoder.read(range(asked.batch), prompts)
+    found["prefill"] = lambda: decoder.prefill(range(asked.batch), prompts)
     found["forward"] = lambda: model(tokens)
     return found
 

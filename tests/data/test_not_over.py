@@ -134,4 +134,4 @@ def test_answers_are_not_written_over_the_model(here: Path, output: str) -> None
         generate.main([*MODELS[output], "--output", output, "once"])
     assert contents(here) == before
     asked = generate.build_parser().parse_args(["--load", "K", "--output", "K/answers.txt", "once"])
-    generate.check(asked)
+    generate.check_args(asked)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import Run
-from megatron.plan.memory import step_moments
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import step_phases
 from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
 
@@ -50,7 +50,7 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     for _ in range(2):
         engine.backward(engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale))
         engine.step()
-    predicted = max(moment.total for moment in step_moments(Run(config)))
+    predicted = max(moment.total for moment in step_phases(PlannedRun(config)))
     assert predicted > 0
     if not on_gpu:
         return  # a CPU has no allocator that counts; tests/megatron/zero/test_memory.py measures there

@@ -12,103 +12,111 @@ from torch import Tensor, nn
 
 from megatron.config.setting import require
 from megatron.errors import ConfigError
-from megatron.inference.api.policy import Place, Plan, is_turned, widths
+from megatron.inference.api.policy import TPLayer, TPPlan, in_out_features, is_conv1d
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.partition import local_slice, set_partition
 from mpu.split import Partition
 
-LOAD_AGAIN = "this model was refused by init_inference and is partly cut or cast: load it again"
+POISONED_MESSAGE = "this model was refused by init_inference and is partly cut or cast: load it again"
 
 
 @contextmanager
-def changing(model: nn.Module) -> Iterator[None]:
+def poison_on_failure(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        model.forward = _Refusal()
+        model.forward = _PoisonedForward()
         raise
 
 
-def check_unbroken(model: nn.Module) -> None:
-    require(not isinstance(model.forward, _Refusal), f"init_inference: {LOAD_AGAIN}")
+def check_not_poisoned(model: nn.Module) -> None:
+    require(not isinstance(model.forward, _PoisonedForward), f"init_inference: {POISONED_MESSAGE}")
 
 
 @final
-class _Refusal:
+class _PoisonedForward:
     """In place of a forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(LOAD_AGAIN)
+        raise ConfigError(POISONED_MESSAGE)
 
 
-def check_even(model: nn.Module, plan: Plan, tp: Group) -> None:
+def check_divisible(model: nn.Module, plan: TPPlan, tp: Group) -> None:
     """Everything that is cut has equal parts, or is refused by name."""
-    for place in plan.places:
-        inside, outside = widths(model.get_submodule(place.path))
-        width, side = (outside // place.parts, "output") if place.side == "column" else (inside, "input")
-        whole = outside % place.parts == 0
-        require(whole, f"injection_policy: the {outside} output features of {place.path} are not {place.parts} equal "
-                "parts")
+    for place in plan.tp_layers:
+        inside, outside = in_out_features(model.get_submodule(place.path))
+        width, side = (outside // place.num_fused, "output") if place.side == "column" else (inside, "input")
+        whole = outside % place.num_fused == 0
+        require(
+            whole, f"injection_policy: the {outside} output features of {place.path} are not {place.num_fused} equal "
+            "parts")
         require(width % tp.size == 0, f"{place.path} has {width} {side} features, which {tp.size} ranks cannot share "
                 f"evenly: choose a tp_size that divides {width}")
-    for number in plan.numbers:
-        value = _number(model, number)
+    for number in plan.divided_attributes:
+        value = _get_attribute(model, number)
         require(value % tp.size == 0, f"{number} is {value}, which {tp.size} ranks cannot share evenly: choose a "
                 f"tp_size that divides {value}")
 
 
 @torch.no_grad()
-def cut(model: nn.Module, plan: Plan, tp: Group) -> None:
+def shard_module(model: nn.Module, plan: TPPlan, tp: Group) -> None:
     """In place. A layer that is in two places is cut once."""
     made = dict[int, nn.Module]()  # by ids: a layer that some place still has to come to is alive
-    for place in plan.places:
+    for place in plan.tp_layers:
         layer = model.get_submodule(place.path)
         if id(layer) not in made:
-            made[id(layer)] = part = _part(layer, place, tp)
+            made[id(layer)] = part = _shard_layer(layer, place, tp)
             made[id(part)] = part
         owner, _, name = place.path.rpartition(".")
         setattr(model.get_submodule(owner), name, made[id(layer)])
     owners = {(id(model.get_submodule(number.rpartition(".")[0])), number.rpartition(".")[2]): number
-              for number in plan.numbers}  # one that is in two places is divided once
+              for number in plan.divided_attributes}  # one that is in two places is divided once
     for number in owners.values():
         owner, _, name = number.rpartition(".")
-        setattr(model.get_submodule(owner), name, _number(model, number) // tp.size)
+        setattr(model.get_submodule(owner), name, _get_attribute(model, number) // tp.size)
 
 
-def _number(model: nn.Module, path: str) -> int:
+def _get_attribute(model: nn.Module, path: str) -> int:
     owner, _, name = path.rpartition(".")
     return cast(int, vars(model.get_submodule(owner))[name])
 
 
-def _part(layer: nn.Module, place: Place, tp: Group) -> nn.Module:
+def _shard_layer(layer: nn.Module, place: TPLayer, tp: Group) -> nn.Module:
     if isinstance(layer, nn.Embedding):
         table = nn.Embedding(layer.num_embeddings, layer.embedding_dim // tp.size, layer.padding_idx, device="meta")
-        table.weight = _parameter(_mine(layer.weight, Partition(1, place.parts), tp), Partition(1, place.parts))
+        table.weight = _frozen_parameter(_local_copy(layer.weight, Partition(1, place.num_fused), tp),
+                                         Partition(1, place.num_fused))
         return table
-    inside, outside = widths(layer)
+    inside, outside = in_out_features(layer)
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
     made: ColumnParallelLinear | RowParallelLinear
     if place.side == "column":
-        made = ColumnParallelLinear(inside, outside, bias is not None, gather_output=False, stride=place.parts, tp=tp,
-                                    dtype=weight.dtype, device="meta")
+        made = ColumnParallelLinear(inside,
+                                    outside,
+                                    bias is not None,
+                                    gather_output=False,
+                                    stride=place.num_fused,
+                                    tp=tp,
+                                    dtype=weight.dtype,
+                                    device="meta")
     else:
         made = RowParallelLinear(inside, outside, bias is not None, input_is_parallel=True, tp=tp, dtype=weight.dtype,
                                  device="meta")
-    partition = Partition(0 if place.side == "column" else 1, place.parts)
-    made.weight = _parameter(_mine(weight.t() if is_turned(layer) else weight, partition, tp), partition)
+    partition = Partition(0 if place.side == "column" else 1, place.num_fused)
+    made.weight = _frozen_parameter(_local_copy(weight.t() if is_conv1d(layer) else weight, partition, tp), partition)
     if bias is not None:
         of_bias = partition if place.side == "column" else None
-        made.bias = _parameter(bias.clone() if of_bias is None else _mine(bias, of_bias, tp), of_bias)
+        made.bias = _frozen_parameter(bias.clone() if of_bias is None else _local_copy(bias, of_bias, tp), of_bias)
     return made.train(layer.training)
 
 
-def _mine(whole: Tensor, partition: Partition, tp: Group) -> Tensor:
+def _local_copy(whole: Tensor, partition: Partition, tp: Group) -> Tensor:
     """A copy, so that the whole can go."""
     return local_slice(whole, partition, tp.rank, tp.size).clone(memory_format=torch.contiguous_format)
 
 
-def _parameter(values: Tensor, partition: Partition | None) -> nn.Parameter:
+def _frozen_parameter(values: Tensor, partition: Partition | None) -> nn.Parameter:
     made = nn.Parameter(values, requires_grad=False)
     set_partition(made, partition)
     return made

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config.setting import require
 from megatron.errors import ConfigError
-from megatron.inference.api.answer import Kept, Wanted, answer
-from megatron.inference.api.same import check_tensors
+from megatron.inference.api.answer import DecoderCache, GenerateArguments, generate_ids
+from megatron.inference.api.same import assert_tensors_equal_across_ranks
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
 from mpu.groups import Group
@@ -22,11 +22,11 @@ class InferenceEngine(nn.Module):
     def __init__(self, module: nn.Module, gpt2: GPT2 | None, tp: Group, max_out_tokens: int | None) -> None:
         """`gpt2` is the model for our decoder, where there is one."""
         super().__init__()
-        self.module, self.tp, self._most = module, tp, max_out_tokens
-        self._kept = None  # no submodule: its weights are the module's
+        self.module, self.tp, self._max_out_tokens = module, tp, max_out_tokens
+        self._decoder_cache = None  # no submodule: its weights are the module's
         if gpt2 is not None:
             positions = gpt2.config.max_position_embeddings
-            self._kept = Kept(gpt2, min(max_out_tokens or positions, positions))
+            self._decoder_cache = DecoderCache(gpt2, min(max_out_tokens or positions, positions))
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,26 +35,28 @@ class InferenceEngine(nn.Module):
     def generate(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **given: Any) -> Any:
         """Every rank gives the same prompts, and gets the same answers."""
         input_ids = given.pop("inputs", None) if input_ids is None else input_ids
-        if self._kept is None:
-            return self._by_module(input_ids, attention_mask, given)
+        if self._decoder_cache is None:
+            return self._module_generate(input_ids, attention_mask, given)
         require(input_ids is not None, "generate: give input_ids, [rows, length] token ids")
         assert input_ids is not None
-        defaults = {**self._defaults(), **_said(given.pop("generation_config", None))}
-        return answer(self._kept, input_ids, attention_mask, Wanted.of(defaults, given))
+        defaults = {**self._defaults(), **_generation_config_dict(given.pop("generation_config", None))}
+        return generate_ids(self._decoder_cache, input_ids, attention_mask, GenerateArguments.parse(defaults, given))
 
-    def _by_module(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
+    def _module_generate(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
         """By the generate of the module itself, with rank 0's random numbers."""
         own = getattr(self.module, "generate", None)
         if own is None:
             raise ConfigError(f"generate: {type(self.module).__name__} has no generate of its own: call the engine "
                               "for its outputs")
-        check_tensors([one for one in (input_ids, mask) if one is not None], self.tp, "input_ids")
-        if input_ids is not None and self._most is not None:
+        assert_tensors_equal_across_ranks([one for one in (input_ids, mask) if one is not None], self.tp, "input_ids")
+        if input_ids is not None and self._max_out_tokens is not None:
             length = input_ids.shape[1]
-            asked = given.get("max_length") or length + (given.get("max_new_tokens") or 0)
-            require(max(length, asked) <= self._most, f"generate: {max(length, asked)} tokens are more than "
-                    f"max_out_tokens {self._most} of init_inference")
-        share_random_state(self.tp)
+            total_length = given.get("max_length") or length + (given.get("max_new_tokens") or 0)
+            require(
+                max(length, total_length) <= self._max_out_tokens,
+                f"generate: {max(length, total_length)} tokens are more than "
+                f"max_out_tokens {self._max_out_tokens} of init_inference")
+        broadcast_rng_state(self.tp)
         said = {"attention_mask": mask} if mask is not None else {}
         return own(input_ids, **said, **given) if input_ids is not None else own(**said, **given)
 
@@ -78,7 +80,7 @@ class InferenceEngine(nn.Module):
             return getattr(self.module, name)
 
 
-def _said(config: Any) -> dict[str, Any]:
+def _generation_config_dict(config: Any) -> dict[str, Any]:
     """By a GenerationConfig that is given in a call, over the model's."""
     if config is None:
         return {}
@@ -89,7 +91,7 @@ def _said(config: Any) -> dict[str, Any]:
     return {name: value for name, value in as_dict().items() if value is not None}
 
 
-def share_random_state(tp: Group) -> None:
+def broadcast_rng_state(tp: Group) -> None:
     """torch's streams go on from where rank 0's are, so that all ranks draw the same."""
     if tp.is_solo:
         return

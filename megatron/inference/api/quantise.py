@@ -15,38 +15,42 @@ from torch import Tensor, nn
 from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.checkpoint.int8 import ReadRange, quantise_into, row_maxima, scales_from_maxima
 from megatron.config.setting import require
-from megatron.inference.api.policy import Plan
-from megatron.inference.int8 import Int8, Room
+from megatron.inference.api.policy import TPPlan
+from megatron.inference.int8 import HugePageArena, Int8
 from mpu.collectives import all_reduce
 from mpu.groups import Groups
 from mpu.layers import RowParallelLinear
 
 
-def layers_of_int8(model: nn.Module, plan: Plan) -> dict[str, Any]:
+def int8_layers(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
     """The layers of the plan that are to be int8, cut or not, each by one path. At least one."""
-    layers = {path: layer for path, layer in _once(model, plan) if not isinstance(layer, nn.Embedding)}
+    layers = {path: layer for path, layer in _unique_layers(model, plan) if not isinstance(layer, nn.Embedding)}
     require(bool(layers), f"init_inference: which layers of a {type(model).__name__} are to be int8 is not known: give "
             "injection_policy={LayerClass: (names of its row-parallel layers,)}, or another dtype")
     return layers
 
 
-def check_scales(model: nn.Module, plan: Plan) -> None:
+def check_scales(model: nn.Module, plan: TPPlan) -> None:
     """What `quantise` would refuse, while the layers are whole."""
-    for path, layer in layers_of_int8(model, plan).items():
+    for path, layer in int8_layers(model, plan).items():
         least, most = layer.weight.detach().aminmax(dim=1)
         scales_from_maxima(torch.maximum(-least, most).float(), f"{path}.weight")
 
 
 @torch.no_grad()
-def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dtype, device: torch.device) -> None:
+def quantize_layers(model: nn.Module, plan: TPPlan, groups: Groups, activations: torch.dtype,
+                    device: torch.device) -> None:
     """The layers of the plan, which are cut. What is not one of them is cast, and goes to the device. Collective."""
-    layers = layers_of_int8(model, plan)
-    maxima = {path: all_reduce(row_maxima(_reader(layer.weight), layer.weight.shape), groups.tp, "max")
+    layers = int8_layers(model, plan)
+    maxima = {path: all_reduce(row_maxima(_flat_reader(layer.weight), layer.weight.shape), groups.tp, "max")
               for path, layer in layers.items() if isinstance(layer, RowParallelLinear)}
 
     def fill() -> None:
-        room = Room([layer.weight.shape for layer in layers.values()], device)
-        made = {path: _int8(path, layer, maxima.get(path), room, activations) for path, layer in layers.items()}
+        arena = HugePageArena([layer.weight.shape for layer in layers.values()], device)
+        made = {
+            path: _quantize_layer(path, layer, maxima.get(path), arena, activations)
+            for path, layer in layers.items()
+        }
         model.to(device, activations)
         for path, weight in made.items():
             layers[path].weight = nn.Parameter(weight, requires_grad=False)
@@ -54,21 +58,22 @@ def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dt
     all_succeed_or_raise(fill, groups.world)
 
 
-def _once(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Any]]:
+def _unique_layers(model: nn.Module, plan: TPPlan) -> Iterator[tuple[str, Any]]:
     """Layers by a path of each."""
-    found = {id(layer): (place.path, layer) for place in plan.places for layer in [model.get_submodule(place.path)]}
+    found = {id(layer): (place.path, layer) for place in plan.tp_layers for layer in [model.get_submodule(place.path)]}
     yield from found.values()
 
 
-def _int8(path: str, layer: Any, maxima: Tensor | None, room: Room, activations: torch.dtype) -> Int8:
+def _quantize_layer(path: str, layer: Any, maxima: Tensor | None, arena: HugePageArena,
+                    activations: torch.dtype) -> Int8:
     """Its numbers are let go."""
-    levels = room.take(layer.weight.shape)
-    scale = quantise_into(levels, _reader(layer.weight), f"{path}.weight", maxima)
+    levels = arena.allocate(layer.weight.shape)
+    scale = quantise_into(levels, _flat_reader(layer.weight), f"{path}.weight", maxima)
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     return Int8(levels, scale.to(levels.device, activations))
 
 
-def _reader(weight: Tensor) -> ReadRange:
+def _flat_reader(weight: Tensor) -> ReadRange:
     flat = weight.detach().contiguous().view(-1)
 
     def read(start: int, out: Tensor) -> None:

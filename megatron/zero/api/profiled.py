@@ -21,13 +21,13 @@ from megatron.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:  # loaded where it is asked for
     from megatron.profiler import FlopsProfiler
-    from megatron.profiler.profiler import Engine
+    from megatron.profiler.profiler import ProfiledEngine
 
 OUTPUT_FILE_FLAG = "--flops-profiler-output-file"
 
 
 class ProfiledStep:
-    def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
+    def __init__(self, config: Config, core: ZeroEngine, engine: ProfiledEngine) -> None:
         self._config, self._words, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
@@ -70,17 +70,17 @@ class ProfiledStep:
                 self._write_report(self.profiler, step)
 
     def _write_report(self, profiler: FlopsProfiler, step: int) -> None:
-        from megatron.profiler.output import lists_modules, write
-        from megatron.profiler.text import report
+        from megatron.profiler.output import includes_modules, write_profile
+        from megatron.profiler.text import format_profile
 
         asked, found = self._config, profiler.profile(step, self._previous_step_seconds)
         path = asked.flops_profiler_output_file
         shown = asked.flops_profiler_module_depth, asked.flops_profiler_top_modules, asked.flops_profiler_detailed
-        print(report(found, *shown[:2], detailed=shown[2] and path is None), flush=True)
+        print(format_profile(found, *shown[:2], detailed=shown[2] and path is None), flush=True)
         if path is not None:
             try:
-                write(found, path, *shown)
-                whole = ", every module" if lists_modules(path, asked.flops_profiler_detailed) else ""
+                write_profile(found, path, *shown)
+                whole = ", every module" if includes_modules(path, asked.flops_profiler_detailed) else ""
                 print(f" profile of step {step}{whole}: {path}", flush=True)
             except StorageError as error:  # not worth ending a job of many ranks
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
@@ -99,10 +99,10 @@ class ProfiledStep:
 
 
 def _run_uncompiled() -> AbstractContextManager[object]:
-    from megatron.profiler.recording import as_written
-    return as_written()
+    from megatron.profiler.recording import run_uncompiled
+    return run_uncompiled()
 
 
 def _check_output_path(path: str) -> None:
-    from megatron.profiler.output import check_place
-    check_place(path, OUTPUT_FILE_FLAG)
+    from megatron.profiler.output import check_output_path
+    check_output_path(path, OUTPUT_FILE_FLAG)

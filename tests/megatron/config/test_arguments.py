@@ -18,7 +18,7 @@ from megatron.config.foreign import FOREIGN_FLAGS
 from megatron.config.help import full_help, short_help
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
-from megatron.tune.words import flags_of
+from megatron.tune.words import config_to_flags
 from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[3]
@@ -295,7 +295,7 @@ def test_a_schedule_of_wsd_is_told_to_ranks_and_to_trials() -> None:
     }
     assert told == {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": 5, "--lr-wsd-decay-style": "minus_sqrt",
                     "--lr-warmup-iters": 3}
-    assert parse_args(flags_of(config)) == config
+    assert parse_args(config_to_flags(config)) == config
 
 
 def test_settings_of_the_wsd_decay_say_so_where_the_style_is_another() -> None:

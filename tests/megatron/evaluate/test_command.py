@@ -19,7 +19,7 @@ from megatron.config.presets import PRESETS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate.command import main
-from megatron.evaluate.report import published
+from megatron.evaluate.report import published_results
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus
@@ -277,10 +277,11 @@ def test_published_figures_are_shown_beside_a_model_of_that_shape_alone() -> Non
         return ModelConfig(**{name: value for name, value in PRESETS[preset].items() if name != "tokenizer_type"},
                            **{"vocab_size": 50257, **changes})
 
-    assert published(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
-    assert published(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
-    assert published(shape("124M"), "lambada", "lm-eval", False) == {"acc": 0.3256, "adjusted_perplexity": 40.06}
-    assert published(shape("124M"), "lambada", "megatron", True) == {}
-    assert published(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
-    assert published(shape("small"), "wikitext", "lm-eval", False) == {}
-    assert published(shape("345M"), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
+    assert published_results(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
+    assert published_results(shape("124M"), "lambada", "lm-eval",
+                             False) == {"acc": 0.3256, "adjusted_perplexity": 40.06}
+    assert published_results(shape("124M"), "lambada", "megatron", True) == {}
+    assert published_results(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("small"), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("345M"), "wikitext", "lm-eval", False) == {}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.int8 import quantise_matrix
 from megatron.evaluate import scorer
-from megatron.evaluate.pieces import Piece
-from megatron.evaluate.scorer import Scorer, found_here, of_all
+from megatron.evaluate.pieces import ScoringRequest
+from megatron.evaluate.scorer import Scorer, combine_target_stats, local_target_stats
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
@@ -48,7 +48,7 @@ def by_hand(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_on_one_rank_it_is_the_plain_formula_to_the_bit() -> None:
     logits, targets = whole_logits()
-    found = of_all(found_here(logits, targets, SOLO, TOKENS), SOLO)
+    found = combine_target_stats(local_target_stats(logits, targets, SOLO, TOKENS), SOLO)
     for one, other in zip(found, by_hand(logits, targets), strict=True):
         assert torch.equal(one, other)
     assert found[1].tolist()[:8] == [True] * 4 + [False] * 4
@@ -56,7 +56,7 @@ def test_on_one_rank_it_is_the_plain_formula_to_the_bit() -> None:
 
 def cut(rank: int, world: int) -> tuple[Tensor, Tensor]:
     tp, (logits, targets) = mpu_groups.build(world).tp, whole_logits()
-    return of_all(found_here(logits.chunk(world, 1)[rank], targets, tp, TOKENS), tp)
+    return combine_target_stats(local_target_stats(logits.chunk(world, 1)[rank], targets, tp, TOKENS), tp)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -67,9 +67,9 @@ def test_cut_over_ranks_it_is_the_same(world: int) -> None:
         assert torch.equal(found[1], greedy)
 
 
-def pieces() -> list[Piece]:
+def pieces() -> list[ScoringRequest]:
     rng = np.random.default_rng(3)
-    return [Piece(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
+    return [ScoringRequest(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
 
 
 def quantise(model: GPT2) -> None:
@@ -88,7 +88,7 @@ def scored(rank: int, world: int, int8: bool) -> tuple[list[float], dict[str, in
         model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
     if int8:
         quantise(model)
-    with patch.object(scorer, "CHUNK_BYTES", 4 * TOKENS * 3), Launches() as counted:
+    with patch.object(scorer, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
         scores = Scorer(model, groups, 5)(pieces())
     return [score.logprob for score in scores], dict(counted.by_name)
 

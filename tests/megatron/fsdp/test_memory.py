@@ -11,8 +11,8 @@ from megatron.config.tree import build_config
 from megatron.fsdp.sharding import unwrap
 from megatron.fsdp.state_dict import buckets_of, full_state_dict
 from megatron.model import GPT2
-from megatron.plan.footprint import Run
-from megatron.plan.memory import moments
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import all_phases
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import around
 from tests.megatron.live_bytes import LiveBytes
@@ -39,8 +39,8 @@ def peak_of_steps(rank: int, world: int, way: str) -> int:
 
 
 def test_the_peak_is_what_the_planner_says_of_stage_3() -> None:
-    run = Run(build_config(described({**SETTINGS, "world": 2})), 2, "cpu")
-    predicted = max(moment.total for moment in list(moments(run))[1:])
+    run = PlannedRun(build_config(described({**SETTINGS, "world": 2})), 2, "cpu")
+    predicted = max(moment.total for moment in list(all_phases(run))[1:])
     for way in ("nested", "torch"):
         # 5 %: torch's fused AdamW takes no tile of its own, ours does; the loss keeps its table's gradient otherwise.
         assert max(run_ranks(peak_of_steps, 2, way)) == pytest.approx(predicted, rel=0.05)

@@ -16,7 +16,7 @@ import torch
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from megatron.inference.api import answer
-from megatron.inference.decoder import Cache
+from megatron.inference.decoder import KVCache
 from tests.megatron.inference.gpt2s import PROMPTS, ours, theirs
 
 LONG = 300
@@ -24,17 +24,17 @@ LONG = 300
 
 
 @contextmanager
-def caches() -> Iterator[list[weakref.ref[Cache]]]:
+def caches() -> Iterator[list[weakref.ref[KVCache]]]:
     """Those that are made meanwhile."""
-    made: list[weakref.ref[Cache]] = []
-    real = Cache.__init__
+    made: list[weakref.ref[KVCache]] = []
+    real = KVCache.__init__
 
-    def noted(self: Cache, *args: Any, **kwargs: Any) -> None:
+    def noted(self: KVCache, *args: Any, **kwargs: Any) -> None:
         assert not any(one() is not None for one in made), "there is another one"
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    with patch.object(Cache, "__init__", noted):
+    with patch.object(KVCache, "__init__", noted):
         yield made
 
 
@@ -72,7 +72,7 @@ def test_a_cache_has_room_for_what_is_asked_and_no_more_than_is_allowed() -> Non
 def test_more_texts_than_rows_take_turns() -> None:
     model, drawn = ours(), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 5, "seed": 3}
     expected = init_inference(model).generate(PROMPTS, **drawn)
-    with patch.object(answer, "ROWS", 4):
+    with patch.object(answer, "MAX_ROWS", 4):
         assert torch.equal(init_inference(model).generate(PROMPTS, **drawn), expected)
 
 
@@ -126,7 +126,7 @@ def test_an_answer_that_breaks_off_leaves_no_cache() -> None:
     with caches() as made, patch("megatron.inference.api.answer._stops", lambda ends: lambda text: 1 // 0), \
             pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS)
-    assert len(made) == 1 and engine._kept._made is None
+    assert len(made) == 1 and engine._decoder_cache._cached is None
     assert torch.equal(engine.generate(PROMPTS), init_inference(ours()).generate(PROMPTS))
 
 
@@ -135,7 +135,7 @@ def test_a_copy_of_an_engine_answers_from_its_own_weights(model: Any) -> None:
     engine = init_inference(model(), replace_with_kernel_inject=True)
     before = engine.generate(PROMPTS)
     other = copy.deepcopy(engine)
-    assert other._kept._made is None  # recorded steps cannot be copied
+    assert other._decoder_cache._cached is None  # recorded steps cannot be copied
     assert torch.equal(other.generate(PROMPTS), before)
     with torch.no_grad():
         next(engine.module.parameters()).mul_(-1)

@@ -48,7 +48,7 @@ def trained(folder: Path, **values: Any) -> dict[str, Tensor]:
 def loaded(rank: int, world: int, folder: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The logical tensors; of int8 matrices levels and scales."""
     grid = groups.build(world)
-    model = loading.build(loading.open_trained(folder, grid), grid, dtype, CPU, torch.float32)
+    model = loading.build_model(loading.open_run_checkpoint(folder, grid), grid, dtype, CPU, torch.float32)
     found = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Int8):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.config.setting import flag_name, setting_of
 from megatron.config.tree import SECTIONS, Config, DataConfig
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.inference.source import ModelParser, told
+from megatron.inference.source import ModelArgumentParser, flags_to_compare
 from megatron.launch import alike, link
 from megatron.launch.alike import _modules, check_ranks_match, code_digest, mismatch_message
 from megatron.ranges import describe_differences, format_ranks
@@ -368,10 +368,10 @@ def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: 
 
 
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
-    parser = ModelParser("python -m megatron.generate", "", "")
-    plain = told(parser.parse_args(["--load", "run"]))
+    parser = ModelArgumentParser("python -m megatron.generate", "", "")
+    plain = flags_to_compare(parser.parse_args(["--load", "run"]))
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-path"):
-        one, two = (told(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
+        one, two = (flags_to_compare(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
         assert one == two and one[flag] == "given" and plain[flag] == "not given"
 
 

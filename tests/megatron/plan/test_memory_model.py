@@ -21,8 +21,8 @@ from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
 from megatron.optim.rule import StepScalars, UpdateSegment
-from megatron.plan.footprint import Run, homes_of
-from megatron.plan.memory import moments, peak, step_moments
+from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.memory import all_phases, peak_memory, step_phases
 from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
 from tests.distributed import run_ranks
@@ -82,11 +82,11 @@ def step(config: Config, engine: Any) -> None:
 def check(world: int, runs: list[dict[str, Any]]) -> None:
     measured = peaks(0, 1, runs) if world == 1 else run_ranks(peaks, world, runs, timeout=600)[0]
     for values, (building, stepping) in zip(runs, measured, strict=True):
-        run = Run(build_config(described({**values, "world": world})), world, "cpu")
-        at_building, *others = moments(run)
+        run = PlannedRun(build_config(described({**values, "world": world})), world, "cpu")
+        at_building, *others = all_phases(run)
         predicted = max(moment.total for moment in others)
         assert at_building.total == pytest.approx(building, rel=TOLERANCE), f"building {values}"
-        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {peak(run)}"
+        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {peak_memory(run)}"
 
 
 @pytest.mark.parametrize("values", [
@@ -121,8 +121,9 @@ def test_matrices_that_are_made_whole_are_a_good_part_of_the_predicted_peak() ->
     check(2, [{**muon, **more} for more in (
         {}, {"zero_stage": 1}, {"zero_stage": 3, "bf16": True}, {"zero_stage": 2, "bf16": True, "accumulation": 2},
         {"model_parallel_size": 2})])
-    plain, whole = (peak(Run(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2,
-                             "cpu")) for name in ("adam", "muon"))
+    plain, whole = (peak_memory(
+        PlannedRun(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2, "cpu"))
+                    for name in ("adam", "muon"))
     assert whole.total > 1.2 * plain.total
 
 
@@ -144,16 +145,16 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
     settings = {**values, **folders}
     (_, stepping), = peaks(0, 1, [settings])
     config = build_config(described({**settings, "world": 1}))
-    assert max(moment.total for moment in step_moments(Run(config, 1, "cpu", homes_of(config)))) == pytest.approx(
-        stepping, rel=TOLERANCE)
+    assert max(moment.total for moment in step_phases(PlannedRun(config, 1, "cpu", configured_placement(
+        config)))) == pytest.approx(stepping, rel=TOLERANCE)
 
 
 def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_split() -> None:
     """Else the comparison with measured peaks could not tell."""
-    whole, split, buffer = (peak(Run(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
-                            for more in ({}, {"partition_activations": True},
-                                         {"partition_activations": True, "contiguous_memory_optimization": True,
-                                          "number_checkpoints": 18}))
+    whole, split, buffer = (
+        peak_memory(PlannedRun(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
+        for more in ({}, {"partition_activations": True},
+                     {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 18}))
     assert split < 0.9 * whole and buffer > 1.1 * split, "more than the tolerance"
 
 
@@ -182,7 +183,7 @@ def test_the_predicted_peak_of_the_small_preset_is_the_measured_one(stage: int) 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_slots_are_the_parameters_of_the_model(tp: int) -> None:
     config = build_config({**SHAPE, "model_parallel_size": tp, "intermediate_size": 320})
-    run = Run(config, tp)
+    run = PlannedRun(config, tp)
     found = {f"blocks.0.{slot.name}": slot.shape for slot in run.block.slots}
     found |= {slot.name: slot.shape for slot in run.root.slots}
     model = GPT2(config.model, groups.Group(0, tp, tuple(range(tp))))
@@ -217,7 +218,7 @@ def saved_bytes(config: Config) -> int:
 ], ids=str)
 def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> None:
     three, two = (build_config({**SHAPE, **values, "num_layers": layers}) for layers in (3, 2))
-    assert saved_bytes(three) - saved_bytes(two) == Run(three, device="cpu").activations.block
+    assert saved_bytes(three) - saved_bytes(two) == PlannedRun(three, device="cpu").activations.block
 
 
 def test_the_sizes_of_loops_are_those_of_the_code() -> None:
@@ -228,7 +229,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
     assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
-    assert megatron.plan.footprint.LARGEST_TILE == adam.MAX_TILE_NUMEL
+    assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
     assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
@@ -236,8 +237,8 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
 def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
     """On a GPU its kernel reads them as they are (adam_kernel.py), on a CPU what fits the caches (adam.py)."""
     def buffers(device: Any, **values: Any) -> int:
-        run = Run(build_config({**SHAPE, "bf16": True, **values}), device=device)
-        return next(moment.buffers for moment in moments(run) if moment.name == "update")
+        run = PlannedRun(build_config({**SHAPE, "bf16": True, **values}), device=device)
+        return next(moment.buffers for moment in all_phases(run) if moment.name == "update")
 
     assert buffers("cuda") == buffers("cuda", optimizer="adamw") == buffers("cuda", batch_size=2) < buffers("cpu")
     assert buffers("cuda", optimizer="lion") == buffers("cpu", optimizer="lion") == buffers("cpu")
@@ -268,19 +269,20 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | 
     for batch, steps in product((1, 64), (1, 2)):
         config = build_config(described({"num_layers": 9, "zero_stage": stage, "batch_size": batch, **chunking,
                                          "accumulation": steps, "world": 4}))
-        quick = peak(Run(config, 4, "cpu"))
+        quick = peak_memory(PlannedRun(config, 4, "cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.layers)))
-            assert peak(Run(config, 4, "cpu")) == quick
+            assert peak_memory(PlannedRun(config, 4, "cpu")) == quick
 
 
 def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
     """The table of docs/recompute.md, on a GPU; block 3 of 8, in chunks of one."""
     def here(**switches: Any) -> int:
         config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
-        acts = Run(config, 4, "cuda").activations
-        assert acts.stream == 4 * acts.waiting or not acts.recompute.partition_activations
-        return (acts.kept(3) - acts.block) * 4 // acts.stream  # beside the chunk at work, in quarters of an input
+        acts = PlannedRun(config, 4, "cuda").activations
+        assert acts.residual_bytes == 4 * acts.chunk_input or not acts.recompute.partition_activations
+        return (acts.alive_at_block(3) -
+                acts.block) * 4 // acts.residual_bytes  # beside the chunk at work, in quarters of an input
 
     assert here() == 3 * 4
     assert here(partition_activations=True) == 4, "a quarter of each, its own included: the whole one is a copy"

@@ -20,7 +20,7 @@ import torch
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, Interrupted
 from megatron.trace import files, window
-from megatron.trace.recorder import Recorder
+from megatron.trace.recorder import TraceRecorder
 from megatron.train.loop import Trainer
 from megatron.whereabouts import STATUS
 from megatron.zero.exchanges import CollectiveLog
@@ -132,7 +132,7 @@ def test_runs_that_trace_into_one_folder_at_once_have_a_file_each(tmp_path: Path
 
 
 def test_a_trace_that_becomes_too_large_ends_early(tmp_path: Path) -> None:
-    with patch.object(window, "MOST", 100):
+    with patch.object(window, "MAX_CHANGES", 100):
         said = train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
     assert LINE.search(said).groups()[:2] == ("2", "3") and said.count("profiler at work") == 1
     assert "(the trace ends early: more could not be looked at)" in said
@@ -166,9 +166,9 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_who_is_interrupted_at_the_beginning_of_a_trace_leaves_nothing_switched_on(device: str, tmp_path: Path) -> None:
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
-    with patch.object(Recorder, "listening", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt), \
+    with patch.object(TraceRecorder, "attached", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt), \
             patch("torch.cuda.memory._record_memory_history") as history, patch("torch.cuda.synchronize"), \
-            window.tracing(asked, torch.device(device), CollectiveLog(reductions_in_order=True), 0, 5):
+            window.trace_steps(asked, torch.device(device), CollectiveLog(reductions_in_order=True), 0, 5):
         raise AssertionError("nobody comes here")
     assert not torch.autograd.profiler._is_profiler_enabled
     assert device == "cpu" or history.call_args == call(None)
@@ -179,7 +179,7 @@ def test_a_device_that_fails_at_the_end_of_a_trace_leaves_no_profiler_at_work(
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
     with patch("torch.cuda.memory._record_memory_history"), \
             patch("torch.cuda.synchronize", side_effect=[None, RuntimeError("CUDA error")]), \
-            window.tracing(asked, torch.device("cuda"), CollectiveLog(reductions_in_order=True), 0, 5):
+            window.trace_steps(asked, torch.device("cuda"), CollectiveLog(reductions_in_order=True), 0, 5):
         assert torch.autograd.profiler._is_profiler_enabled
     assert not torch.autograd.profiler._is_profiler_enabled and "CUDA error" in capsys.readouterr().err
 

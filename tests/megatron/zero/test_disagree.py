@@ -633,7 +633,7 @@ def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str
 
 
 def uses_its_copy(rank: int, world: int, folders: list[str]) -> str:
-    return said(lambda: loading.open_hf(folders[rank], build(1)))
+    return said(lambda: loading.open_hf_folder(folders[rank], build(1)))
 
 
 @pytest.mark.parametrize("what", ["a block", ""])

@@ -19,7 +19,7 @@ from megatron import zero
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.optim import muon
-from megatron.plan.footprint import Run as Plan
+from megatron.plan.footprint import PlannedRun as Plan
 from megatron.train import build
 from megatron.zero.api.engine import Engine
 from megatron.zero.hidden import hidden_matrices, split_muon_groups

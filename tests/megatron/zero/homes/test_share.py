@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import Homes, Run
+from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.homes.parts import OffloadRatio
 from mpu import groups
@@ -61,7 +61,7 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
             bucket for bucket in core.buckets
             if bucket.storage is core.engine_storage.optimizer and bucket.storage.is_offloaded
         ]
-        run = Run(config, 1, "cuda", Homes(optimizer=home))
-        assert [leaves for _, leaves in run.leaving] == [bucket in away for bucket in core.buckets]
-        assert run.away_numel == sum(bucket.layout.shard_numel for bucket in away)
+        run = PlannedRun(config, 1, "cuda", StatePlacement(optimizer=home))
+        assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
+        assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
         core.detach()
