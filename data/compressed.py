@@ -2,7 +2,7 @@
 
 A compressed file is a row of streams (members of gzip, frames of zstd). What can be decompressed before a damaged place
 is given, to the last byte; the read after that raises `Damaged`. So `readline` gives every whole line before it raises,
-and `before_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums come last in a
+and `read_until_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums come last in a
 stream: where one does not match, some of what was given before it may be changed, and nobody can know which.
 """
 

@@ -5,7 +5,7 @@ without a word, or gives it zeros up to the end of a page. Here it is an error w
 
 Size and time tell what is written to it. A write whose time was set back leaves another trace, the time of its last
 change (ctime). A file also gets that when it is renamed, linked, deleted or given other rights, and all of these are
-allowed. So after such a change, whoever knows how to tell the content (`vouch`) is asked once.
+allowed. So after such a change, whoever knows how to tell the content (`set_content_check`) is asked once.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _page_crc_seed(name: str, number: int) -> int:
 
 @final
 class RowFile:
-    """What `write_rows` wrote under the same name: `rows[k]` is as in the array. What is not is a DataError."""
+    """What `write_row_file` wrote under the same name: `rows[k]` is as in the array. What is not is a DataError."""
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self._path, self._name = os.fspath(path), name

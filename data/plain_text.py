@@ -5,7 +5,7 @@ What holds nothing but white space is not a document. Text is UTF-8; a byte orde
 dropped, and `\r\n` becomes `\n`. Anything else is kept as it is.
 
 A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
-tokenizer names the white space before which it always begins a token anew (`Tokenizer.cuts_before`). Where it names
+tokenizer names the white space before which it always begins a token anew (`Tokenizer.safe_split_characters`). Where it names
 none, the document is held in memory as a whole; where it does, a document without such a place is soon malformed.
 """
 

@@ -71,7 +71,7 @@ def index_dtype(n: int) -> type[np.signedinteger[Any]]:
 
 
 MAX_BLEND_PERIOD = 1 << 16
-"""Weights whose smallest common period is longer are rounded to multiples of 1 / PERIOD."""
+"""Weights whose smallest common period is longer are rounded to multiples of 1 / MAX_BLEND_PERIOD."""
 
 
 class Blend:
@@ -100,7 +100,7 @@ class Blend:
 
 
 def integer_weights(weights: Sequence[Fraction | int]) -> list[int]:
-    """The smallest integers in the proportion of the weights, rounded where their sum would exceed PERIOD."""
+    """The smallest integers in the proportion of the weights, rounded where their sum would exceed MAX_BLEND_PERIOD."""
     fractions = [Fraction(weight) for weight in weights]
     scale = lcm(*(weight.denominator for weight in fractions))
     counts = [int(weight * scale) for weight in fractions]

@@ -86,7 +86,7 @@ class CorpusWriter:
             self.tokens += len(ids)
 
     def savepoint(self) -> tuple[int, ...]:
-        """For `back_to`, before tokens of a document are added that may have to be taken back."""
+        """For `rollback_to`, before tokens of a document are added that may have to be taken back."""
         return (self.tokens, self._max_token, self._draft.bin.crc)
 
     def rollback_to(self, savepoint: Sequence[int]) -> None:

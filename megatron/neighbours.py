@@ -1,6 +1,6 @@
 """Is `data` ours, and `mpu`? Both names are common: a project's own `data` package may be found before this program's.
 
-Rooms that build on them call `check_neighbours` when they are imported: an ImportError. So does every command, before
+Rooms that build on them call `check_package_shadowing` when they are imported: an ImportError. So does every command, before
 it imports them: one line. The packages are looked up without importing them. `megatron` itself is a namespace package,
 which NVIDIA's `megatron.core` shares.
 """

@@ -9,7 +9,7 @@ A column layer that keeps its output split, followed by a row layer, needs one a
 backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [out, in].
 
 The *logical* weight is the one an unsplit model would have. An `init_method` that is a function draws it whole, in fp32
-on the CPU, in one call, and it is then sliced; a `Draw` draws this rank's slice alone (draws.py), now or when somebody
+on the CPU, in one call, and it is then sliced; a `CounterRNGInit` draws this rank's slice alone (draws.py), now or when somebody
 takes the parameter over. The same seed gives the same model for every tp size. `tp=None` means the group
 of classic.py. No layer here reduces in place, knows of data parallelism, or owns a loss.
 """

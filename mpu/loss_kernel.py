@@ -1,8 +1,8 @@
 """The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
 
     summarise              a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
-    write_gradients        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
-    lose_and_differentiate both, where one rank has all columns, and the loss
+    gradient_kernel        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
+    loss_and_gradient_kernel both, where one rank has all columns, and the loss
 
 The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit (decision 002 has measurements).
 Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow

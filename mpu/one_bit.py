@@ -1,10 +1,10 @@
 """The mean of the ranks' numbers at one bit a number, with errors that are made good later (1-bit Adam, Tang et al.
 2021, https://arxiv.org/abs/2102.02888).
 
-    mean = OneBitMean(group, segments, device)
+    mean = CompressedAllReduce(group, segments, device)
     mean.send(give)                     # give(place, owed): adds this rank's numbers to what it owes there
     mean.serve(); mean.receive()
-    mean.said_into(out, chunks)         # the same on all ranks
+    mean.copy_result_to(out, chunks)         # the same on all ranks
 
 A flat buffer is cut into one *chunk* for each rank, its *server*, and a chunk into *segments*, parts of parameters.
 What a rank *owes* is what it was given and has not said yet. It says of each segment one size, the root of the mean

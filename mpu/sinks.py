@@ -3,7 +3,7 @@
 The gradient of a token table is the largest tensor of a step, and a tied table gets two of them: one dense from the
 loss, one that touches a few rows from the lookup. An operation that knows the place of the gradient writes the first
 there, when its forward runs, and adds the second to it in backward; it returns None to autograd. Who owns the place (a
-data-parallel engine, say) implements `GradSink`; without one nothing changes.
+data-parallel engine, say) implements `MainGrad`; without one nothing changes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ fi
 if [[ -n "$HELP" && "$HELP" != --help?all && -n "$HELP_OF" ]]; then PROGRAM=(-m "$HELP_OF"); fi
 [[ -z "$HELP" ]] || PYTHONPATH="$(with_sources)" exec "$PYTHON" -P "${PROGRAM[@]}" "$HELP"
 
-RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
+RUNS="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
 DRY_RUN=""

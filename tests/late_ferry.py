@@ -1,6 +1,6 @@
 """A ferry between device and host that copies as late as it may: whoever forgets to wait is seen.
 
-    with late_ferry() as ferry: ...       inside, engines on the accelerator's side have this one
+    with late_copy_streams() as ferry: ...       inside, engines on the accelerator's side have this one
 
 Between its start and its end a copy has done nothing, and its destination is full of NaN. A copy to the device is made
 when the device joins it; until the host has waited for it as well, what it came from must keep its numbers. One to the

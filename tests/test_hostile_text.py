@@ -123,7 +123,7 @@ def of_a_session(text: str, capfd: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", Screen())
         patch.setattr(sys, "stdout", screen)
-        patch.setattr("megatron.inference.terminal._history", lambda: None)
+        patch.setattr("megatron.inference.terminal._load_history", lambda: None)
         Terminal().write_answer(text)
     return screen.getvalue()
 

@@ -49,7 +49,7 @@ def test_a_package_that_hides_ours_is_named_with_what_to_do(project: Path, file:
             f"rename the other {name}")
     for module in ("megatron.zero", "megatron.checkpoint.manifest", "megatron.train.build"):
         done = python("-c", f"import {module}", path=[ROOT], cwd=project)
-        assert done.stderr.endswith(f"HiddenPackage: {said}\n"), done.stderr
+        assert done.stderr.endswith(f"ShadowedPackageError: {said}\n"), done.stderr
     for statement in (["-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
                       ["-m", "megatron.launch", "-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
                       ["-m", "megatron.plan", "--preset", "1.5B"],

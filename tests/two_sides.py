@@ -12,7 +12,7 @@ only copies go from side to side. Those of the ferry run beside the computation;
 does every look at a number of the device.
 
 `on_accelerator` tells the sides apart as well. What asks `is_cuda` takes the way of a CPU, and that a copy takes time
-is not seen here but by late_ferry.py. A wait for a mark of the ferry is not counted.
+is not seen here but by late_copy_streams.py. A wait for a mark of the ferry is not counted.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def two_sides() -> Iterator[Sides]:
         stack.enter_context(patch.object(torch, "tensor", _tensor(sides)))
         stack.enter_context(patch.object(mpu.collectives, "backend_for", _wire_for(sides)))
         instead = {"on_accelerator": (on_accelerator, _on_device(sides)),
-                   "ferry_for": (create_copy_streams, lambda device: ferry)}
+                   "create_copy_streams": (create_copy_streams, lambda device: ferry)}
         for module, (name, (known, other)) in product([*sys.modules.values()], instead.items()):
             if vars(module).get(name) is known:
                 stack.enter_context(patch.object(module, name, other))

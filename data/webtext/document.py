@@ -1,7 +1,7 @@
 """What travels between stages: one document, one JSON line.
 
 A line holds `text`, then `url` and `meta` where there are any; UTF-8 without escapes that are not needed, one "\\n" at
-the end. `meta` is whatever else the source said; stages pass it on. `read_line` reads any JSON object with a text in
+the end. `meta` is whatever else the source said; stages pass it on. `parse_json_line` reads any JSON object with a text in
 it, ours and other people's; a `Fault` says what is wrong with a line that has none. With `mend` it repairs what can be
 repaired (bytes that are not UTF-8, lone surrogates, raw control characters, duplicate keys, numbers JSON does not have,
 a URL that is not text), and names each repair by the same word as the fault.

@@ -5,7 +5,7 @@ their sets (shared shingles by all shingles). Five words: changing one word in a
 while two texts about one matter share next to nothing; with single words or runs of characters unrelated English texts
 are already alike, and each of them would have to be compared.
 
-A *signature* holds the smallest value of each of `HASHES` random orders of the shingles: two signatures agree at one
+A *signature* holds the smallest value of each of `NUM_HASHES` random orders of the shingles: two signatures agree at one
 place with a probability that is the similarity s. A *band* is a number that stands for `rows` places; two texts are a
 *candidate pair* if any of their bands is equal, which happens with probability 1 - (1 - s^rows)^bands.
 """
@@ -53,7 +53,7 @@ class Banding:
         return float(1 - (1 - similarity ** self.rows) ** self.bands)
 
     def bands_of(self, signatures: NDArray[np.uint32]) -> HashArray:
-        """(texts, bands) of the signatures of some texts, (texts, HASHES). Equal bands at different places differ."""
+        """(texts, bands) of the signatures of some texts, (texts, NUM_HASHES). Equal bands at different places differ."""
         rows = signatures[:, :self.bands * self.rows].reshape(-1, self.bands, self.rows)
         band = np.tile(np.arange(self.bands, dtype=np.uint64), (len(rows), 1))
         for row in range(self.rows):
@@ -67,7 +67,7 @@ def shingle_hashes(text: str) -> HashArray:
 
 
 def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:
-    """(texts, HASHES): the smallest value of each hash over the shingles of each text, of which there must be one."""
+    """(texts, NUM_HASHES): the smallest value of each hash over the shingles of each text, of which there must be one."""
     smallest = np.empty((len(texts), NUM_HASHES), np.uint32)
     ends = np.cumsum([len(shingles) for shingles in texts])
     groups = np.flatnonzero(np.diff(ends // SHINGLES_PER_BATCH, prepend=-1))  # the first text of each

@@ -3,7 +3,7 @@
 Nothing is dropped on an estimate: a document goes if its similarity (`minhash`) to an earlier one that stays is at
 least the threshold. Where A is like B and B like C, B goes and C stays unless it is like A too, so a chain of small
 changes does not drop what has little in common. Only documents with an equal band are compared, each with the first
-`CROWD` of them: a page that a template made a million times costs a million comparisons, not their square.
+`MAX_PAIRS_PER_BAND` of them: a page that a template made a million times costs a million comparisons, not their square.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> ShardRes
 
 
 def read_finished_job(target: Path) -> ShardResult | None:
-    """What `make_part` left, if it came to its end (and was not moved away by a `publish` that did not)."""
+    """What `run_job` left, if it came to its end (and was not moved away by a `publish` that did not)."""
     value = read_json_or_none(target.with_suffix(".json"))
     if value is None or not target.is_file():
         return None

@@ -117,7 +117,7 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 @cache
 def _character_classes() -> NDArray[np.uint32]:
-    """Code point -> 0 outside words, else the code point in lower case, with ALONE where it is a word by itself."""
+    """Code point -> 0 outside words, else the code point in lower case, with SINGLE_CHARACTER_WORD where it is a word by itself."""
     table = np.zeros(0x110000, np.uint32)
     table[:0x20000] = [_fold(chr(code)) for code in range(0x20000)]
     table[0x20000:0x40000] = range(0x20000, 0x40000)  # Chinese characters, all of them

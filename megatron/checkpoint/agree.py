@@ -83,7 +83,7 @@ def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group)
 
 
 def raise_if_arguments_differ(call: str, arguments_by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Where the ranks' arguments differ: those of each of them, as `unlike` found."""
+    """Where the ranks' arguments differ: those of each of them, as `find_differences` found."""
     if arguments_by_rank:
         found = describe_differences([(each, [rank]) for rank, each in enumerate(arguments_by_rank)])
         raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
@@ -98,7 +98,7 @@ def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, 
 def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]],
                              world: Group,
                              check: Callable[[], object] = lambda: None) -> list[list[dict[str, Any]]]:
-    """`unlike` of each, and before it the error of `check` as `agree` has it, in one exchange where all is well."""
+    """`find_differences` of each, and before it the error of `check` as `agree` has it, in one exchange where all is well."""
     _, failure = _try_action(check)
     texts = [json.dumps(facts, sort_keys=True, default=str) for facts in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them

@@ -10,7 +10,7 @@ raises its error on all. There is one save at a time: start a second one after `
 
 A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
 an error, or has left its process group, does not wait, and says what is not complete. A save of another engine under
-way in the same folder is completed before one begins there (`under_way_in`): or else it would be the newest.
+way in the same folder is completed before one begins there (`pending_saves_in`): or else it would be the newest.
 
 Memory: one copy of what this rank writes, used again by the next saves. On CUDA it is pinned (torch rounds pinned
 blocks up to a power of two), so that the copy runs at the speed of the bus.

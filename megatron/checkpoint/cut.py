@@ -11,7 +11,7 @@ first, times tp, exceeds the second: it is at the end of each block, on the last
                                              0 0 1 1   0 0 1 1   0 0 1 1      logical = 4 * h   (digits: owner of a row)
 
 A rank's local tensors lie one after the other in a flat buffer, which is cut into equal shards, one for each
-data-parallel rank (zero/layout.py). Which shards hold a local tensor is two numbers as well: `Spread`.
+data-parallel rank (zero/layout.py). Which shards hold a local tensor is two numbers as well: `DPSharding`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LOCK_SECONDS = 300.0
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Nobody finds the folder `abandoned` meanwhile."""
+    """Nobody finds the folder `is_abandoned` meanwhile."""
     with _open_folder(folder) as descriptor:
         if descriptor is not None:
             with suppress(OSError):

@@ -225,7 +225,7 @@ class Manifest:
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """What `record_of` reads is at the beginning and at the end."""
+        """What `read_commit_record` reads is at the beginning and at the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]

@@ -1,6 +1,6 @@
 """What a folder without a checkpoint of ours is, by the files that other programs leave in theirs. No torch.
 
-`recognise` is the second half of an error line: whose checkpoint it is, and which command reads it.
+`describe_format` is the second half of an error line: whose checkpoint it is, and which command reads it.
 """
 
 from __future__ import annotations

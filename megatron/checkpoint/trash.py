@@ -1,8 +1,8 @@
 """How a checkpoint is deleted: renamed out of the way at once, then taken apart, in a thread where training goes on.
 
     discard        rename a folder to `.trash-<name>`: from then on nothing reads it
-    delete_now     take it apart here
-    BehindTheRun   take it apart in a thread: on a slow disk that lasts minutes, for which all ranks would wait
+    delete_folder     take it apart here
+    BackgroundDeleter   take it apart in a thread: on a slow disk that lasts minutes, for which all ranks would wait
 
 What a killed program leaves in the trash, the next save or start deletes (`sweep`, commit.py), behind the run as well.
 No torch.

@@ -3,7 +3,7 @@
 A row is one of
     Key      has an effect: sets a field (declared with the field, in its section), or is used with others (ds_together)
     Only     known to DeepSpeed; accepted with the values that mean what happens here anyway
-    NoEffect accepted with any value of its kind; a note says so unless the value is the default
+    IgnoredKey accepted with any value of its kind; a note says so unless the value is the default
     Old      another name, read as the new key
     Absent   a section of DeepSpeed that does not exist here: accepted switched off, otherwise refused
 This file holds the rows that belong to no field. Reasons are true for any model and any caller.

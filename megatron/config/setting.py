@@ -1,7 +1,7 @@
 """How a configuration field is declared: one line says its default, its help, its flag's aliases and its JSON keys.
 
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
-                               json=Key("gradient_clipping", AT_LEAST_0))
+                               json=Key("gradient_clipping", NUMBER_FROM_0))
 
 The flag is the field's name with dashes. Flags (flags.py), the table of JSON keys (ds_keys.py), `--help` and the
 reference pages are all derived from these declarations. Not here: keys that set no field (ds_keys.py).

@@ -4,7 +4,7 @@
     openai     the same, after the end of a document, without overlap: docs/decisions/020
     lm-eval    each article for itself, after the end of a document
 
-What a word is differs as well: see `words_of`. The rules that undo the cutting are applied in their order to the whole
+What a word is differs as well: see `count_words`. The rules that undo the cutting are applied in their order to the whole
 text. They are those of Megatron-LM and of lm-eval, letter for letter, because every one moves the figures. `/' [0-9]/`
 was meant for something else, and matches next to nothing.
 """

@@ -3,7 +3,7 @@
 It is a view of the bucket's own: what is done to it in place counts, `None` (`zero_grad()`) forgets it, and another
 tensor replaces it. A backward takes them all (`take`), since autograd would add whole gradients to them, and gives them
 back with what it has added (`show`). Gradients that a backward inside `no_sync` has left unsummed are shown as well, so
-that they can be forgotten, but not read (`Unsummed`).
+that they can be forgotten, but not read (`UnreducedGrad`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run of a flat parameter as rectangles of the parameter: what torch.distributed.checkpoint stores and reads.
 
 A run begins and ends in the middle of a row, a plane, and so on: of n dimensions it has 2n - 1 rectangles at most.
-`Rectangular` is torch's protocol for a tensor that a rank has a part of; what is written so is read by any number of
+`CheckpointableTensor` is torch's protocol for a tensor that a rank has a part of; what is written so is read by any number of
 ranks, by torch's `fully_shard`, and as whole tensors.
 """
 

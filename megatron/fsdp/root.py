@@ -42,7 +42,7 @@ from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
-"""As `Root.summoned`: nothing that is written inside lasts."""
+"""As `FSDPRoot.summoned`: nothing that is written inside lasts."""
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 

@@ -5,7 +5,7 @@
 
 Their size is that of the whole parameter (`p.dim()`, `p.numel()`), as weight decay by `p.dim()` and counts of
 parameters want it; their elements are a part, which may be empty. So what is done to each element by itself gives the
-right result, and is allowed (`ELEMENTWISE`); a norm, a sum or a product would be that of a part, another one on each
+right result, and is allowed (`ELEMENTWISE_OPS`); a norm, a sum or a product would be that of a part, another one on each
 rank, and is refused with what to call instead. Shapes are compared: two runs go together, a run and a whole tensor do
 not.
 

@@ -96,7 +96,7 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 @final
 class Int8(Tensor):
     levels: Tensor
-    """[rows, columns] int8, one row after the other from a multiple of LANES bytes on."""
+    """[rows, columns] int8, one row after the other from a multiple of SIMD_WIDTH bytes on."""
     scale: Tensor
     """[rows], in the precision of the activations, which is what this tensor says of itself."""
 

@@ -4,7 +4,7 @@
         decoder = Decoder(model, rows=4)
 
 Where the weights are whole they are the engine's own, and nothing is copied. Where they are split over data parallel
-ranks the model is a copy of this rank's tensor parallel part. `Uncached` reads without a copy: by the engine's forward,
+ranks the model is a copy of this rank's tensor parallel part. `EngineDecoder` reads without a copy: by the engine's forward,
 with no more whole at a time than in training, and from its beginning for every token.
 """
 

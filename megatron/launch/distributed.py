@@ -342,7 +342,7 @@ def before_shutdown(callback: Callable[[], None]) -> None:
 
 def after_shutdown(callback: Callable[[], None]) -> None:
     """Call this method, while its object lives, at a good end when this process has left the others: it may take long,
-    but not where the process `is_in_a_hurry`."""
+    but not where the process `is_stop_requested`."""
     _AFTER_SHUTDOWN.append(weakref.WeakMethod(callback))
 
 

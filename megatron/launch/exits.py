@@ -2,7 +2,7 @@
 
 `run(main)` is the outermost call of every entry point. Errors of the `errors.py` family carry their code; what torch
 raises when a peer is lost, a full disk, a lack of memory and Ctrl-C are recognised; anything else is a bug of ours.
-A script of somebody else's has no such call: `answer_uncaught` does the same for those errors that are ours, and leaves
+A script of somebody else's has no such call: `install_excepthook` does the same for those errors that are ours, and leaves
 all others to Python.
 
 Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
@@ -88,7 +88,7 @@ class ExitReason(NamedTuple):
 
 
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: `is_debugged`) adds tracebacks.
+    """Call `main` and return the exit code of the process; `debug` (default: `shows_tracebacks`) adds tracebacks.
 
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""

@@ -2,7 +2,7 @@
 
 For programs that make something which can be made again. One that saves when it is asked, or finishes what others wait
 for, listens by itself (signals.py); the tools of `data` have their own (data/cli.py). Standard library only:
-`end_when_asked` is called before whatever takes a while to import.
+`exit_on_stop_signal` is called before whatever takes a while to import.
 """
 
 from __future__ import annotations

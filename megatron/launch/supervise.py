@@ -428,7 +428,7 @@ class Supervisor:
 
 
 def signal_rank(rank: RankProcess, number: int) -> None:
-    """Signal a rank alone. Popen.send_signal would reap a rank that has just ended, and `_look_at` miss it."""
+    """Signal a rank alone. Popen.send_signal would reap a rank that has just ended, and `_poll_rank` miss it."""
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(rank.process.pid, number)

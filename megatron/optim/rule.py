@@ -6,7 +6,7 @@ gradient may be 16 bit; it is spent afterwards, so a rule may write into it. `fa
 multiplied by: unscaling, averaging and clipping are one number.
 
 The factor, and whether a step is taken at all, follow from a norm that the device has just computed. A rule that takes
-them as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers. An elementwise rule
+them as tensors (`StepScalars`) need not wait for it; `SegmentwiseRule` is for those that want numbers. An elementwise rule
 needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
 `total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
 bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
@@ -165,7 +165,7 @@ class UpdateRule(Protocol):
         """The state that is 0 where there never was a gradient; nothing is said there."""
 
     def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
-        """Another step begins, after `taken` ones: decide what travels. `size_of` a state is its sum over the whole
+        """Another step begins, after `taken` ones: decide what travels. `gpt2_size` a state is its sum over the whole
         model; collective, so all ranks ask it or none. A step that was skipped begins again."""
 
     def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:

@@ -140,7 +140,7 @@ class WarmupCosineLR(_WarmupScheduler):
 
 
 class _LRScheduleScheduler(DeepSpeedScheduler):
-    """Follows the trainer's `Schedule`, each group its own: step 0 is the one before the first call of `step`."""
+    """Follows the trainer's `LRSchedule`, each group its own: step 0 is the one before the first call of `step`."""
 
     stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
 

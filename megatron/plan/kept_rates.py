@@ -1,9 +1,9 @@
 """Rates of this machine, kept on disk: measured once for each precision, number of ranks, and version of torch and of
 this program.
 
-    rates_for(run)                  from the file, or by the probe where there is none yet
-    rates_for(run, again=True)      by the probe
-    rates_for(run, path=FILE)       those of another machine, which were copied from there
+    cached_or_measured_rates(run)                  from the file, or by the probe where there is none yet
+    cached_or_measured_rates(run, again=True)      by the probe
+    cached_or_measured_rates(run, path=FILE)       those of another machine, which were copied from there
 
 The probe runs in ranks that our launcher starts, as many as a node of the run has and this machine can serve. No torch
 here.

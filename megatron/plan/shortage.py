@@ -1,7 +1,7 @@
 """Lack of memory, explained: what this run needs, and the two cheapest changes that make it smaller.
 
 `explained(...)` encloses the building and the training of a run. When memory runs out inside, it writes the plan
-of memory.py to stderr and raises `MemoryShortage`, whose text names the remedies; `launch/exits.py` makes the `error:`
+of memory.py to stderr and raises `ExplainedMemoryError`, whose text names the remedies; `launch/exits.py` makes the `error:`
 line and the exit code of it. The arithmetic is imported when it is needed.
 """
 
@@ -24,7 +24,7 @@ MAX_SUGGESTIONS = 2
 
 @contextmanager
 def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
-    """Lack of memory inside becomes MemoryShortage; `config` knows its vocabulary."""
+    """Lack of memory inside becomes ExplainedMemoryError; `config` knows its vocabulary."""
     from megatron.plan.footprint import PlannedRun, configured_placement  # now: importing takes memory too
     from megatron.plan.memory import peak_memory
     from megatron.plan.remedies import format_breakdown

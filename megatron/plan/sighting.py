@@ -69,7 +69,7 @@ class ProbeResult(NamedTuple):
     largest: StepTimings
     variants: VariantTimings
     together: tuple[StepTimings, ...]
-    """The first shape with more blocks, data parallel over all ranks: `Shape.together`; () of one rank."""
+    """The first shape with more blocks, data parallel over all ranks: `ProbeModelShape.together`; () of one rank."""
     cut: tuple[StepTimings, ...]
     """`Sizes.cut`; () where there is none."""
     training: float

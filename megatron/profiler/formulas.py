@@ -6,9 +6,9 @@ time by the bytes that it moves, and is seen in the latency. Attention is counte
 forms s (s + 1) / 2 of the s x s scores, and its backward forms the scores once more, five products for the forward's
 two. Attention that is written out in products is counted as these.
 
-    way_of(torch.ops.aten.addmm.default)       a function of (the result, arguments, keywords) -> MACs
-    way_of(torch.ops.aten.relu.default)        None: nothing is counted
-    way_of(torch.ops.aten.linear.default)      OPENED: it consists of others, which are
+    flop_formula(torch.ops.aten.addmm.default)       a function of (the result, arguments, keywords) -> MACs
+    flop_formula(torch.ops.aten.relu.default)        None: nothing is counted
+    flop_formula(torch.ops.aten.linear.default)      DECOMPOSE: it consists of others, which are
 
 An operation of somebody else's is counted by the formula that torch.utils.flop_counter.register_flop_formula was given
 for it; without one it is not, and `may_multiply` says so.

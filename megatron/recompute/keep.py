@@ -4,7 +4,7 @@ Vocabulary
     part   what this rank keeps of an input, flat: all of it, or its share over tensor parallel, the last one padded
     home   where the part is kept: memory of its own or a row of one buffer, on the device or on the host
 
-A `Keeper` is a pair of autograd's saved-tensor hooks. Recomputation saves its inputs, and nothing else, under them
+A `CheckpointInputStorage` is a pair of autograd's saved-tensor hooks. Recomputation saves its inputs, and nothing else, under them
 (replay.py), so the input itself is free as soon as the model lets go of it. An input that is not split, moved or put
 into a buffer is kept as it is; so are those that are not floating point (masks, positions). A split input must hold
 the same values on every tensor parallel rank, as the inputs of blocks do.

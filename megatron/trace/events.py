@@ -16,7 +16,7 @@ from megatron.trace.stretches import Interval
 PRODUCTS, ATTENTION, LOSS, EXCHANGE, COPIES, OTHER = "products", "attention", "loss", "exchange", "copies", ""
 
 KINDS = {
-    LOSS: re.compile(r"^(_LinearMean|_LinearLosses|_VocabParallel)(Backward)?$"
+    LOSS: re.compile(r"^(_LinearCrossEntropyMean|_LinearCrossEntropyPerToken|_VocabParallelCrossEntropy)(Backward)?$"
                      r"|cross_entropy|nll_loss|log_softmax", re.IGNORECASE),
     ATTENTION: re.compile("scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
     PRODUCTS: re.compile(r"^aten::(mm|bmm|addmm|addbmm|baddbmm|linear|_scaled_mm|mkldnn_linear|addmv|mv)(_|$|\b)"

@@ -31,7 +31,7 @@ ECHO_COLUMNS = 8
 
 
 def default_interval(steps: int) -> int:
-    """A round number of steps between lines that gives a run of so many steps at least LEAST_LINES of them."""
+    """A round number of steps between lines that gives a run of so many steps at least MIN_LINES of them."""
     return next((interval for interval in ROUND_INTERVALS if interval * MIN_LINES <= steps), 1)
 
 
@@ -61,7 +61,7 @@ class _ProgressBar(tqdm):  # type: ignore[misc]
 
 class Console:
     """The lines of a run of `train_iters` steps that begins after `start` of them; after each line of training, what
-    `aside` has to say. `interval` 0: no lines; None: a round number that gives at least LEAST_LINES, the last step's
+    `aside` has to say. `interval` 0: no lines; None: a round number that gives at least MIN_LINES, the last step's
     among them. With `outlives_reader`, a line that cannot be written is not an error but noted in `lost`, and the
     console is mute from then on."""
 

@@ -56,7 +56,7 @@ def time_matmuls(precision: str) -> float:
 
 
 def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> float | None:
-    """How many times as long products take as in fp32, where that is above TOLERATED beyond doubt; otherwise None."""
+    """How many times as long products take as in fp32, where that is above MAX_SLOWDOWN beyond doubt; otherwise None."""
     for each in ("fp32", precision):
         measure(each)  # the first products set up kernels
     wide: list[float] = []

@@ -1,8 +1,8 @@
 """Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
 
-    worth_a_look  choices that fit, of each kind the best few micro-batches
+    select_candidates  choices that fit, of each kind the best few micro-batches
     next_trial    by type: what may be fastest (model_based), the predicted order (gridsearch), or any (random)
-    why_over      in words, where there is no next one
+    stop_reason      in words, where there is no next one
     next_repeat   which of the best is measured again, before one is picked
     common_error  what every further trial would end with as well
     best          the fastest of those that were measured

@@ -485,7 +485,7 @@ class FlatBucket:
                               "engine.reload_states() first")
 
     def begin_param_offload(self) -> None:
-        """The memory of the weights at work is about to go: until `move_in` the parameters are placeholders."""
+        """The memory of the weights at work is about to go: until `end_param_offload` the parameters are placeholders."""
         self.is_offloaded = True
         if not self.params_are_sharded:
             self._write_guard.shift_versions(+1)

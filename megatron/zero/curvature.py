@@ -13,7 +13,7 @@ moved by way of their rounding (bucket.py), and are afterwards what they were; m
 
 Weights of 16 bits do not move by less than their last digit. So the digits that they lack beside their masters are
 added before they are moved: then as many move as should, and the quotient is by how far they did. Gradients have few
-digits as well, and where a loss is steep it bends within a short way: s follows what gradients do (`CHANGE`).
+digits as well, and where a loss is steep it bends within a short way: s follows what gradients do (`TARGET_GRADIENT_CHANGE`).
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class ZeroEngine:
             engine_scalars: Sequence[float] = (),
     ) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are at most MOST_RIDERS numbers to be summed over all ranks; those given `aside` come back beside them."""
+        are at most MAX_EXTRA_SCALARS numbers to be summed over all ranks; those given `aside` come back beside them."""
         self._check_can_train("engine.step()")
         self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:

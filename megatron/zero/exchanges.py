@@ -1,4 +1,4 @@
-"""ExchangeLog: what this rank last exchanged with its data parallel peers; and where the logs of several ranks differ.
+"""CollectiveLog: what this rank last exchanged with its data parallel peers; and where the logs of several ranks differ.
 
 An *entry* says what was exchanged (a block's parameters, a step, a save) and what for (forward, backward). Ranks of one
 group exchange the same things in the same order. So their logs agree, entry by entry, as far as both have come: one

@@ -5,7 +5,7 @@
 
 They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). On a CPU each is
 poured into the buffer as it comes, while it is in the cache; on an accelerator all of them at once, by one operation.
-Once all have arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard
+Once all have arrived they are sent (`reduce`); `wait_for_reduction` waits for the sum. Where gradients are split, the shard
 accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
 accumulates, and is sent at the accumulation boundary. A shard that the host needs goes down as soon as it is there
 (homes/descent.py), and the whole is given back. Until the sum is taken `parameter.grad` is a view of the whole, where

@@ -1,4 +1,4 @@
-"""The only file that registers hooks: module and gradient events become calls of an `Events` object.
+"""The only file that registers hooks: module and gradient events become calls of an `UnitEvents` object.
 
 A *unit* is a module whose parameters come and go together. The root unit is the whole model: it has what no other unit
 has. Recomputation needs nothing here: the receiver knows whether a forward runs inside a backward.

@@ -3,7 +3,7 @@
     Drawn     its layer gave a source (mpu/draws.py), which makes any run of its initial values: the engine draws what a
               rank keeps, so nothing is drawn twice, and nothing is sent
     Parked    `zero.Init` split its values: each data parallel rank keeps an equal part of those of rank 0, on the
-              device, the host or a drive (`Depot`)
+              device, the host or a drive (`NvmeInitArena`)
 """
 
 from __future__ import annotations

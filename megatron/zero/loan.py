@@ -20,7 +20,7 @@ from megatron.zero.placeholder import set_param_data
 @final
 class GatheredParamsSession:
     def __init__(self, gathered_params: Tensor, layout: FlatLayout, rank: int, *, was_sharded: bool) -> None:
-        """Of `whole`, of which `rank` keeps its part. `came_for_it`: it was split before, and will be again."""
+        """Of `whole`, of which `rank` keeps its part. `was_sharded`: it was split before, and will be again."""
         self._gathered_params, self._layout, self.was_sharded = gathered_params, layout, was_sharded
         start = rank * layout.shard_numel
         self._shard_range = slice(start, start + layout.shard_numel)

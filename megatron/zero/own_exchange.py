@@ -1,4 +1,4 @@
-"""OwnExchange: what travels of the gradients where an optimizer's rule decides that, in the place of their sum.
+"""CompressedGradExchange: what travels of the gradients where an optimizer's rule decides that, in the place of their sum.
 
 Where it is not the sum that travels, backwards leave gradients on the rank that made them. A step then asks the rule
 what each rank says of them, has the mean of that over data parallel taken at one bit a number (mpu/one_bit.py), and

@@ -132,7 +132,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, BitState]:
-    """By the name of a block, from what `Quantisation.numbers` gave."""
+    """By the name of a block, from what `MoQState.numbers` gave."""
     return dict(zip(saved["blocks"], map(BitState, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
 
 

@@ -9,7 +9,7 @@ a rank may learn that later than another (passes.py), and all of them must gathe
 are whole at a time: idle units are released for one that is needed, first the one whose use is furthest away. In
 forward as in backward that is the one with the smallest index: backward runs from the end.
 
-`Residency` does this in constant time per event. Where nothing comes and goes there is nothing to do: `Resident`.
+`ParamCoordinator` does this in constant time per event. Where nothing comes and goes there is nothing to do: `NoopCoordinator`.
 """
 
 from __future__ import annotations

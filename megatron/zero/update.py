@@ -1,7 +1,7 @@
 """Update: the rule over the tiles of all shards, and new weights published.
 
     Update           the weights are new when the call returns
-    DelayedUpdate    the host updates beside the next forward and backward, which use the weights of before; those the
+    DelayedOptimizerUpdate    the host updates beside the next forward and backward, which use the weights of before; those the
                      call made are published when the one after it begins (or when something has to be whole). Inexact:
                      a step's gradients are of weights that lack the step before
 """

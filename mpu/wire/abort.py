@@ -1,7 +1,7 @@
 """How gloo ends a process, and how to be faster.
 
 Where a peer sends more than is waited for (the ranks are not in the same operation), a thread of gloo's throws, nobody
-catches, and std::terminate aborts the process: at once, and with a message about bytes. `hold_off_abort` lets that
+catches, and std::terminate aborts the process: at once, and with a message about bytes. `delay_gloo_terminate` lets that
 thread wait first, so that somebody who knows more can end the process in words.
 """
 

@@ -116,7 +116,7 @@ def test_common_scripts_are_left_to_gigatoken(gigatoken: GigatokenEngine, monkey
     def refuse(text: str) -> NDArray[np.uint32]:
         raise AssertionError(text)
 
-    monkeypatch.setattr(gigatoken._tiktoken, "ranks", refuse)
+    monkeypatch.setattr(gigatoken._tiktoken, "encode_to_ranks", refuse)
     for text in ("plain", "\u201ccurly\u201d", "\U0001f600\U0001f3f3\ufe0f", "\ud55c\uad6d\uc5b4", "\u0939\u093f\u0928",
                  "\u0e44\u0e17\u0e22", "\u65e5\u672c\u8a9e", "\u0440\u0443\u0441", "\U0001d400", "\U00020000"):
         gigatoken.encode_to_ranks(text)

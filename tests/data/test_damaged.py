@@ -310,8 +310,8 @@ def test_a_malformed_line_in_a_whole_file_is_told_as_before(ending: str, tmp_pat
     with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
         run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out")
     path.write_bytes(COMPRESS[ending](content)[:-1])  # what is skipped needs no second look
-    with patch("data.chunks.damage_in", side_effect=AssertionError), \
-            patch("data.webtext.runner.damage_in", side_effect=AssertionError):
+    with patch("data.chunks.find_damage", side_effect=AssertionError), \
+            patch("data.webtext.runner.find_damage", side_effect=AssertionError):
         assert preprocessed([path], tmp_path / "c")[1] == 2
         run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out",
                       WebReading(on_error="skip"))
@@ -321,7 +321,7 @@ def test_nonsense_from_a_drive_or_pipe_that_fails_stays_what_was_found(tmp_path:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](b"{]\n"))
     fault = MalformedDocument(str(path), 0, 0, "not JSON")
-    with patch("data.compressed._Streams._fill", failing):
+    with patch("data.compressed._MultiStreamReader._read_block", failing):
         assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
     path.unlink()
     os.mkfifo(path)
@@ -357,7 +357,7 @@ def test_a_disk_that_fails_is_an_error_even_where_damage_is_skipped(tmp_path: Pa
     """It is not the file that is damaged: the same command may work tomorrow."""
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](lines(texts(13, 100))))
-    monkeypatch.setattr("data.compressed._Streams._fill", failing)
+    monkeypatch.setattr("data.compressed._MultiStreamReader._read_block", failing)
     with pytest.raises(DataError, match="a.jsonl.gz: cannot read: Input/output error"):
         preprocessed([path], tmp_path / "c")
 

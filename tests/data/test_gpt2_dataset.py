@@ -163,7 +163,7 @@ def test_a_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Path, mon
     """Where the facts are wrong, or the corpus too large to be scanned at the start."""
     corpus_of(tmp_path / "c", [50])
     os.unlink(tmp_path / "c.json")
-    monkeypatch.setattr("data.indexed.SCAN_LIMIT", 10)
+    monkeypatch.setattr("data.indexed.SCAN_LIMIT_TOKENS", 10)
     dataset = GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(1), 4, 0, "train", vocab_size=40)
     with pytest.raises(DataError, match="document 0, offset 40: token id 40 is outside the vocabulary of 40"):
         for i in range(dataset.samples_per_epoch):
@@ -280,9 +280,9 @@ def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monk
 
 def test_a_run_whose_stored_order_is_emptied_ends_with_its_name_and_no_signal(tmp_path: Path) -> None:
     corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
-    program = (f"import glob, os, sys\nfrom data import sample_index\nfrom data.cli import run\n"
+    program = (f"import glob, os, sys\nfrom data import sample_index\nfrom data.cli import run_command\n"
                "from data.gpt2_dataset import GPT2Dataset\nfrom data.indexed import IndexedCorpus\n"
-               "sample_index.STORE_FROM = 1\n"
+               "sample_index.MIN_STORED_SAMPLES = 1\n"
                f"dataset = GPT2Dataset(IndexedCorpus({str(tmp_path / 'c')!r}), range(3000), 4, 1, 'train', "
                f"{str(tmp_path / 'cache')!r})\ndataset[0]\n"
                f"for path in glob.glob({str(tmp_path / 'cache')!r} + '/*.rows'): os.truncate(path, 0)\n"

@@ -161,7 +161,7 @@ def test_other_names_rights_and_owners_are_no_other_corpus_and_are_looked_at_onc
     if not has_facts:
         prefix.with_suffix(".json").unlink()
     corpus = IndexedCorpus(prefix)
-    with patch.object(corpus, "_is_as_it_was", wraps=corpus._tokens_are_unchanged) as looks:
+    with patch.object(corpus, "_tokens_are_unchanged", wraps=corpus._tokens_are_unchanged) as looks:
         np.testing.assert_array_equal(corpus.document(0), TOKENS[:1000])
         assert not looks.called
         time.sleep(TICK)

@@ -55,9 +55,9 @@ def chunks_marked(prefix: Path) -> int:
 DIES = """
 import os, signal
 from data import draft, jsonl, plain_text, preprocess
-preprocess.MARK_BYTES = 1000
-jsonl.read_chunks.__defaults__ = (600,)
-plain_text.read_parts.__defaults__ = (None, "", 600)
+preprocess.RESUME_POINT_BYTES = 1000
+jsonl.read_line_chunks.__defaults__ = (600,)
+plain_text.read_text_chunks.__defaults__ = (None, "", 600)
 left = [{left}]
 def dies(real):
     def call(*arguments, **more):

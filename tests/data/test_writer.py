@@ -93,8 +93,8 @@ def holder(path: Path) -> subprocess.Popen[str]:
     """Another process that is writing."""
     code = f"""
 import sys
-from data.lock import alone
-with alone({str(path)!r}):
+from data.lock import hold_writer_lock
+with hold_writer_lock({str(path)!r}):
     print("ready", flush=True)
     sys.stdin.read()
 """

@@ -82,7 +82,7 @@ def _split(rank: int, world: int) -> list[Any]:
 
     made: list[Any] = []
     new_group, minute = dist.new_group, timedelta(minutes=1)
-    with patch.object(dist, "split_group", split), patch("mpu.groups._is_connected", lambda world: True):
+    with patch.object(dist, "split_group", split), patch("mpu.groups._has_bound_device", lambda world: True):
         groups = build(2, minute)
     assert all(timeout == minute for _, timeout in made)
     return [[ranks for ranks, _ in made], groups.tp.ranks, groups.dp.ranks, all_gather_json(rank, groups.dp)]
@@ -95,7 +95,7 @@ def test_a_connected_world_is_split_once_for_each_axis() -> None:
 
 def _devices_only() -> Any:
     """Inside, the world is one whose backend sends from devices only, as NCCL's is."""
-    return patch("mpu.groups.backends_of", lambda handle: {"cuda": "nccl"})
+    return patch("mpu.groups.backend_by_device", lambda handle: {"cuda": "nccl"})
 
 
 def _controls(rank: int, world: int) -> list[bool]:

@@ -58,7 +58,7 @@ def _block() -> int:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name, loads, stores", [
-    ("summarise", 1, 0), ("write_gradients", 1, 1), ("lose_and_differentiate", 2, 1)])
+    ("summarise", 1, 0), ("gradient_kernel", 1, 1), ("loss_and_gradient_kernel", 2, 1)])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
     triton: Any, name: str, dtype: str, loads: int, stores: int
 ) -> None:

@@ -137,7 +137,7 @@ def load_torch_file(path: Path) -> Any:
     """What `torch.save` wrote, mapped into memory where its format allows it.
 
     Read by torch's restricted loader, which makes tensors and plain values only. Old training programs also saved
-    their arguments and numpy's random state; such names are not looked up: an `Inert` record takes their place.
+    their arguments and numpy's random state; such names are not looked up: an `InertObject` record takes their place.
     """
     try:
         with open(path, "rb") as file:

@@ -1,7 +1,7 @@
 """Hyper-parameters of the param groups in a checkpoint: learning rates, betas, weight decay. Not the optimizer's state.
 
 torch's schedulers keep the rate there and nowhere else, and so does a script that sets `group["lr"]` by hand. Those of
-SCHEDULED come with the scheduler's state, the others with the optimizer's.
+SCHEDULED_HYPER_PARAMETERS come with the scheduler's state, the others with the optimizer's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a drive will do, before the model is built: room for what a run keeps there, and the time a step needs it.
 
-    drive = examine("/nvme", keeps="optimizer state", needed=..., read_a_step=..., written_a_step=...,
+    drive = examine("/nvme", keeps="optimizer state", needed=..., read_per_step=..., written_per_step=...,
                     flag="--offload-optimizer-nvme-path")
     print(drive)    ` nvme /nvme for optimizer state: 512 GB free, needs 38 GB; reads 3.1 GB/s, writes 1.9 GB/s: about
                     24.6 s of a step`

@@ -6,7 +6,7 @@
 
 Kinds are "weight" and the states of the optimizer; all have one length. What is opened is a view where the numbers are
 in memory, and of a drive a copy on the host, which is put back. Whoever reads or writes goes through the parts, so that
-no more of a shelf than a part has to be here at once; a step does so with `Home.walk`, which has the next part on its
+no more of a shelf than a part has to be here at once; a step does so with `StorageBackend.walk`, which has the next part on its
 way while this one is used.
 """
 

@@ -8,7 +8,7 @@ same name empties it and moves in. What other runs left is told of (`tidy`) and 
 that only stands in the place of our folders: a symbolic link, a file, a folder with other content.
 
 A process that ends by itself closes what it holds: by atexit, and as a forked child of `multiprocessing`, which runs no
-atexit, by what that has instead. One that ends by `os._exit` calls `close_all` before.
+atexit, by what that has instead. One that ends by `os._exit` calls `close_all_swap_dirs` before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def print_to_stderr(line: str) -> None:
 
 @dataclass(eq=False)
 class _LockedDir:
-    """What has to be undone: apart from its `SwapFolder`, which may be gone by then."""
+    """What has to be undone: apart from its `SwapDir`, which may be gone by then."""
 
     path: Path
     descriptor: int

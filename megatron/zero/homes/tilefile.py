@@ -116,7 +116,7 @@ class _SwapTile:
 
 @dataclass
 class _SwapFileCleanup:
-    """What there is to stop: apart from the `TileFile`, so that the folder can do it and does not keep that alive."""
+    """What there is to stop: apart from the `AsyncSwapFile`, so that the folder can do it and does not keep that alive."""
 
     path: Path
     file: DirectIoFile

@@ -33,8 +33,8 @@ def deadly(function):
     return call
 for name in ("fsync", "replace", "pread", "open"):
     setattr(os, name, deadly(getattr(os, name)))
-real_lines = dedup.shard_lines
-dedup.shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
+real_lines = dedup.read_shard_lines
+dedup.read_shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
 dedup.run(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.Options(memory=1 << 16), 1, lambda _: None)
 print(left[0])
 """
@@ -76,11 +76,11 @@ PEAK = """
 import sys
 from pathlib import Path
 from data.webtext import shards
-from data.webtext.dedup import Options, run
+from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
 shards.cut.__defaults__ = (int(range_bytes),)
-run(sorted(Path(folder).glob("part-*")), Path(output), Options(memory=int(memory)), 1, lambda counts: None)
+run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
 print(peak())
 """
 

@@ -141,7 +141,7 @@ def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads(array.decode("utf-8-sig"))
     for size in range(1, len(array) + 2):
-        monkeypatch.setattr("data.webtext.jsonarray.READ", size)
+        monkeypatch.setattr("data.webtext.jsonarray.ARRAY_READ_BYTES", size)
         found = list(array_elements(io.BytesIO(array), 1000))
         assert [json.loads(content or b"") for _, _, content in found] == expected, size
         for offset, length, content in found:

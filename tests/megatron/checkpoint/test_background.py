@@ -555,7 +555,7 @@ from megatron import zero
 from megatron.checkpoint import tensorfile, writer
 
 tensorfile.BLOCK = 4096  # of several blocks each but the first waits for a thread
-write = writer._write_rank
+write = writer._write_rank_files
 def slowly(*args):
     time.sleep(1)
     return write(*args)
@@ -571,7 +571,7 @@ rank = int(os.environ.get("RANK", 0))
 step()
 engine.save_checkpoint(sys.argv[1])
 step()
-writer._write_rank = slowly
+writer._write_rank_files = slowly
 engine.save_checkpoint(sys.argv[1], in_background=True)
 """
 GOOD = {"ends": "", "sys.exit(0)": "sys.exit(0)", "del": "del engine, step"}
@@ -618,6 +618,6 @@ def test_after_an_error_of_the_only_rank_its_save_is_completed(tmp_path: Path) -
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: Path) -> None:
-    done = ended(tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank = slowly\n"
+    done = ended(tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank_files = slowly\n"
                  "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
     assert done.returncode == 7 and "error: more of " in done.stderr and "No space left" in done.stderr

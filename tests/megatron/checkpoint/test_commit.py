@@ -162,8 +162,8 @@ def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> 
 STAGE = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.commit import stage
-with stage(Path(sys.argv[1]), "global_step2", "other"):
+from megatron.checkpoint.commit import open_staging_folder
+with open_staging_folder(Path(sys.argv[1]), "global_step2", "other"):
     print("staged", flush=True)
     input()
 """

@@ -16,8 +16,8 @@ from tests.megatron.checkpoint.made import save_solo
 
 HOLD = """
 import sys
-from megatron.checkpoint.commit import locked
-with locked(sys.argv[1]):
+from megatron.checkpoint.commit import lock_save_root
+with lock_save_root(sys.argv[1]):
     print("held", flush=True)
     input()
 """

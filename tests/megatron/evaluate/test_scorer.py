@@ -77,7 +77,7 @@ def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
         rows.append(len(x))
         return made(x)
 
-    with patch.object(model, "own_logits", logits), patch.object(scorer, "CPU_LOGITS_BYTES", 4 * 257 * 5):
+    with patch.object(model, "local_logits", logits), patch.object(scorer, "CPU_LOGITS_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
 

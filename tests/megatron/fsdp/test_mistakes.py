@@ -475,7 +475,7 @@ def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
                 "'a.weight' on rank 0, 'b.weight' on rank 1; a model that is built from a set")
     refused(sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1")
     refused(frozen_on_one, "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1")
-    refused(first_values_on_one, "setting 'copies_first' is False on rank 0, True on rank 1")
+    refused(first_values_on_one, "setting 'sync_module_states' is False on rank 0, True on rank 1")
 
 
 def made_equal(rank: int, world: int, way: str) -> float:

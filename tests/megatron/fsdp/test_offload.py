@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.fsdp import CPUOffloadPolicy
 from tests.distributed import run_ranks
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.fsdp.loops import by_shards, mixed
 from tests.megatron.fsdp.test_equal import MODELS
 from tests.wires import accelerator_side

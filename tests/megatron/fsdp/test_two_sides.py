@@ -33,7 +33,7 @@ OVERFLOW = "megatron/fsdp/agreement.py:Agreement.__call__: _local_scalar_dense"
 def beside_a_device() -> Iterator[Sides]:
     with two_sides() as sides:
         for module in ("fully_shard", "wrapper"):
-            patching = patch.object(sys.modules[f"megatron.fsdp.{module}"], "device_of", lambda module, group: DEVICE)
+            patching = patch.object(sys.modules[f"megatron.fsdp.{module}"], "compute_device_of", lambda module, group: DEVICE)
             patching.start()
         try:
             yield sides

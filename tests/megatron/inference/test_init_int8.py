@@ -28,7 +28,7 @@ def in_fp32() -> Iterator[None]:
     """Activations, on any processor: so that sums of parts are nearly those of the whole."""
     with ExitStack() as stack:
         for module in ("inference.api.init_inference", "inference.loading"):
-            stack.enter_context(patch(f"megatron.{module}.activations_on", lambda device: torch.float32))
+            stack.enter_context(patch(f"megatron.{module}.activation_dtype", lambda device: torch.float32))
         yield
 
 

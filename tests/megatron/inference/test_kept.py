@@ -123,7 +123,7 @@ def test_threads_do_not_write_into_one_cache() -> None:
 
 def test_an_answer_that_breaks_off_leaves_no_cache() -> None:
     engine = init_inference(ours())
-    with caches() as made, patch("megatron.inference.api.answer._stops", lambda ends: lambda text: 1 // 0), \
+    with caches() as made, patch("megatron.inference.api.answer._stop_at_eos", lambda ends: lambda text: 1 // 0), \
             pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS)
     assert len(made) == 1 and engine._decoder_cache._cached is None

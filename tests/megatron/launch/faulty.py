@@ -69,7 +69,7 @@ def main() -> int:
         return STATUS.snapshot.step == STEP
 
     if is_faulty and phase == "start-up":
-        before(pretrain_gpt2, "check_neighbours")
+        before(pretrain_gpt2, "check_package_shadowing")
     elif is_faulty:
         import mpu.wire.gloo
         from megatron.model.block import Block
@@ -99,7 +99,7 @@ def main() -> int:
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
-            before(engine, "saving_engine")
+            before(engine, "save_engine_protocol")
     return pretrain_gpt2.main(StopListener().listen())
 
 

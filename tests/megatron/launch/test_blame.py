@@ -28,17 +28,17 @@ HOST = socket.gethostname()
 TRAINING = """
 from megatron.errors import PeerError
 from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE, EXCHANGE
+from megatron.launch.distributed import publish_status
+from megatron.whereabouts import STATUS, COLLECTIVE
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
+    publish_status()
+    STATUS.do("training")
+    STATUS.at_step(7)
+    STATUS.enter("backward", "blocks.1")
     meet(here)
     if rank == 1:
         {fault}
-    HERE.waits[0] = 2
+    STATUS.waits[0] = 2
     time.sleep({patience})
     raise PeerError("rank 0 waited in vain")
 sys.exit(exits.run(main))
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_mapped_changes_nothing(path):
 
 
 def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.launch.blame.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.launch.blame.STRAGGLER_SECONDS", 0.05)
     path = str(tmp_path / "places")
     ranks = [RankStatus() for _ in range(3)]
     sight = StragglerMonitor(StatusFile(path, 3), 3)

@@ -223,9 +223,9 @@ RAISES = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from megatron.fsdp import fully_shard, summon_full_params
-from megatron.zero.watch import Watch
+from megatron.zero.watch import DesyncWatchdog
 
-look = Watch.look
+look = DesyncWatchdog.look
 def slow_look(watch):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.5))
@@ -233,7 +233,7 @@ def slow_look(watch):
         store.get("never")  # waits in C++, without Python's lock
     except dist.DistStoreError:
         return look(watch)
-Watch.look = slow_look
+DesyncWatchdog.look = slow_look
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -249,7 +249,7 @@ def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, ca
 
     failure = exits.exit_reason_of(error, {})
     assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
-    with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_when_asked"):
+    with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_on_stop_signals"):
         cli.run_command(fail)
     err = capsys.readouterr().err
     assert caught.value.code == 5 and err.count("\n") == 1 and "raise it (ulimit -n, ulimit -u)" in err

@@ -109,7 +109,7 @@ import atexit, sys
 from megatron.errors import ConfigError, NumericsError, PeerError
 from megatron.launch import exits
 atexit.register(lambda: print("left properly"))
-exits.answer_uncaught()
+exits.install_excepthook()
 def half():
     try:
         {0}

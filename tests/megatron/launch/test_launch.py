@@ -99,8 +99,8 @@ def stop(number, frame):
     with open(os.path.join(here, f"got{rank}"), "w") as f:
         f.write(str(number))
     sys.exit(0)
-from megatron.launch.leaving import REQUESTS
-for number in REQUESTS:
+from megatron.launch.leaving import STOP_SIGNALS
+for number in STOP_SIGNALS:
     signal.signal(number, stop)
 open(os.path.join(here, f"ready{rank}"), "w").close()
 while True:
@@ -152,7 +152,7 @@ def test_standard_input_is_that_of_the_first_rank_alone(start, tmp_path):
 
 
 TAKES_INTERRUPTS = """
-from megatron.launch.signals import take_interrupts
+from megatron.launch.signals import own_interrupts
 count = 0
 def note(number, frame):
     global count
@@ -160,7 +160,7 @@ def note(number, frame):
     open(os.path.join(here, f"got{rank}-{count}"), "w").close()
 signal.signal(signal.SIGINT, note)
 if rank == 0:
-    take_interrupts()
+    own_interrupts()
 open(os.path.join(here, f"ready{rank}"), "w").close()
 until = time.monotonic() + 30
 while time.monotonic() < until and not os.path.exists(os.path.join(here, "enough")):
@@ -210,7 +210,7 @@ def test_errors_that_are_listed_belong_to_the_line_above_them(start):
 
 
 def test_an_error_of_ours_on_every_rank_of_a_script_is_one_line_and_its_code(start):
-    body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.answer_uncaught()\n"
+    body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.install_excepthook()\n"
     code, _, lines = start(body + "raise NumericsError('nothing is finite')").end()
     line = PRELUDE.count("\n") + 4
     assert (code, lines) == (6, [f"error: nothing is finite (program.py, line {line})"])
@@ -224,7 +224,7 @@ def test_of_ranks_that_fail_alike_without_a_line_the_others_are_named_too(start)
 def test_a_rank_that_fails_slowly_is_named_and_not_its_victim(start):
     """An error of the script's own takes Python a while; its peer, whose error is ours, has ended before."""
     body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.launch import exits\n"
-            "exits.answer_uncaught()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
+            "exits.install_excepthook()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
             "time.sleep(1)\nraise ValueError('mine')")
     code, _, lines = start(body).end()
     assert code == 5 and lines[-1].startswith("error: rank 1 (pid ") and "ValueError: mine" in lines
@@ -532,7 +532,7 @@ time.sleep(0.2)
 def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(ranks, tmp_path):
     """By the launcher, or by the program itself (0), in the place of the progress bar."""
     program = tmp_path / "program.py"
-    listen = "from megatron.launch.signals import StopRequest\nrequest = StopRequest().listen()\n"
+    listen = "from megatron.launch.signals import StopListener\nrequest = StopListener().listen()\n"
     wait = BAR_AND_A_STEP
     if not ranks:
         wait = wait.replace("signal.signal(", "(").replace("not stopped", "not request")

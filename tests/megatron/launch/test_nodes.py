@@ -364,13 +364,13 @@ def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, po
 IN_A_STEP = """
 from megatron.errors import PeerError
 from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE
+from megatron.launch.distributed import publish_status
+from megatron.whereabouts import STATUS
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
+    publish_status()
+    STATUS.do("training")
+    STATUS.at_step(7)
+    STATUS.enter("backward", "blocks.1")
     meet(r"{folder}")
     {then}
 sys.exit(exits.run(main))
@@ -510,14 +510,14 @@ def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_sil
 STANDS_STILL = """
 from megatron.errors import PeerError
 from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE
+from megatron.launch.distributed import publish_status
+from megatron.whereabouts import STATUS
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
-    HERE.waits[0] = 2
+    publish_status()
+    STATUS.do("training")
+    STATUS.at_step(7)
+    STATUS.enter("backward", "blocks.1")
+    STATUS.waits[0] = 2
     open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
     time.sleep({seconds})
     raise PeerError('waited in vain')

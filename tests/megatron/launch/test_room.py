@@ -76,7 +76,7 @@ LIMITED = """
 import os, resource, sys, time
 import pretrain_gpt2
 from megatron.launch import exits
-from megatron.launch.signals import StopRequest
+from megatron.launch.signals import StopListener
 from megatron.train import loop
 rank, place, store = int(os.environ["RANK"]), sys.argv.pop(1), os.environ["MEGATRON_STORE_FILE"]
 forward = loop.forward_loss
@@ -93,7 +93,7 @@ if place == "the meeting" and rank == 0:
     limit(3000)
 if place == "a pause":
     loop.forward_loss = limited
-sys.exit(exits.run(lambda: pretrain_gpt2.main(StopRequest().listen()), is_job=True))
+sys.exit(exits.run(lambda: pretrain_gpt2.main(StopListener().listen()), is_job=True))
 """
 
 
@@ -125,10 +125,10 @@ def test_only_a_store_of_our_launcher_is_one_that_is_full() -> None:
 CUT_OFF = """
 import os, resource, sys
 import torch.distributed as dist
-from mpu.wire.board import Board
+from mpu.wire.board import StoreKV
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-board = Board("b")
+board = StoreKV("b")
 board.write("one", 1)
 size = os.path.getsize(sys.argv[1]) + 10
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -225,7 +225,7 @@ def train_on_two(argv: list[object]) -> str:
 def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, pathlib, time\nrank = os.environ['RANK']\n"
-                       f"from megatron.launch.signals import StopRequest\nstop = StopRequest().listen()\n"
+                       f"from megatron.launch.signals import StopListener\nstop = StopListener().listen()\n"
                        f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
                        f"while not stop and not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.01)\n"
                        "raise SystemExit(3 if stop else 0)\n")
@@ -334,7 +334,7 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("listen", ["pass", "from megatron.launch.signals import StopRequest; StopRequest().listen()"])
+@pytest.mark.parametrize("listen", ["pass", "from megatron.launch.signals import StopListener; StopListener().listen()"])
 def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     """While the interpreter waits for a thread, and in a callback of atexit."""
     process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,

@@ -39,7 +39,7 @@ def test_each_moment_belongs_to_the_first_kind_that_has_it(seed: int) -> None:
     (PRODUCTS, "aten::mm aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise aten::_scaled_mm"),
     (ATTENTION, "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu_backward "
                 "aten::_flash_attention_forward aten::_efficient_attention_backward"),
-    (LOSS, "_LinearMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax"),
+    (LOSS, "_LinearCrossEntropyMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax_loss"),
     ("", "aten::add aten::native_layer_norm aten::gelu aten::mmean aten::addcmul_ aten::t aten::copy_ aten::_softmax"),
 ])
 def test_operations_are_known_by_name(kind: str, names: str) -> None:
@@ -63,7 +63,7 @@ def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
                     exchanging=[(70, "exchange"), (75, "")])
     said.collectives["entry", 1] = CollectiveSpan("blocks.0, forward", 12, awaited=20, stop=26)
     events = [op("AddmmBackward0", 29, 11), op("aten::linear", 30, 10), op("aten::mm", 31, 5),
-              op("_LinearMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
+              op("_LinearCrossEntropyMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
               op("aten::scaled_dot_product_attention", 11, 12), op("aten::bmm", 12, 3),
               op("aten::mm", 61, 4), op("aten::mm", 82, 10, thread=8)]
     found = time_breakdown(events, said, 7, (0, 100), on_host=True)

@@ -60,7 +60,7 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
     assert track(events, "block")[:4] == ["blocks.0", "blocks.1", "blocks.1", "blocks.0"]
     assert track(events, "step") == ["step 2", "step 3"]
     assert track(events, "activity").count("reading of batches") == 2
-    assert sum(event["name"] == "_LinearMean" for event in events if event.get("cat") == "cpu_op") == 4  # micro-batches
+    assert sum(event["name"] == "_LinearCrossEntropyMean" for event in events if event.get("cat") == "cpu_op") == 4  # micro-batches
     assert any(event["ph"] == "C" and event["args"]["MiB"] > 0 for event in events)
     page = Path(path.replace(".json.gz", ".html")).read_text()
     assert page.startswith("<!DOCTYPE html>") and "memory over time" in page
@@ -70,7 +70,7 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
 def test_engine_and_profiler_count_by_the_same_clock(tmp_path: Path) -> None:
     train([*RUN, "--profile-steps", "2:2", "--profile-dir", tmp_path])
     events = trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
-    losses = [event for event in events if event["name"] == "_LinearMean" and event.get("cat") == "cpu_op"]
+    losses = [event for event in events if event["name"] == "_LinearCrossEntropyMean" and event.get("cat") == "cpu_op"]
     forwards = [event for event in events if event.get("cat") == "phase" and event["name"] == "forward"]
     for loss, forward in zip(losses, forwards, strict=True):
         assert forward["ts"] < loss["ts"] and loss["ts"] + loss["dur"] < forward["ts"] + forward["dur"]
@@ -142,7 +142,7 @@ def test_another_profiler_at_work_is_left_alone(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as others:
         said = train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "t"])
     assert "note: nothing is traced: another profiler of torch is at work" in said and not (tmp_path / "t").exists()
-    assert sum(event.name == "_LinearMean" for event in others.events()) == 10
+    assert sum(event.name == "_LinearCrossEntropyMean" for event in others.events()) == 10
 
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:

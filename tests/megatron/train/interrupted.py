@@ -65,7 +65,7 @@ if os.environ.get("RANK", "0") == str(VICTIM):
     if WHERE == "step":
         sends(Trainer, "_train_step", lambda trainer, batches: trainer.engine.global_steps + 1 >= STEP)
     else:
-        sends(engine, "saving_engine", lambda core, *_: core.global_steps >= STEP)
+        sends(engine, "save_engine_protocol", lambda core, *_: core.global_steps >= STEP)
 if WHERE == "save":
     slow_files()
 

@@ -28,7 +28,7 @@ import ctypes, resource, sys, torch
 from megatron.train import allocator
 
 if sys.argv[1] == "no stock":
-    allocator.STOCK = 0
+    allocator.PREALLOCATED_BLOCKS = 0
 assert allocator.keep_freed_memory()
 libc = ctypes.CDLL(None)
 activations = []

@@ -178,8 +178,8 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
 
 HOLDING = """
 import sys
-from megatron.zero.api.lines import Lines
-held = Lines("--metrics-file", sys.argv[1], print)
+from megatron.zero.api.lines import AppendOnlyFile
+held = AppendOnlyFile("--metrics-file", sys.argv[1], print)
 print("held", flush=True)
 sys.stdin.read()
 """

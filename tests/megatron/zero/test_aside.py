@@ -23,7 +23,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine
@@ -69,7 +69,7 @@ def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
 
 def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
     found = []
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.create_copy_streams", lambda device: ferry):
         for cell in [*cells(world)][numbers]:
             grid, rows = groups.build(cell["model_parallel_size"]), batches(6)
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
@@ -111,7 +111,7 @@ NEEDED = [place for place in waits("megatron.zero.aside", {"join"}) if place.fun
 
 @pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.create_copy_streams", lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
         with nullcontext() if place is None else without(place):
             try:

@@ -26,7 +26,7 @@ from megatron.zero.hidden import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, WIDTH, Model, first, gradient, samples_of
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_two_sides import REASONS

@@ -25,7 +25,7 @@ from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.late_wire import late_wire
 from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.homes.test_equal import ROWS, batches, train

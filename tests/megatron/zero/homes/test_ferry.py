@@ -18,7 +18,7 @@ from megatron.zero.homes.nvme import NvmeStorage
 from megatron.zero.homes.streamed import StreamingHostStorage
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import LateCopyStream, late_copy_streams
+from tests.late_copy_streams import LateCopyStream, late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side

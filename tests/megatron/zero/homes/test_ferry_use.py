@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, outcome, train
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_use import Change, built, edit, forget, load, put

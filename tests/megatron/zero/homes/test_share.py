@@ -12,7 +12,7 @@ from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.homes.parts import OffloadRatio
 from mpu import groups
-from tests.late_ferry import late_copy_streams
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import on_nvme
 from tests.megatron.zero.homes.test_use import built, configured
 from tests.wires import accelerator_side

@@ -23,8 +23,8 @@ FLAG = "--offload-optimizer-nvme-path"
 
 HOLDER = """
 import os, sys
-from megatron.zero.homes.swapfolder import SwapFolder
-with SwapFolder(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
+from megatron.zero.homes.swapfolder import SwapDir
+with SwapDir(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
     os.write(folder.create("state"), b"x" * int(sys.argv[4]))
     print(folder.path, flush=True)
     sys.stdin.read()
@@ -125,12 +125,12 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_its_name(tmp_path)
 IN_MULTIPROCESSING = """
 import multiprocessing, os, sys
 from pathlib import Path
-from megatron.zero.homes.swapfolder import SwapFolder
+from megatron.zero.homes.swapfolder import SwapDir
 
 KEPT = []
 
 def work(root, rank):
-    KEPT.append(SwapFolder(root, "run", rank, flag="--f"))
+    KEPT.append(SwapDir(root, "run", rank, flag="--f"))
     os.close(KEPT[-1].create("state"))
 
 def look(root):

@@ -496,7 +496,7 @@ def test_the_files_of_a_folder_share_their_threads(folder, threads):
 
 
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
-    monkeypatch.setattr("megatron.zero.homes.swapfolder.PATIENCE", 0.05)
+    monkeypatch.setattr("megatron.zero.homes.swapfolder.CLOSE_TIMEOUT_SECONDS", 0.05)
     file = AsyncSwapFile(folder, "state", SIZES)
     gate, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
@@ -540,19 +540,19 @@ PROGRAM = """
 import json, os, sys, threading
 from megatron.errors import ConfigError
 from megatron.zero.homes import swapfolder, tilefile
-from megatron.zero.homes.memory import aligned
-from megatron.zero.homes.swapfolder import SwapFolder
+from megatron.zero.homes.memory import page_aligned_bytes
+from megatron.zero.homes.swapfolder import SwapDir
 swapfolder.PATIENCE = 0.3
 children = []
 for rank, end in enumerate(json.loads(sys.argv[2])):
     children.append(os.fork())
     if children[-1] == 0:
-        folder = SwapFolder(sys.argv[1], "run", rank, flag="--f")
-        file = tilefile.TileFile(folder, "state", [8 << 20] * 4)
-        buffer = aligned(8 << 20, pinned=False)
+        folder = SwapDir(sys.argv[1], "run", rank, flag="--f")
+        file = tilefile.AsyncSwapFile(folder, "state", [8 << 20] * 4)
+        buffer = page_aligned_bytes(8 << 20, pinned=False)
         for tile in range(4):
             file.write(tile, buffer)
-            file.read(tile, aligned(8 << 20, pinned=False))
+            file.read(tile, page_aligned_bytes(8 << 20, pinned=False))
         exec(end)
         break
 else:
