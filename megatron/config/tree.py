@@ -249,7 +249,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
-                             if f.name not in ("notes", "words")}
+                             if f.name not in ("notes", "key_names")}
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 
