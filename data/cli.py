@@ -92,7 +92,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
         """All names of flags, those of its commands as well."""
         inner = [parser for action in self._actions if isinstance(action, argparse._SubParsersAction)
                  for parser in action.choices.values()]
-        return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flags())}
+        return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flag_names())}
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {self.prog.removeprefix('python -m ')}: {escape_to_one_line(message)} (see --help)",

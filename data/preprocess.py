@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
     found = find_text_files(args.input)
-    files = args.shard.of(found.files)
+    files = args.shard.select(found.files)
     if found.left_out:
         print(found.left_out, file=sys.stderr)
     progress, skipped = build_corpus(files,

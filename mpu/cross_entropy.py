@@ -105,7 +105,7 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
                                  None if reservation is None else reservation.buffer)
         made = _chunked_loss(LossInputs(hidden, weight, target, shard), wanted, chunk_rows)
         ctx.grads = made.hidden_grad, made.weight_grad if reservation is None else None
-        ctx.grad_scale, ctx.main_grad_writer, ctx.claim = grad_scale, main_grad, reservation
+        ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation
         return made.losses @ normalized_weight
 
     @staticmethod
@@ -120,11 +120,11 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
             if grad is not None:
                 grad.mul_(factor)
         d_hidden, d_weight = made
-        reservation, ctx.claim = ctx.claim, None  # or a loss that is kept would keep the gradient's memory
+        reservation, ctx.reservation = ctx.reservation, None  # or a loss that is kept would keep the gradient's memory
         if reservation is not None:
-            reservation.keep(factor)
-        elif ctx.main_grad_writer is not None and d_weight is not None:
-            ctx.main_grad_writer.total().add_(d_weight)
+            reservation.commit(factor)
+        elif ctx.main_grad is not None and d_weight is not None:
+            ctx.main_grad.accumulated().add_(d_weight)
             d_weight = None
         return d_hidden, d_weight, None, None, None, None, None, None
 

@@ -250,13 +250,13 @@ class EmbeddingIntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, main_grad: MainGrad) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.main_grad_writer = main_grad
+        ctx.main_grad = main_grad
         return F.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         (rows,) = ctx.saved_tensors
-        total = ctx.main_grad_writer.total()
+        total = ctx.main_grad.accumulated()
         total.index_add_(0, rows.flatten(), grads[0].flatten(0, -2).to(total.dtype))  # [..., dim] -> [N, dim]
         return None, None, None
 

@@ -217,7 +217,7 @@ def publish_status(env: Environment | None = None) -> None:
         STATUS.set_activity("")
         STATUS.mark_running()
     if "torch" in sys.modules:
-        importlib.import_module("mpu.wire.waits").show_in(STATUS.collective_counters)
+        importlib.import_module("mpu.wire.waits").write_counters_to(STATUS.collective_counters)
 
 
 def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torch.device,

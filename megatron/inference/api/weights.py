@@ -32,11 +32,11 @@ from megatron.model.gpt2 import GPT2
 from mpu.groups import Group, Groups
 from mpu.partition import partition_of, set_partition
 
-COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "tokens", "max_position_embeddings",
+COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size", "max_position_embeddings",
                    "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
 
-HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "tokens": "vocab_size"}
+HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "known_vocab_size": "vocab_size"}
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:

@@ -151,11 +151,11 @@ SETTINGS: dict[str, CompatName] = {
     "get_data_types": MethodName(lambda e: (e.working_dtype, torch.float32), "of the weights, and of sums over "
                                  "micro-batches"),
     "fp16_auto_cast": MethodName(lambda e: e.config.precision.auto_cast, "the setting"),
-    "steps_per_print": MethodName(lambda e: e.monitor.asked.steps_per_print or None, "the setting, or None"),
-    "wall_clock_breakdown": MethodName(lambda e: e.monitor.asked.times, "the setting"),
-    "memory_breakdown": MethodName(lambda e: e.monitor.asked.memory, "the setting"),
-    "tensorboard_enabled": MethodName(lambda e: e.monitor.asked.tensorboard_dir is not None, "the setting"),
-    "wandb_enabled": MethodName(lambda e: e.monitor.asked.wandb is not None, "the setting"),
+    "steps_per_print": MethodName(lambda e: e.monitor.config.steps_per_print or None, "the setting, or None"),
+    "wall_clock_breakdown": MethodName(lambda e: e.monitor.config.times, "the setting"),
+    "memory_breakdown": MethodName(lambda e: e.monitor.config.memory, "the setting"),
+    "tensorboard_enabled": MethodName(lambda e: e.monitor.config.tensorboard_dir is not None, "the setting"),
+    "wandb_enabled": MethodName(lambda e: e.monitor.config.wandb is not None, "the setting"),
 }
 
 RANKS_AND_GROUPS: dict[str, CompatName] = {

@@ -203,7 +203,7 @@ def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) ->
         layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         for kind in kinds if bucket.trainable else ("weight",):
             for slot in layout.slots:
-                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.kept.dtype],
+                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.master_state.dtype],
                                   tp_sharding_of(slot.shape, slot.partition, groups.tp.size),
                                   DPSharding(slot.offset, layout.shard_numel))
     if len(kinds) > 1:
