@@ -69,6 +69,10 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
         yield
     except StorageFault as error:  # names its file itself
         raise StorageError(f"{flag}: {error}{_inode_note(path)}{kept}") from error
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise StorageError(f"{flag}: {error}{kept}") from error  # the folder of the tags cannot be listed
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
@@ -307,10 +311,7 @@ def delete_old_tags(root: Path,
     if keep.last is None:
         return []
     with explain_disk_errors(root, 0):
-        try:
-            steps = step_records_in_commit_order(root)
-        except CheckpointError as error:  # the folder cannot be listed
-            raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
+        steps = step_records_in_commit_order(root)
         ancestors = [record for record in steps if saved.descends_from(record)]
         others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
         if others and len(ancestors) == 1:
