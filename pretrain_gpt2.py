@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.launch.leaving import exit_on_stop_signal
+from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
     exit_on_stop_signal()  # before the rest, which takes a while
@@ -14,12 +14,12 @@ from dataclasses import replace
 from datetime import timedelta
 from signal import SIGHUP
 
-from megatron.config.log import check_wandb
-from megatron.launch.distributed import publish_status, read_environment
-from megatron.launch.exits import exit_on_request, run, shows_tracebacks
-from megatron.launch.signals import BEFORE_FIRST_STEP, StopListener
-from megatron.neighbours import check_package_shadowing
-from megatron.whereabouts import START_UP, STATUS
+from megatron.config.run_config import check_wandb
+from megatron.distributed.exit_codes import exit_on_request, run, shows_tracebacks
+from megatron.distributed.process_group import publish_status, read_environment
+from megatron.distributed.rank_status import START_UP, STATUS
+from megatron.distributed.signals import BEFORE_FIRST_STEP, StopListener
+from megatron.package import check_package_shadowing
 
 
 def program() -> int:
@@ -39,13 +39,13 @@ def main(stop: StopListener | None = None) -> int:
 
 def _run(stop: StopListener) -> int:
     check_package_shadowing()
-    from megatron.config.flags import is_dry_run, parse_args
+    from megatron.config.cli import is_dry_run, parse_args
 
     launcher_env = read_environment()
     world_size = launcher_env.world_size
     publish_status(launcher_env)
     if is_dry_run(sys.argv[1:]):
-        from megatron.plan.command import print_plan
+        from megatron.plan.cli import print_plan
         return print_plan(sys.argv[1:], launcher_env.world_size, launcher_env.local_world_size,
                           summary=True) if launcher_env.rank == 0 else 0
     STATUS.set_activity(START_UP)
@@ -56,28 +56,27 @@ def _run(stop: StopListener) -> int:
     if launcher_env.rank == 0 and config.log.wandb_project is not None:
         with config.key_names.translate_errors():
             check_wandb("--wandb-project")
-    from megatron.train.inputs import check_inputs
+    from megatron.train.input_checks import check_inputs
     check_inputs(config.data)  # and so do names of files that do not exist
 
-    from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0
-    from megatron.launch import distributed
-    from megatron.plan.shortage import oom_hint
+    from megatron.distributed import process_group
+    from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
+    from megatron.plan.oom_hint import oom_hint
     from megatron.recompute import notes as recompute_notes
-    from megatron.train import build, facts
-    from megatron.train.allocator import keep_freed_memory
-    from megatron.train.log import RunLog, check_log_paths
+    from megatron.train import build, run_header
+    from megatron.train.evaluation import generate_sample, printable
     from megatron.train.loop import Trainer
-    from megatron.train.processor import precision_notes as processor_notes
+    from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
     from megatron.train.resume import RunCheckpoints
-    from megatron.train.sample import generate_sample, printable
-    from megatron.zero.policy import ineffective_setting_notes as zero_notes
+    from megatron.train.run_log import RunLog, check_log_paths
+    from megatron.zero.stages import ineffective_setting_notes as zero_notes
     from mpu import groups as mpu_groups
 
-    distributed.register_stop_check(stop.is_stop_pending)
-    env = distributed.init(config.parallel.distributed_backend,
-                           config.parallel.startup_limit,
-                           must_match=config.rank_invariant_settings())
-    device = distributed.device_for(env, config.parallel.distributed_backend)
+    process_group.register_stop_check(stop.is_stop_pending)
+    env = process_group.init(config.parallel.distributed_backend,
+                             config.parallel.startup_limit,
+                             must_match=config.rank_invariant_settings())
+    device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory(return_large_blocks=config.offload.uses_nvme)
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
@@ -100,15 +99,15 @@ def _run(stop: StopListener) -> int:
         unused = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
                   *recompute_notes(config.recompute, groups.tp.size, device),
                   *processor_notes(config.precision.name, device))
-        log.start_run(config, facts.header_record(config, groups, device),
-                      facts.header_lines(config, groups, device, tokenizer))
+        log.start_run(config, run_header.header_record(config, groups, device),
+                      run_header.header_lines(config, groups, device, tokenizer))
         for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
             log.print_line(config.translate(line))
         trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,
                           checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         is_evaluation = config.train.skip_train
         if state.iteration >= config.train.train_iters > 0 and not is_evaluation:
-            log.print_line(facts.nothing_to_do_line(config, state.iteration))
+            log.print_line(run_header.nothing_to_do_line(config, state.iteration))
             checkpoints.save_finished_run(engine, log.saved, state)
         elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
@@ -117,7 +116,7 @@ def _run(stop: StopListener) -> int:
         if stop.signal != SIGHUP:  # the terminal has gone with its reader
             log.check_console(f"saved step {state.iteration} in {config.save.save}")
     engine.core.engine_storage.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 

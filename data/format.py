@@ -1,30 +1,97 @@
-"""The MMIDIDX layout of Megatron-LM, byte for byte. Pure: bytes in, records out; no file is opened here.
+"""The format of a corpus on disk: Megatron-LM's MMIDIDX index, byte for byte, and the facts in `PREFIX.json`.
 
-`PREFIX.bin` holds the token ids of all sequences, one after another, little endian, without header or padding.
-`PREFIX.idx` says where they are, little endian and unaligned:
+`PREFIX.bin` holds the token ids of all sequences, little endian, without header or padding. `PREFIX.idx` is
 
-    0            9 bytes     MMIDIDX\\0\\0
-    9            uint64      version, 1
-    17           uint8       code of the token dtype
-    18           uint64      S, number of sequences
-    26           uint64      D, number of document boundaries = documents + 1
-    34           int32[S]    tokens of each sequence
-    34+4S        int64[S]    byte offset of each sequence in .bin
-    34+12S       int64[D]    first sequence of each document, then S
-    34+12S+8D    int8[S]     mode of each sequence, in multimodal corpora only
+    0            9 bytes     MMIDIDX\\0\\0              26           uint64      D, documents + 1
+    9            uint64      version, 1              34           int32[S]    tokens of each sequence
+    17           uint8       code of the token dtype 34+4S        int64[S]    byte offset of each sequence in .bin
+    18           uint64      S, number of sequences  34+12S       int64[D]    first sequence of each document, then S
 
-A *sequence* is what the file counts; a *document* is a run of sequences (we write one sequence per document).
+then, in multimodal corpora only, int8[S] modes. We write one sequence per document. `PREFIX.json` is optional.
 """
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from data.storage import DataError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The tokenizer a corpus was made with."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.fingerprint} ({self.vocab_size} ids)"
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """Counts, checksum and origin of the tokens."""
+
+    documents: int
+    tokens: int
+    crc32: str
+    """Of the whole .bin, 8 hexadecimal digits."""
+    max_token: int
+    tokenizer: TokenizerFacts | None = None
+    """None: not known."""
+    identity: str | None = None
+    """Of both files (`identity`). None: written before there was one."""
+
+
+def read_corpus_facts(path: str) -> CorpusFacts | None:
+    """The facts in a file, or None when there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+        origin = value["tokenizer"]
+        facts = CorpusFacts(_typed_value(value, "documents", int), _typed_value(value, "tokens", int),
+                            _typed_value(value, "crc32", str), _typed_value(value, "max_token", int), origin
+                            and _tokenizer_facts(origin),
+                            _typed_value(value, "identity", str) if value.get("identity") is not None else None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not the facts of a corpus ({error}); remove it or preprocess again") from error
+    return facts
+
+
+def tokenizer_facts_of_state(state: Mapping[str, Any]) -> TokenizerFacts | None:
+    """What a saved state says under `tokenizer`; None where that is nothing, or something of another's."""
+    try:
+        return _tokenizer_facts(state["tokenizer"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _tokenizer_facts(value: dict[str, object]) -> TokenizerFacts:
+    return TokenizerFacts(_typed_value(value, "name", str), _typed_value(value, "fingerprint", str),
+                          _typed_value(value, "vocab_size", int), _typed_value(value, "eod", int))
+
+
+def _typed_value(value: dict[str, object], key: str, kind: type[T]) -> T:
+    found = value[key]
+    if type(found) is not kind:
+        raise TypeError(f"{key}: expected {kind.__name__}, found {found!r}")
+    return found
+
 
 INDEX_MAGIC = b"MMIDIDX\0\0"
 INDEX_VERSION = 1

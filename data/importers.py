@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from data.cli import StrictArgumentParser, run_command
 from data.compressed import is_compressed, read_errors_for
-from data.draft import corpus_files
 from data.indexed import BLOCK_ENTRIES
-from data.inputs import kind_of
+from data.input_files import kind_of
 from data.preprocess import OTHER_PREFIX_HINT, add_tokenizer_arguments, build_tokenizer
 from data.storage import (DataError, change_detector, check_is_file, check_outputs_are_not_inputs, crc32, crc32_file,
                           make_folder)
 from data.tokenizer import Tokenizer
-from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter
+from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter, corpus_files
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
 """No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""

@@ -1,9 +1,8 @@
-"""A corpus on disk, read where it is. Writing one: `writer`.
+"""`IndexedCorpus`: a read-only corpus on disk, checked against its index when opened.
 
-A *corpus* is `PREFIX.bin` and `PREFIX.idx` (see `format`) and, when we wrote it, `PREFIX.json`: its *facts*, which
-say what the two cannot (tokenizer, checksum, largest id). Corpora written by Megatron-LM have no facts and work
-too. A corpus is trusted only after `IndexedCorpus(prefix)` compared every number of the index with the files, and the
-files with each other.
+A corpus is `PREFIX.bin`, `PREFIX.idx` (see `format`) and, if we wrote it, `PREFIX.json`. Opening compares every number
+of the index with the files, and the identity in `PREFIX.json` with index and tokens; corpora of Megatron-LM, without
+that file, work too. Token values are checked when they are read, or by `data.verify`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.facts import read_corpus_facts
-from data.format import INDEX_HEADER, IndexHeader, parse_index_header
-from data.held import StableFile
-from data.identity import corpus_identity, sampled_crc32
+from data.format import INDEX_HEADER, IndexHeader, parse_index_header, read_corpus_facts
 from data.sampling import index_dtype
-from data.storage import DataError, check_is_rereadable, crc32
+from data.stable_file import StableFile
+from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
+
+SAMPLED_PLACES = 32
+SAMPLED_BYTES = 1 << 12
+
+
+def corpus_identity(index: StableFile, tokens: StableFile) -> str:
+    """Eight hexadecimal digits of the index, and eight of the tokens."""
+    crc = 0
+    for at in range(0, index.size, READ_BYTES):
+        crc = crc32(index.read(at, min(READ_BYTES, index.size - at), "u1").data, crc)
+    return f"{crc:08x}{sampled_crc32(tokens):08x}"
+
+
+def sampled_crc32(file: StableFile) -> int:
+    """Of pieces at equal distances, the first at the beginning and the last at the end."""
+    length = min(SAMPLED_BYTES, file.size)
+    crc = crc32(file.size.to_bytes(8, "little"))
+    for at in sorted({(file.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
+        crc = crc32(file.read(at, length, "u1").data, crc)
+    return crc
+
 
 BLOCK_ENTRIES = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""

@@ -13,9 +13,9 @@ from io import BufferedReader, BytesIO
 from stat import S_ISREG
 from typing import BinaryIO, NoReturn
 
-from data.chunks import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
-                         MalformedDocument, count_lines, too_long_document)
 from data.compressed import is_compressed, open_decompressed, read_errors_for, read_until_damage, readline_until_damage
+from data.plain_text import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
+                             MalformedDocument, count_lines, too_long_document)
 from data.storage import parse_error_text
 
 SKIP_BYTES = 1 << 20

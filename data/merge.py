@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from data.cli import StrictArgumentParser, run_command
-from data.draft import corpus_files
-from data.facts import TokenizerFacts
+from data.format import TokenizerFacts
 from data.indexed import IndexedCorpus
 from data.storage import DataError, check_outputs_are_not_inputs, crc32, make_folder
-from data.writer import CorpusWriter
+from data.writer import CorpusWriter, corpus_files
 
 
 def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:

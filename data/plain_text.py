@@ -1,12 +1,8 @@
-r"""Plain text: `.txt` files to documents, in bounded memory.
+"""Chunks of text files, the unit of parallel work, and `.txt` files to documents in bounded memory.
 
-A *document* is a whole file; or, with a `Separator`, what is between two separators, without the line ends around it.
-What holds nothing but white space is not a document. Text is UTF-8; a byte order mark at the start of a file is
-dropped, and `\r\n` becomes `\n`. Anything else is kept as it is.
-
-A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
-tokenizer names the white space before which it always begins a token anew (`Tokenizer.safe_split_characters`). Where it names
-none, the document is held in memory as a whole; where it does, a document without such a place is soon malformed.
+A document is a whole file or, with a `Separator`, the text between two separators. Text is UTF-8; a byte order mark at
+the start is dropped, and CRLF becomes LF. A long document is split where that does not change its tokens: before the
+characters that the tokenizer names (`Tokenizer.safe_split_characters`). Documents without text are skipped.
 """
 
 from __future__ import annotations
@@ -18,9 +14,98 @@ from dataclasses import dataclass, replace
 from functools import cache
 from stat import S_ISREG
 
-from data.chunks import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
-                         MalformedDocument, too_long_document)
-from data.compressed import is_compressed, open_decompressed, read_errors_for, read_until_damage
+import numpy as np
+
+from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for, read_until_damage
+from data.storage import DataError
+
+CHUNK_BYTES = 1 << 20
+
+MAX_DOCUMENT_BYTES = 1 << 26
+"""Bytes of a line, or of text in which no place to cut it is found, unless more are allowed. Memory follows from it."""
+
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8. At the start of a file it is no part of the text."""
+
+
+@dataclass(frozen=True)
+class MalformedDocument:
+    """A document that cannot be used: the line at fault, and why."""
+
+    path: str
+    lines_before: int
+    """Lines before it in its chunk."""
+    offset: int
+    reason: str
+
+    def to_error(self, lines_before_chunk: int) -> DataError:
+        """For a chunk that begins after so many lines. Of a compressed file that is damaged the damage is told."""
+        line = lines_before_chunk + self.lines_before + 1
+        if damage := find_damage(self.path):
+            return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
+                             f"{self.reason}")
+        return DataError(f"{self.path}:{line} {self.reason} (the line begins at byte {self.offset})")
+
+
+def too_long_document(path: str,
+                      lines_before: int,
+                      offset: int,
+                      limit: int,
+                      what: str = "in this line") -> MalformedDocument:
+    return MalformedDocument(
+        path, lines_before, offset, f"more than {limit} bytes {what}, which would have to be held in memory; "
+        "--max-document-bytes of data.preprocess allows more")
+
+
+class DamagedRest(MalformedDocument):
+    """All the rest of a file, which cannot be decompressed. It counts as one document."""
+
+    def to_error(self, lines_before_chunk: int) -> DataError:
+        return DataError(
+            f"{self.path}: cannot read: {self.reason}; it is in line {lines_before_chunk + self.lines_before + 1}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some bytes of a file, or where they are in it: then whoever works on the chunk reads them."""
+
+    path: str
+    offset: int
+    """Bytes before it in the file (in the decompressed file, where it is compressed)."""
+    size: int
+    data: bytes | None = None
+    """The bytes, where the file is compressed or a pipe, and can only be read from its start."""
+    starts_inside_document: bool = False
+    """It begins inside a document."""
+    ends_inside_document: bool = False
+    """It ends inside a document."""
+    skipped_bytes: int = 0
+    """Bytes that follow in the file, belong to its last line, and are too many to be held."""
+    damage: DamagedRest | None = None
+    """What comes after all that."""
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.offset + self.size + self.skipped_bytes
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        with read_errors_for(self.path), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
+        return data
+
+
+def count_lines(data: bytes) -> int:
+    """`data.count(b"\\n")`, which looks at one byte after the other."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
+
 
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"

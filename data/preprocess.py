@@ -19,20 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.chunks import CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, count_lines
 from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
-from data.draft import corpus_files
 from data.format import token_dtype
-from data.inputs import PLAIN_TEXT, find_text_files, kind_of
+from data.gpt2_dataset import content_digest
+from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.jsonl import parse_lines, read_line_chunks
 from data.parallel import ordered_map
-from data.plain_text import Separator, parse_texts, read_text_chunks
-from data.recorded import check_stage_shards
-from data.sample_index import content_digest
+from data.plain_text import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
+                             count_lines, parse_texts, read_text_chunks)
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, file_stamp,
                           make_folder)
 from data.tokenizer import Tokenizer
-from data.writer import CorpusWriter
+from data.writer import CorpusWriter, corpus_files
 
 RESUME_POINT_BYTES = 1 << 28
 """Of text, between the places from which an interrupted run can go on: half a minute of work, perhaps."""

@@ -1,20 +1,37 @@
-"""What a value of `--train-data` names: `parse_sources`, and `check_sources`, which checks that it is there.
+"""`open_datasets`: from the values of `--train-data`, `--valid-data` and `--test-data` to blended datasets.
 
-A name is the prefix of a corpus, a file, a folder, or one of the words in `NAMED`. Not here: opening it (`corpora`).
+A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, or `default` or `webtext`.
+Sources that are not a corpus are converted once and kept in `--data-cache-path` (or `SOURCE.cache/`), under a digest of
+their content, tokenizer and read options; one process builds, the others wait. Several sources are blended by weight or
+size. `--split` cuts every training source by documents.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
-from data.sampling import parse_number
-from data.storage import DataError, check_is_rereadable, prefix_data_errors
+from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, content_digest, count_samples
+from data.importers import import_tokens, inspect_token_file, order_warnings
+from data.indexed import IndexedCorpus
+from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, FoundFiles, checksum_in_threads, find_text_files, kind_of
+from data.plain_text import Separator
+from data.preprocess import TextReadOptions, build_corpus
+from data.sampling import parse_number, parse_split, split_documents
+from data.storage import (DataError, StorageFault, check_is_file, check_is_rereadable, crc32_file, escape_to_one_line,
+                          make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock, write_json_atomic)
+from data.tokenizer import Tokenizer
 
 MAX_SUGGESTIONS = 3
 """Names that are offered for a mistyped one."""
@@ -94,3 +111,267 @@ def webtext_prefix() -> str:
 
 NAMED_CORPORA: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
 """Word -> the prefix of the corpus it stands for."""
+
+
+TOKENS_SUFFIX = ".bin"
+CHECKSUMS_FILE = ".sums.json"
+ANNOUNCED_BYTES = 1 << 26
+"""Bytes of source from which the building is announced: it takes more than a moment."""
+
+
+def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
+                  ) -> tuple[str, list[str]]:
+    """The prefix of the corpus of a file or folder, and lines that say what was made of it, and what is odd."""
+    found = find_text_files([source])
+    verb, past_verb = ("copying", "copied") if _are_token_files(found.files) else ("tokenizing", "tokenized")
+    beside = os.path.abspath(source)
+    folder = make_folder(cache_path or beside + CACHE_SUFFIX)
+    contents, size = _content_keys(found.files, ChecksumCache(folder))
+    key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
+    prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
+    start = time.monotonic()
+    with wait_for_lock(folder / f".{prefix.name}.lock"):
+        is_new = not prefix.with_name(prefix.name + ".idx").exists()
+        if is_new:
+            if size >= ANNOUNCED_BYTES:
+                print(escape_to_one_line(f"{source}: {verb} {size / 1e9:.2f} GB into {prefix} (once)"), file=sys.stderr,
+                      flush=True)
+            _build_cached(found.files, prefix, tokenizer, options)
+            if _content_keys(found.files, ChecksumCache(None))[0] != contents:
+                prefix.with_name(prefix.name + ".idx").unlink()
+                raise DataError(f"{source}: changed while it was read; start again when it is complete")
+    outcome = f"{past_verb} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
+    warnings = order_warnings([inspect_token_file(path)
+                               for path in found.files], tokenizer.eod) if _are_token_files(found.files) else []
+    return str(prefix), [
+        _describe_cached(source, found, IndexedCorpus(prefix), outcome), *(f"warning: {line}" for line in warnings)
+    ]
+
+
+def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
+    """What decides the text of each file, and the bytes of all."""
+    for path in files:
+        check_is_file(path)
+    try:
+        sizes = [os.path.getsize(path) for path in files]
+        with checksums:
+            found = list(checksum_in_threads(checksums.checksum_of, files, _checksum_threads()))
+    except StorageFault:  # the folder of the checksums
+        raise
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
+    return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
+
+
+def _checksum_threads() -> int:
+    """Threads for checksums: all other ranks of the machine wait for this one."""
+    return len(os.sched_getaffinity(0))
+
+
+MTIME_SETTLED_NS = 2_000_000_000
+"""A file that changed this short a time before its checksum was taken may change again within one tick of its clock."""
+
+
+class ChecksumCache:
+    """Checksums of files, each taken once as long as the file is the same one with the same times: the processes that
+    share a folder find them there. Without a folder they are taken afresh."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: dict[str, Any] = {}
+        self._has_new_entries = False
+        self._lock = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._folder is not None:
+            self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
+            with suppress(OSError, ValueError):
+                found = json.loads((self._folder / CHECKSUMS_FILE).read_bytes())
+                self._known = found if isinstance(found, dict) else {}
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            if self._has_new_entries and self._folder is not None:
+                write_json_atomic(self._folder / CHECKSUMS_FILE, self._known)
+
+    def checksum_of(self, path: str) -> str:
+        status = os.stat(path)
+        stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
+        if isinstance(known, dict) and known.get("mark") == stamp and isinstance(known.get("crc32"), str):
+            return str(known["crc32"])
+        now_ns = time.time_ns()
+        crc = crc32_file(path)
+        if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
+            self._known[name], self._has_new_entries = {"mark": stamp, "crc32": crc}, True
+        return crc
+
+
+def _are_token_files(files: Sequence[str]) -> bool:
+    """A token file of nanoGPT or llm.c, which is a source by itself: what is in it was tokenized elsewhere."""
+    return files[0].endswith(TOKENS_SUFFIX)
+
+
+def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, options: TextReadOptions) -> None:
+    if _are_token_files(files):
+        import_tokens(files, prefix, tokenizer, warn=lambda line: None)  # told at every start, not at the first only
+    else:
+        build_corpus(files, prefix, tokenizer, options, checksum_threads=_checksum_threads())
+
+
+def _describe_cached(source: str, found: FoundFiles, corpus: IndexedCorpus, outcome: str) -> str:
+    empty = sum(os.path.getsize(path) == 0 for path in found.files)
+    kind = "file of tokens" if _are_token_files(found.files) else "file"
+    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""),
+             format_count(corpus.num_documents,
+                          "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
+    return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")
+
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """One dataset per part; None where there is no data for it."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    notes: tuple[str, ...] = ()
+    """What the user should know: what files of text were made into, why a part of the split is empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they will read the same samples."""
+        return content_digest(
+            (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
+
+
+def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
+                  split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
+                  cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
+                  json_key: str = "text", document_separator: str | None = None) -> Datasets:
+    """Open, check and cut everything that training will read, before its first step."""
+    if mock:
+        train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
+                              for k, part in enumerate(PARTS))
+        return Datasets(train, valid, test)
+    read_options = TextReadOptions(json_key, Separator.parse(document_separator), append_eod)
+    builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
+    for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
+        check_sources(words, flag)  # all of them, before the first is made into a corpus
+    shares = dict(zip(PARTS, parse_split(split)))
+    replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
+    split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
+    ranges_of_part: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
+    for source in parse_sources(train_data, "--train-data"):
+        corpus = builder.open_corpus(source.name, "--train-data")
+        ranges = split_documents([shares[part] for part in split_parts], corpus.num_documents)
+        for part, documents in zip(split_parts, ranges):
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, documents, source.weight))
+    for part, words in replaced.items():
+        for source in parse_sources(words, f"--{part}-data"):
+            corpus = builder.open_corpus(source.name, f"--{part}-data")
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, range(corpus.num_documents), source.weight,
+                                                      f"--{part}-data"))
+    # What the user named must be usable; a part that the split left too small is merely absent, with a note.
+    datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
+                for part in PARTS}
+    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(builder.notes))
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """Some documents of a source."""
+
+    source: str
+    corpus: IndexedCorpus
+    documents: range
+    weight: Fraction | None
+    flag: str = "--train-data"
+
+    def count_tokens(self) -> int:
+        return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
+
+
+@dataclass
+class _DatasetBuilder:
+    """What all sources of one run have in common."""
+
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    cache_path: str | None
+    read_options: TextReadOptions
+    split: str
+    notes: list[str] = field(default_factory=list)
+    open_corpora: dict[str, IndexedCorpus] = field(default_factory=dict)
+
+    def open_corpus(self, name: str, flag: str) -> IndexedCorpus:
+        """The corpus of a source, checked against the tokenizer."""
+        with prefix_data_errors(flag):
+            return self._open_corpus(name)
+
+    def _open_corpus(self, name: str) -> IndexedCorpus:
+        if name not in self.open_corpora:
+            corpus = IndexedCorpus(self.resolve_prefix(name))
+            made_by = corpus.facts and corpus.facts.tokenizer
+            if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
+                raise DataError(
+                    f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                    f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or preprocess the text "
+                    "again")
+            corpus.check_vocabulary(self.tokenizer.vocab_size)
+            self.open_corpora[name] = corpus
+        return self.open_corpora[name]
+
+    def resolve_prefix(self, name: str) -> str:
+        """The corpus that a name stands for."""
+        if name in NAMED_CORPORA:
+            return NAMED_CORPORA[name]()
+        if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
+            return name.removesuffix(TOKENS_SUFFIX)
+        if os.path.exists(f"{name}.idx"):
+            return name
+        if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
+            with prefix_storage_errors(
+                    "--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
+                    "with --data-cache-path replaces"):
+                prefix, notes = cached_corpus(name, self.tokenizer, self.read_options, self.cache_path)
+            self.notes += notes
+            return prefix
+        if os.path.isfile(name):
+            raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "
+                            f"or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")
+        return name
+
+    def build_dataset(self, part: str, ranges: Sequence[DocumentRange], *, required: bool) -> Dataset | None:
+        """The pieces of one part, blended."""
+        if not required:
+            ranges = [piece for piece in ranges if self.fills_a_sample(part, piece)]
+        if not ranges:
+            return None
+        # Two corpora of equal sizes must not be shuffled alike, and evaluation must not follow training.
+        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(ranges))]
+        datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
+                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(ranges, seeds)]
+        if len(datasets) == 1:
+            return datasets[0]
+        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, datasets)]
+        return BlendedDataset(datasets, weights, part)
+
+    def fills_a_sample(self, part: str, documents: DocumentRange) -> bool:
+        tokens = documents.count_tokens()
+        enough = count_samples(tokens, self.seq_length) > 0
+        if not enough:
+            total, kept = documents.corpus.num_documents, len(documents.documents)
+            why = (
+                f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, {format_count(tokens, 'token')}, "
+                f"and a sample needs {self.seq_length + 1}")
+            remedy = "a larger share in --split"
+            if total == 1 and not kept:
+                why = f"cuts between documents, and {documents.source} is a single one"
+                remedy = "a --document-separator"
+            self.notes.append(f"{part}: --split {self.split} {why}: not used; give --{part}-data, or {remedy}")
+        return enough

@@ -1,25 +1,199 @@
-"""Writing a corpus in one pass: `CorpusWriter`. Where its files are meanwhile: `draft`."""
+"""`CorpusWriter`: writes a corpus in one pass and bounded memory, and can resume an interrupted write.
+
+The files have hidden names (`CorpusDraft`) until all are complete; the index is renamed last. A *resume point* records
+how far both files are on disk and the caller's state; a later process with the same key continues from it.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from operator import index
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.draft import CorpusDraft
-from data.facts import CorpusFacts, TokenizerFacts
-from data.format import INDEX_HEADER, IndexHeader, token_dtype
-from data.held import StableFile
-from data.identity import corpus_identity
-from data.indexed import BLOCK_ENTRIES
-from data.storage import DataError, write_errors_for
+from data.format import INDEX_HEADER, CorpusFacts, IndexHeader, TokenizerFacts, token_dtype
+from data.indexed import BLOCK_ENTRIES, corpus_identity
+from data.stable_file import StableFile
+from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
+                          hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
+                          write_json_atomic)
+
+CORPUS_SUFFIXES = (".bin", ".json", ".idx")
+"""In the order in which they get their names: the index is what makes a corpus exist."""
+
+
+def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
+    """The names of a corpus."""
+    return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
+
+
+class AppendFile:
+    """A file that is written from its beginning to its end, and the checksum of what was written."""
+
+    def __init__(self, file: IO[bytes], crc: int = 0) -> None:
+        self.file, self.crc = file, crc
+        self.stat_result = os.fstat(file.fileno())
+
+    def write(self, raw: bytes | memoryview) -> None:
+        self.crc = crc32(raw, self.crc)
+        self.file.write(raw)
+
+    def truncate(self, size: int, crc: int) -> None:
+        """Take back what was written after so many bytes, whose checksum was this."""
+        self.crc = crc
+        self.file.seek(size)
+        self.file.truncate()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+class CorpusDraft:
+    """`with` it, `bin` and `idx` can be written; `publish` gives all their names. Otherwise nothing is left, but what
+    an interrupted process had marked."""
+
+    bin: AppendFile
+    idx: AppendFile
+    state: Any
+    """Of the mark that is gone on from, as it was read; None: of none."""
+
+    def __init__(self, prefix: str, key: str | None, parse_state: Callable[[Any], object]) -> None:
+        """`key` is what must be the same for a process that takes up the work of another; None: that is never done.
+        `read` takes the state that was marked; where it raises an error the mark is none."""
+        self._prefix, self._key, self._parse_state = prefix, key, parse_state
+        self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in CORPUS_SUFFIXES}
+        self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
+        self.state = None
+
+    def __enter__(self) -> CorpusDraft:
+        with ExitStack() as stack, write_errors_for(self._prefix):
+            is_locked = stack.enter_context(hold_writer_lock(self._prefix, *self._target_prefixes()))
+            unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
+            self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
+                            for suffix, target in self._targets.items()}
+            self._is_resumable = is_locked and self._key is not None
+            if is_locked:
+                self._resume()
+                self._remove_stale_files()
+            mode = "xb" if self.state is None else "r+b"
+            self.bin, self.idx = (AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
+                                  for suffix, crc in zip((".bin", ".idx"), self._crcs))
+            for file in (self.bin, self.idx):
+                file.file.seek(0, os.SEEK_END)
+            self._stack = stack.pop_all()
+        return self
+
+    def _target_prefixes(self) -> list[str]:
+        """The prefix of each file, where links lead: that of whoever writes there without a link."""
+        return [str(target).removesuffix(suffix) for suffix, target in self._targets.items()]
+
+    _crcs: tuple[int, ...] = (0, 0)
+
+    def _resume(self) -> None:
+        """Go on from a mark, if there is one with this key and both files hold what it says; they end there then."""
+        try:
+            found = json.loads(self._resume_file.read_bytes())
+            if not self._is_resumable or found["key"] != self._key:
+                return
+            sizes, crcs = zip(*(found["files"][suffix] for suffix in (".bin", ".idx")))
+            for suffix, size, crc in zip((".bin", ".idx"), sizes, crcs):
+                draft = self._drafts[suffix]
+                if draft.stat().st_size < size:
+                    return
+                os.truncate(draft, size)
+                if crc32_file(draft) != f"{crc:08x}":
+                    return
+            self._crcs, self.state = crcs, self._parse_state(found["state"])
+        except (OSError, ValueError, KeyError, TypeError):  # none, or not whole: as if there was none
+            return
+
+    def _remove_stale_files(self) -> None:
+        """Remove what nobody writes any more."""
+        found = [
+            path for target in (*self._targets.values(), self._resume_file) for path in stale_temporary_files(target)
+        ]
+        found += [self._resume_file] if self._resume_file.exists() else []
+        if self.state is not None:
+            found = [path for path in found if path not in (*self._drafts.values(), self._resume_file)]
+        why = ", which has other inputs or settings" if self._key and self._resume_file in found else ""
+        remove_stale_files(self._prefix, found, why)
+
+    def save_resume_point(self, state: dict[str, Any]) -> None:
+        """From here another process can go on."""
+        if self._is_resumable:
+            with write_errors_for(self._prefix):
+                self.bin.sync()
+                self.idx.sync()
+            files = {suffix: (growing.file.tell(), growing.crc)
+                     for suffix, growing in ((".bin", self.bin), (".idx", self.idx))}
+            write_json_atomic(self._resume_file, {"key": self._key, "files": files, "state": state})
+
+    def paths(self) -> tuple[str, str]:
+        """Of the index and of the tokens, as they are now."""
+        self.bin.file.flush()
+        self.idx.file.flush()
+        return str(self._drafts[".idx"]), str(self._drafts[".bin"])
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Everything under its name. From the first step to the last there is no index, and so no corpus."""
+        with write_errors_for(self._prefix):
+            with open(self._drafts[".json"], "w", encoding="utf-8") as file:
+                json.dump(facts, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self.bin.sync()  # a full disk shows here, while the old corpus is whole
+            self.idx.sync()
+            for suffix in (".bin", ".idx"):
+                if not self._is_own_draft(suffix):
+                    raise StorageFault(f"{self._prefix}: {self._drafts[suffix]} is gone or another file: something "
+                                       "else writes or tidies up there; give every program a folder of its own")
+            # The old index beside the new tokens would be a corpus, and a wrong one, if we died between two renames.
+            for suffix in (".idx", ".json"):
+                self._targets[suffix].unlink(missing_ok=True)
+            fsync_directory(self._targets[".idx"].parent)
+            for suffix in CORPUS_SUFFIXES:
+                os.replace(self._drafts[suffix], self._targets[suffix])
+                fsync_directory(self._targets[suffix].parent)
+
+    def _is_own_draft(self, suffix: str) -> bool:
+        """Whether the name of a draft still leads to what was written."""
+        growing = {".bin": self.bin, ".idx": self.idx}.get(suffix)
+        try:
+            return growing is None or os.path.samestat(growing.stat_result, os.lstat(self._drafts[suffix]))
+        except FileNotFoundError:
+            return False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        with self._stack:
+            for growing in (self.bin, self.idx):
+                with suppress(OSError):  # a full disk fails once more, when the buffer is flushed
+                    growing.file.close()
+            if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
+                    and self._resume_file.exists()):
+                drafts = [draft for suffix, draft in self._drafts.items() if self._is_own_draft(suffix)]
+                for path in (*drafts, *([self._resume_file] if self._is_resumable else [])):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
+            _raise_storage_fault(self._prefix, error)
+
+
+def _raise_storage_fault(prefix: str, error: OSError) -> NoReturn:
+    raise StorageFault(f"{prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
+
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 """Tokens of one document: its length is an int32 in the index."""

@@ -16,10 +16,9 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from megatron.launch.exits import prepare_streams, run, write_error
-from megatron.launch.leaving import exit_on_stop_signal
-from megatron.neighbours import ShadowedPackageError, check_package_shadowing
-from megatron.version import DISTRIBUTION, __version__
+from megatron.distributed.exit_codes import prepare_streams, run, write_error
+from megatron.distributed.signals import exit_on_stop_signal
+from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
 
 def _print_version() -> None:
@@ -51,49 +50,49 @@ def train() -> int:
 
 @_command
 def launch() -> int:
-    from megatron.launch.command import main
+    from megatron.launch.launcher import main
     return main(sys.argv[1:])
 
 
 @_command
 def plan() -> int:
-    from megatron.plan.command import main
+    from megatron.plan.cli import main
     return run(main)
 
 
 @_command
 def generate() -> int:
-    from megatron.inference.command import main
+    from megatron.inference.cli import main
     return run(main)
 
 
 @_command
 def evaluate() -> int:
-    from megatron.evaluate.command import main
+    from megatron.evaluate.cli import main
     return run(main)
 
 
 @_command
 def serve() -> int:
-    from megatron.serve.command import main
+    from megatron.serve.cli import main
     return run(main)
 
 
 @_command
 def report() -> int:
-    from megatron.report.command import main
+    from megatron.report.cli import main
     return run(main)
 
 
 @_command
 def tune() -> int:
-    from megatron.tune.command import main
+    from megatron.tune.cli import main
     return run(main)
 
 
 @_command
 def checkpoint() -> int:
-    from megatron.checkpoint.command import main
+    from megatron.checkpoint.cli import main
     return run(lambda: main(sys.argv[1:]))
 
 

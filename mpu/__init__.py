@@ -24,30 +24,30 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpu.classic import *  # noqa: F403
     from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
                                    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
     from mpu.data import broadcast_data as broadcast_data
     from mpu.grads import clip_grad_norm as clip_grad_norm
     from mpu.layers import (ColumnParallelLinear as ColumnParallelLinear, ParallelEmbedding as ParallelEmbedding,
                             RowParallelLinear as RowParallelLinear, VocabParallelEmbedding as VocabParallelEmbedding)
+    from mpu.parallel_state import *  # noqa: F403
     from mpu.random import (get_cuda_rng_tracker as get_cuda_rng_tracker,
                             model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed)
     from mpu.regions import split_tensor_along_last_dim as split_tensor_along_last_dim
     from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
 
 _MODULES = {
-    "mpu.classic": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
-                   "get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
-                   "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
-                   "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
-                   "get_pipeline_model_parallel_world_size get_tensor_model_parallel_group "
-                   "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
-                   "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
-                   "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
-                   "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
-                   "gather_from_model_parallel_region reduce_from_model_parallel_region "
-                   "scatter_to_model_parallel_region",
+    "mpu.parallel_state": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
+    "get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
+    "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
+    "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
+    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_group "
+    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+    "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
+    "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
+    "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
+    "gather_from_model_parallel_region reduce_from_model_parallel_region "
+    "scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
     "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",

@@ -1,29 +1,82 @@
-"""The operations among the ranks of a group. How they travel is decided here, once, by where the tensors are.
+"""Collectives over a `Group`: on flat buffers, out of place for autograd, and of JSON values between hosts.
 
-Two families. *Out of place* (`all_reduce`, `all_gather`, `reduce_scatter`): return a new tensor and leave the
-argument alone; the only ones allowed inside autograd, where reducing in place gives silently wrong gradients, and the
-only ones that a compiler can trace.
-*Into* (`..._into`): work asynchronously on flat buffers the caller owns and return a `Pending`; nothing may touch
-the buffers until `wait()`. Several may be in flight: start and wait in the same order on every rank.
-
-On a group of one every operation is the identity (a copy between two buffers) and needs no process group. Elsewhere
-one of the wires does it (mpu/wire): the backend's own operations for an accelerator, gloo.py's for the CPU. Words
-rather than tensors (`all_gather_json`, `agree`, `barrier`) go from host to host, by control.py.
+`..._into` runs asynchronously on flat buffers of the caller and returns a `CollectiveWork`. `all_reduce`, `all_gather`
+and `reduce_scatter` return a new tensor; only these may be used inside autograd, which may have saved the argument.
+`all_gather_json`, `broadcast_json`, `all_reduce_scalar`, `all_reduce_min` and `barrier` run over gloo on the host
+(the group's control process group), so they never wait behind a kernel. On a group of one every operation is the
+identity and needs no process group.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mpu import backends
+from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, NativeBackend, Op, start_all_gather
+from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
-from mpu.wire import functional
-from mpu.wire.control import all_gather_json, all_reduce_min, all_reduce_scalar, barrier, broadcast_json
-from mpu.wire.gloo import GlooBackend
-from mpu.wire.interface import CollectiveBackend, CollectiveWork, Op
-from mpu.wire.native import NativeBackend
+
+
+@track_collective
+def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
+    """The reduction of one number per rank, on the host of every rank (exact for integers below 2**53)."""
+    value = torch.tensor([number], dtype=torch.float64)
+    if not group.is_solo:
+        dist.all_reduce(value, REDUCE_OPS[op], group=group.control_process_group)
+    return float(value.item())
+
+
+@track_collective
+def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
+    """Of each of some numbers the smallest that a rank gave: one exchange, however many they are. (The largest is what
+    `least` has of their negatives, negated.)"""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if not group.is_solo:
+        dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
+    found: list[float] = values.tolist()
+    return found
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank has come here."""
+    all_reduce_scalar(0.0, group)
+
+
+@track_collective
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, by way of JSON: tuples come back as lists, and nothing on the wire can run code."""
+    text = json.dumps(value).encode()
+    if group.is_solo:
+        return [json.loads(text)]
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    start_all_gather(sizes, torch.tensor([len(text)]), group.control_process_group).wait()
+    longest = int(sizes.max())
+    rows = torch.empty(group.size * longest, dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    start_all_gather(rows, padded, group.control_process_group).wait()
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.split(longest), sizes.tolist())]
+
+
+@track_collective
+def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
+    """The value of the group's rank `src` on every rank, by way of JSON; those of the others are not asked for."""
+    text = json.dumps(value).encode() if group.rank == src else b""
+    if group.is_solo:
+        return json.loads(text)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, group.ranks[src], group=group.control_process_group)
+    row = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+    dist.broadcast(row, group.ranks[src], group=group.control_process_group)
+    return json.loads(text or row.numpy().tobytes())
+
 
 __all__ = [
     "Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
@@ -98,14 +151,14 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
 
 def all_reduce(x: Tensor, group: Group, op: Op = "sum") -> Tensor:
     """The reduction of every rank's x (x itself on a group of one)."""
-    return x if group.is_solo else functional.functional_all_reduce(x, group, op)
+    return x if group.is_solo else backends.functional_all_reduce(x, group, op)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """Every rank's x, joined along `dim` in rank order; the shapes are equal."""
     if group.is_solo:
         return x
-    parts = functional.functional_all_gather(x.unsqueeze(0), group)
+    parts = backends.functional_all_gather(x.unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]
 
 
@@ -115,4 +168,4 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
         return x
     each = divide(x.shape[dim], group.size, "length")
     parts = torch.stack(x.split(each, dim))  # [..., size * n, ...] -> [size, ..., n, ...]
-    return functional.functional_reduce_scatter(parts, group).squeeze(0)
+    return backends.functional_reduce_scatter(parts, group).squeeze(0)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from mpu import loss_accelerator, loss_cpu
-from mpu.classic import tp_group_or_current
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard
 from mpu.device import on_accelerator
+from mpu.grads import MainGrad
 from mpu.groups import Group
-from mpu.sinks import MainGrad
-from mpu.vocab_share import LossGradRequest, LossInputs, LossOutputs, VocabShard
+from mpu.parallel_state import tp_group_or_current
 
 
 def vocab_parallel_cross_entropy(

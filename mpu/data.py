@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpu.classic import tp_group_or_current
 from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group
+from mpu.parallel_state import tp_group_or_current
 from mpu.split import ParallelError
 
 MAX_DIMS = 4

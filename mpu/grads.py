@@ -1,7 +1,8 @@
-"""Norm and clipping of gradients that are partly split over tensor parallel.
+"""Gradients: where an operation may write a weight gradient itself (`MainGrad`), and their norm and clipping.
 
-A split parameter's gradient is a different slice on every tp rank: all of them count. A replicated one is the same
-on every tp rank: it counts once, on rank 0. Data parallelism is not known here: gradients are already reduced.
+A tensor-parallel parameter's gradient is a different slice on every tp rank: all of them count in the norm. A
+replicated one counts once, on rank 0. Gradients are already reduced over data parallelism.
+`MainGrad` is Megatron's `main_grad` as a protocol: the owner of the gradient buffer (the engine) implements it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,38 @@ import math
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mpu.classic import current_groups
 from mpu.collectives import all_reduce
 from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Groups
+from mpu.parallel_state import current_groups
 from mpu.partition import partition_of
+
+
+class MainGradReservation(Protocol):
+    """A gradient that a forward prepares in its place before it is known to count."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """Where to write it; for the forward that made the claim only, as the owner may move it away afterwards."""
+
+    def commit(self, scale: Tensor | None = None) -> None:
+        """It counts, times `factor`: the backward of that forward has come. Once."""
+
+
+class MainGrad(Protocol):
+    """The place of one parameter's gradient."""
+
+    def reserve(self) -> MainGradReservation | None:
+        """The place itself; None where there is a gradient already."""
+
+    def accumulated(self) -> Tensor:
+        """The gradient so far, zeros if there is none, to add to."""
+
 
 _CPU_BLOCK_ELEMENTS = 1 << 20
 """Elements squared at a time on CPU: bounds the memory; small enough for the cache, large enough for two threads."""

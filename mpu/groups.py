@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from mpu.collective_tracker import track_collective
 from mpu.split import ParallelError, rank_grid
-from mpu.wire.waits import track_collective
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from mpu.classic import tp_group_or_current
 from mpu.device import on_accelerator
-from mpu.draws import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
-                       strided_segments_of)
+from mpu.grads import MainGrad
 from mpu.groups import Group
+from mpu.parallel_state import tp_group_or_current
 from mpu.partition import local_slice, partition_of, set_partition
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from mpu.sinks import MainGrad
 from mpu.split import ParallelError, Partition, divide, split_range
+from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
+                             strided_segments_of)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
 

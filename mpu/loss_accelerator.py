@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 from mpu.collectives import all_gather
 from mpu.device import load_kernels
-from mpu.vocab_share import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 
 _CHUNK_BYTES = 1 << 30
 """Logits at a time. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few sums of weight gradients."""

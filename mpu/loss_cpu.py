@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 from mpu.collectives import all_reduce
-from mpu.vocab_share import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 
 _BLOCK_ROWS = 64
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpu.classic import current_groups
 from mpu.groups import Group, Groups
+from mpu.parallel_state import current_groups
 from mpu.split import ParallelError
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"

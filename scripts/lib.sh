@@ -78,7 +78,7 @@ choose_ranks() {
         PRESET="${PRESET:-124M}"
         say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model (PRESET=345M is the classic one)"
     else
-        # On a CPU a step's memory is the C library's: keep its holes fit for use (megatron/train/allocator.py).
+        # On a CPU a step's memory is the C library's: keep its holes fit for use (megatron/train/processor.py).
         export GLIBC_TUNABLES="glibc.malloc.tcache_count=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}"
         PRESET="${PRESET:-small}"
         say "$([[ $gpus -eq 0 ]] && echo no GPU || echo only one GPU): $GPUS_PER_NODE CPU rank(s) of the $PRESET model"

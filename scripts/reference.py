@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import SECTIONS, flag_name  # noqa: E402
+from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS  # noqa: E402
 from megatron.config.ds_keys import DS_KEYS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection  # noqa: E402
-from megatron.config.ds_together import BATCH_SIZE_KEYS  # noqa: E402
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
-from megatron.config.setting import JsonKey, plain_type, setting_of  # noqa: E402
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
+from megatron.config.schema import JsonKey, plain_type, setting_of  # noqa: E402
 
 FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 

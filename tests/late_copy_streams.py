@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
 from megatron.fsdp import sharding
-from megatron.zero.api import offload
-from megatron.zero.homes.ferry import CopyEvent, CopyStreams
+from megatron.zero.api import offload_plan
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStreams
 
 
 class LateCopyEvent:
@@ -149,7 +149,7 @@ def late_copy_streams() -> Iterator[CopyStreams]:
     up, down = LateCopyStream("up"), LateCopyStream("down")
     up.other, down.other = down, up
     ferry = CopyStreams(up, down)
-    with patch.object(offload, "create_copy_streams", lambda device: ferry), \
+    with patch.object(offload_plan, "create_copy_streams", lambda device: ferry), \
             patch.object(sharding, "_copy_streams_of", lambda device: ferry):
         yield ferry
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
 from mpu import collectives
+from mpu.backends import CollectiveBackend, CollectiveWork, Op
 from mpu.groups import Group
-from mpu.wire.interface import CollectiveBackend, CollectiveWork, Op
 
 
 def bits(x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron", "mpu", "data")
 
-ORDER = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version", "megatron.neighbours",
-         "megatron.whereabouts", "megatron.host_memory", "megatron.layer_drop", "megatron.quantize",
+ORDER = ("data", "mpu", "megatron.errors", "megatron.distributed.rank_text", "megatron.package", "megatron.package",
+         "megatron.distributed.rank_status", "megatron.host_memory", "megatron.layer_drop", "megatron.bit_schedule",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint", "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate", "megatron.evaluate", "megatron.serve",
@@ -37,23 +37,23 @@ QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_wor
 NAMES_OF_DISTRIBUTED = {
     "mpu.groups": QUERIES_OF_DISTRIBUTED | {
         "new_group", "split_group", "get_process_group_ranks", "distributed_c10d"},
-    "mpu.classic": QUERIES_OF_DISTRIBUTED,
-    "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
+    "mpu.parallel_state": QUERIES_OF_DISTRIBUTED,
+    "megatron.distributed.process_group": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
         "rendezvous"},
     "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
-    "megatron.fsdp.rectangles": {"checkpoint"},  # the records of its protocol
+    "megatron.fsdp.sharded_tensor": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 
-MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.calls"}
-MAY_READ_A_CLOCK = {"megatron.recompute.replay", "megatron.zero.watch",
-                    "megatron.zero.homes.preflight", "megatron.zero.homes.nvme"}
-LIBRARY = ("mpu", "megatron.layer_drop", "megatron.quantize", "megatron.config", "megatron.model",
+MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.flop_recorder"}
+MAY_READ_A_CLOCK = {"megatron.recompute.activation_checkpoint", "megatron.distributed.watchdog",
+                    "megatron.zero.offload.capacity_check", "megatron.zero.offload.nvme"}
+LIBRARY = ("mpu", "megatron.layer_drop", "megatron.bit_schedule", "megatron.config", "megatron.model",
            "megatron.recompute", "megatron.optim", "megatron.zero")
 """Packages that a script of one's own uses: what they do depends on their arguments alone."""
 MAY_READ_THE_ENVIRONMENT = {"mpu.device"}  # one switch, for tests
-MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.policy"}
+MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.stages"}
 """Within the mechanism: megatron/zero without api/."""
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
@@ -235,7 +235,7 @@ def test_every_module_says_what_it_is():
 
 
 def test_flags_are_checked_before_torch_is_imported():
-    early = "megatron.config.flags, megatron.launch.distributed, megatron.launch.exits, megatron.launch.command"
+    early = "megatron.config.cli, megatron.distributed.process_group, megatron.distributed.exit_codes, megatron.launch.launcher"
     program = f"import sys, {early}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

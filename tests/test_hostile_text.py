@@ -15,25 +15,25 @@ from typing import Any, NoReturn
 import pytest
 
 from data import cli
-from data.inputs import FoundFiles
+from data.input_files import FoundFiles
 from data.storage import DataError
 from data.webtext import report
-from data.webtext.counts import DocumentCounts
-from data.webtext.record import StageRecord
-from megatron.checkpoint import command as checkpoint
+from data.webtext.documents import DocumentCounts
+from data.webtext.stage_folder import StageRecord
+from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
 from megatron.config.tree import LogConfig
+from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.inference.answers import _AnswerWriter
-from megatron.inference.terminal import Terminal
-from megatron.launch import exits
-from megatron.report.command import main as report_command
+from megatron.inference.frontends import _AnswerWriter
+from megatron.inference.prompts import Terminal
+from megatron.metrics.console import Console
+from megatron.report.cli import main as report_command
 from megatron.report.history import RunHistory
 from megatron.report.page import report_page
-from megatron.serve import command as serve
-from megatron.serve.page import PlaygroundPage
-from megatron.train.console import Console
-from megatron.train.log import RunLog
+from megatron.serve import cli as serve
+from megatron.serve.app import PlaygroundPage
+from megatron.train.run_log import RunLog
 from tests.megatron.report.written import CONFIG, evaluation, step, write
 
 TEXTS = {
@@ -56,7 +56,7 @@ class Screen(io.StringIO):
 
 
 def of_errors(text: str, capfd: Any) -> str:
-    exits.write_error(f"--tag {text}: no such tag")
+    exit_codes.write_error(f"--tag {text}: no such tag")
     return str(capfd.readouterr().err)
 
 
@@ -80,7 +80,7 @@ def of_flags(text: str, capfd: Any) -> str:
     def refuse() -> NoReturn:
         raise ConfigError(f"unknown flag {text}")
 
-    exits.run(refuse)
+    exit_codes.run(refuse)
     return str(capfd.readouterr().err)
 
 
@@ -123,7 +123,7 @@ def of_a_session(text: str, capfd: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", Screen())
         patch.setattr(sys, "stdout", screen)
-        patch.setattr("megatron.inference.terminal._load_history", lambda: None)
+        patch.setattr("megatron.inference.prompts._load_history", lambda: None)
         Terminal().write_answer(text)
     return screen.getvalue()
 
@@ -225,9 +225,9 @@ def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
     folder = tmp_path / TEXTS[name]
     folder.mkdir()
     write(folder / "metrics.jsonl", CONFIG, step(1), end="{")
-    assert exits.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
+    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
     assert len(capfd.readouterr().err.splitlines()) == 1
-    assert exits.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
+    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
     assert len(capfd.readouterr().out.splitlines()) == 1
 
 

@@ -31,7 +31,7 @@ def project(tmp_path: Path) -> Path:
 def test_megatron_core_is_found_in_either_order(project: Path) -> None:
     nvidia = project.parent / "nvidia"
     for path in ([nvidia, ROOT], [ROOT, nvidia]):
-        done = python("-c", "import megatron.core, megatron.version, megatron.zero; print(megatron.core.NAME)",
+        done = python("-c", "import megatron.core, megatron.package, megatron.zero; print(megatron.core.NAME)",
                       path=path, cwd=project)
         assert done.stdout == "core\n", done.stderr
 

@@ -31,9 +31,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
-from megatron.zero.homes.ferry import CopyEvent, CopyStreams, SynchronousCopyStream, create_copy_streams
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStreams, SynchronousCopyStream, create_copy_streams
+from mpu.backends import CollectiveBackend
 from mpu.device import on_accelerator
-from mpu.wire.interface import CollectiveBackend
 
 Side = Literal["device", "host"]
 
@@ -51,7 +51,7 @@ LOOK = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", 
 """What they return depends on values: the host waits for them."""
 
 
-GLOO = "mpu/wire/interface.py:Pending.wait"
+GLOO = "mpu/backends.py:Pending.wait"
 """Copies that it makes of its own, where another backend would make none."""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
-from data.webtext.document import Document, DocumentFunction, DroppedDocument
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 _BLANK_LINES = re.compile("\n{3,}")

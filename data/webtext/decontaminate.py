@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.storage import DataError, check_is_file, parse_error_text
-from data.webtext.document import Document, DroppedDocument
-from data.webtext.words import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
+from data.webtext.documents import Document, DroppedDocument
+from data.webtext.ngram_hashes import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
 
 NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8

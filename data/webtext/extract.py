@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from data.parallel import call_within
 from data.storage import DataError
-from data.webtext.document import Document, DocumentFunction, DroppedDocument
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 EXTRACTORS = ("resiliparse", "markup")
 """Both parse as a browser does. The first also leaves out elements whose class or role marks them as boilerplate."""

@@ -1,26 +1,29 @@
-"""Which texts are likely to be alike: MinHash signatures and locality-sensitive bands. Arithmetic only.
+"""MinHash signatures with LSH bands, and the files that hold them: one row per document, one file per shard.
 
-The *shingles* of a text are its runs of five words, as a set; the *similarity* of two texts is the Jaccard index of
-their sets (shared shingles by all shingles). Five words: changing one word in a hundred leaves a similarity of 0.91,
-while two texts about one matter share next to nothing; with single words or runs of characters unrelated English texts
-are already alike, and each of them would have to be compared.
-
-A *signature* holds the smallest value of each of `NUM_HASHES` random orders of the shingles: two signatures agree at one
-place with a probability that is the similarity s. A *band* is a number that stands for `rows` places; two texts are a
-*candidate pair* if any of their bands is equal, which happens with probability 1 - (1 - s^rows)^bands.
+A *shingle* is a run of five words; similarity is the Jaccard index of shingle sets. A signature holds the minimum of
+each of 128 hashes. A *band* combines `rows` of them; documents with an equal band are candidates, with probability
+1 - (1 - s^rows)^bands at similarity s. A row holds the line's size, a 128-bit digest of the text, and the bands.
+Files are named after the shard's state, so an interrupted run continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError
-from data.webtext.words import HashArray, ngram_hashes, splitmix64, word_hashes
+from data.parallel import ordered_map
+from data.storage import DataError, make_folder, staged_file
+from data.webtext.documents import LineRange, parse_document_at, read_lines, split_into_ranges
+from data.webtext.external_sort import Rows
+from data.webtext.ngram_hashes import HashArray, ngram_hashes, splitmix64, word_hashes
 
 SHINGLE_WORDS = 5
 """Words."""
@@ -93,3 +96,96 @@ def _hash_coefficients() -> list[tuple[np.uint32, np.uint32]]:
     """Factor (odd, so that no two shingles meet) and offset of each hash, fixed for ever."""
     factors, offsets = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, NUM_HASHES)
     return list(zip(factors | np.uint32(1), offsets))
+
+
+SIZE_COLUMN, DIGEST_COLUMNS, BAND_COLUMNS = 0, slice(1, 3), slice(3, None)
+"""Columns of a row."""
+WHITE_SPACE = re.compile(r"\s")
+DIGEST_BLOCK_CHARACTERS = 1 << 18
+"""Characters that are split into words together, so that a text of 50 MB is never a list of ten million words."""
+SIGNATURE_VERSION = 1
+"""Part of the file names; to be raised when the same text gets other numbers."""
+
+
+def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path, banding: Banding,
+                     workers: int) -> None:
+    """Make those files of the wanted shards that are not there yet."""
+    make_folder(folder)
+    missing = [(shards[number], target) for number in shard_numbers
+               if not (target := _signature_file(folder, number, shards[number], banding)).exists()]
+    ranges = [split_into_ranges(shard) for shard, _ in missing]
+    rows = ordered_map(partial(signature_rows, banding=banding), (piece for pieces in ranges for piece in pieces),
+                       workers)
+    for (_, target), line_ranges in zip(missing, ranges):
+        with staged_file(target) as file:
+            for _ in line_ranges:
+                file.write(next(rows).data)
+
+
+def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
+    """The rows of some neighbouring documents."""
+    found = list(read_lines(line_range))
+    rows = np.zeros((len(found), 3 + banding.bands), np.uint64)
+    shingles = []
+    for row, (offset, line) in zip(rows, found):
+        text = parse_document_at(line_range.path, offset, line).text
+        row[SIZE_COLUMN] = len(line)
+        row[DIGEST_COLUMNS] = np.frombuffer(text_digest(text), "<u8")
+        shingles.append(shingle_hashes(text))
+    long_enough = np.array(list(map(len, shingles)), bool)
+    rows[long_enough, BAND_COLUMNS] = banding.bands_of(minhash_signatures([some for some in shingles if len(some)]))
+    return rows
+
+
+def text_digest(text: str) -> bytes:
+    """128 bits that stand for the text, white space made equal."""
+    state, start = hashlib.blake2b(digest_size=16), 0
+    while start < len(text):
+        space = WHITE_SPACE.search(text, start + DIGEST_BLOCK_CHARACTERS)
+        stop = space.start() if space else len(text)
+        if words := text[start:stop].split():
+            state.update(f"{' '.join(words)} ".encode())
+        start = stop
+    return state.digest()
+
+
+@dataclass(frozen=True)
+class SignatureFiles:
+    """The rows of all documents."""
+
+    files: Sequence[Path]
+    width: int
+    first_documents: np.ndarray[tuple[int], np.dtype[np.int64]]
+    """Number of the first document of each shard, and after the last the number of documents."""
+
+    @classmethod
+    def open(cls, shards: Sequence[Path], folder: Path, banding: Banding) -> SignatureFiles:
+        files = [_signature_file(folder, number, shard, banding) for number, shard in enumerate(shards)]
+        width = 3 + banding.bands
+        counts = [file.stat().st_size // (8 * width) for file in files]
+        return cls(files, width, np.cumsum([0, *counts], dtype=np.int64))
+
+    @property
+    def documents(self) -> int:
+        return int(self.first_documents[-1])
+
+    def blocks(self, memory: int) -> Iterator[tuple[int, int, Rows]]:
+        """(shard, number of the first document, rows) for neighbouring documents, about `memory` bytes at a time."""
+        size = max(1, memory // (8 * self.width)) * 8 * self.width
+        for shard, path in enumerate(self.files):
+            first = int(self.first_documents[shard])
+            with open(path, "rb") as file:
+                while raw := file.read(size):
+                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self.width)
+                    yield shard, first, rows
+                    first += len(rows)
+
+
+def _signature_file(folder: Path, number: int, shard: Path, banding: Banding) -> Path:
+    """The name holds all that the rows depend on, as far as it can be known without reading the shard."""
+    try:
+        status = os.stat(shard)
+    except OSError as error:
+        raise DataError(f"{shard}: cannot read: {error.strerror}") from error
+    facts = repr((SIGNATURE_VERSION, shard.name, status.st_size, status.st_mtime_ns, banding))
+    return folder / f"{number:05d}-{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}.rows"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import escape_to_one_line, staged_file, write_json_atomic
-from data.webtext.counts import DocumentCounts
-from data.webtext.record import StageRecord
+from data.webtext.documents import DocumentCounts
+from data.webtext.stage_folder import StageRecord
 
 REPORTS = ("report.txt", "report.json", "report.html")
 

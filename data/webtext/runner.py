@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from data.compressed import find_damage
+from data.input_files import check_sha256, checksum_in_threads
 from data.parallel import ordered_map
-from data.recorded import check_sha256, checksum_in_threads
 from data.storage import DataError, change_detector, crc32_file, make_folder, staged_file, write_json_atomic
-from data.webtext.counts import DocumentCounts
-from data.webtext.document import Document, DocumentError, DocumentFunction, DroppedDocument
-from data.webtext.folder import check_output_is_apart, describe_shards_in, open_stage_folder, publish_stage
-from data.webtext.inputs import SourceFile, WorkUnit, find_source_files, plan_units, shards_of_stage, unit_bytes
-from data.webtext.reading import UNREADABLE, ReadResult, WebReadOptions, read_unit
-from data.webtext.record import SINGLE_MACHINE, OutputShard, StageRecord, read_json_or_none, stage_key
-from data.webtext.shards import machine_share, shard_name
+from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
+                                    machine_share, shard_name)
+from data.webtext.readers import UNREADABLE, ReadResult, WebReadOptions, read_unit
+from data.webtext.source_files import SourceFile, WorkUnit, find_source_files, plan_units, shards_of_stage, unit_bytes
+from data.webtext.stage_folder import (SINGLE_MACHINE, OutputShard, StageRecord, check_output_is_apart,
+                                       describe_shards_in, open_stage_folder, publish_stage, read_json_or_none,
+                                       stage_key)
 
 SHARD_BYTES = 1 << 24
 

@@ -22,10 +22,9 @@ import numpy as np
 
 from data.parallel import ordered_map
 from data.storage import DataError, staged_file
-from data.webtext.counts import DocumentCounts
-from data.webtext.document import Document, DocumentFunction, DroppedDocument, parse_shard_line
-from data.webtext.external import Rows, RowSorter
-from data.webtext.shards import machine_share, read_shard_lines, shard_name
+from data.webtext.documents import (Document, DocumentCounts, DocumentFunction, DroppedDocument, machine_share,
+                                    parse_shard_line, read_shard_lines, shard_name)
+from data.webtext.external_sort import Rows, RowSorter
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")

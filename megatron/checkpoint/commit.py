@@ -1,19 +1,14 @@
-"""How a folder becomes a checkpoint: stage, rename, tidy. What a kill may leave behind, and who removes it. No torch.
-
-Names under the save root (only the first two mean anything to a reader)
+"""Commit a checkpoint: stage, fsync, rename, update `latest`, and clean up what an interrupted save left. No torch.
 
     <tag>                    a committed checkpoint
-    .aside-<tag>             the old copy of a tag that is being replaced; it *is* the tag while no `<tag>` exists
-    .staging-<tag>-<run>     a save under way, whose program holds the folder (flock.py); never read
-    .trash-<name>            on its way out; never read
-    .latest-pending          what `latest` is about to say (choice.py)
+    .aside-<tag>             the old copy of a tag being replaced; it is the tag while no `<tag>` exists
+    .staging-<tag>-<run>     a save in progress, locked by its program (flock); never read
+    .trash-<name>            being deleted; never read
+    .latest-pending          what `latest` is about to say (resolve_tag.py)
 
-A commit is: all files and the manifest fsynced in staging, fsync staging, [write zero_to_fp32.py], write
-`.latest-pending`, [rename <tag> to aside], rename staging to <tag>, fsync the root, write `latest`, remove
-`.latest-pending`, [trash the aside copy]. Killed before the second rename, the old copy is found under its own name or
-aside, and `latest` says what it said; killed after it, the new one is found, and is the latest. Nothing is deleted in
-place: a folder is first renamed to trash, so no half-deleted folder ever has a name that is read. `sweep` finishes what
-was left, at the next start or save. Several saves may be under way in one folder: they commit one after the other.
+Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>, fsync
+the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint, after it
+the new one. Nothing is deleted in place. Several saves into one root commit one after the other.
 """
 
 from __future__ import annotations
@@ -24,24 +19,90 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
-from megatron.checkpoint.choice import (PENDING_LATEST, PendingLatest, committed_pending_tag, latest_tag, read_latest,
-                                        step_records_in_commit_order)
-from megatron.checkpoint.flock import exclusive_access, hold_folder, is_abandoned
-from megatron.checkpoint.lineage import CommitRecord
-from megatron.checkpoint.manifest import LATEST, MANIFEST, check_safe_name, manifest_checksum, read_commit_number
-from megatron.checkpoint.strangers import format_file_names, link_target_outside, remove_link, unknown_files
-from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, print_to_stderr, read_tag_manifest, tag_folder,
-                                      tag_folder_names)
-from megatron.checkpoint.trash import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
-                                       delete_folder, discard_folder)
+from megatron.checkpoint.deletion import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
+                                          delete_folder, discard_folder)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, manifest_checksum,
+                                          read_commit_number)
+from megatron.checkpoint.resolve_tag import (PENDING_LATEST, PendingLatest, committed_pending_tag, latest_tag,
+                                             read_latest, step_records_in_commit_order)
+from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, format_file_names, link_target_outside, print_to_stderr,
+                                      read_tag_manifest, remove_link, tag_folder, tag_folder_names, unknown_files)
+from megatron.distributed.process_group import is_stop_requested
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.launch.distributed import is_stop_requested
+
+LOCK_SECONDS = 300.0
+"""Seconds that a commit of somebody else is waited for."""
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Nobody finds the folder `is_abandoned` meanwhile."""
+    with _open_folder(folder) as descriptor:
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def is_abandoned(folder: Path) -> bool:
+    """The folder is there, and nobody holds it."""
+    with _open_folder(folder) as descriptor:
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return os.path.lexists(folder)
+
+
+@contextmanager
+def exclusive_access(root: Path) -> Iterator[None]:
+    """Nobody else is alone in the folder meanwhile."""
+    with _open_folder(root) as descriptor:
+        if descriptor is not None:
+            _wait_for_lock(descriptor, root)
+        yield
+
+
+def _wait_for_lock(descriptor: int, root: Path) -> None:
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"--save {root}: another program has been changing this folder for {LOCK_SECONDS:.0f} "
+                    "seconds; stop it or choose another folder") from None
+            time.sleep(0.02)
+        except OSError:  # no such locks here
+            return None
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[int | None]:
+    """Of the open folder; None where it cannot be opened, which whoever uses it will be told better."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        with unlock_on_exit(descriptor):
+            yield descriptor
+    finally:
+        with suppress(OSError):  # nothing was written through it
+            os.close(descriptor)
+
 
 STAGING_PREFIX = ".staging-"
 LOCK_FILE = ".lock"

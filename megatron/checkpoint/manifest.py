@@ -1,20 +1,12 @@
-"""The manifest: one JSON file, written last, that says what a checkpoint is. No torch.
+"""The manifest of a checkpoint: one JSON file, written last, that says which tensors it holds and how they are cut.
 
-Vocabulary
     tag     the name of a checkpoint: a folder under the save root, `global_step<N>` or a name of the user's choice
     tensor  one logical tensor, named by kind ("weight", "exp_avg", ...) and parameter name
-    piece   consecutive elements of one tensor-parallel rank's flattened local tensor; stored under `key` in a file
-    part    what one rank says about its own files, in `rank<k>.json` (part.py)
+    piece   consecutive elements of one tensor-parallel rank's flattened local tensor, stored under a key in a file
+    lineage branch, commit number and history: from which saves a save continues; no clock takes part
 
-The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
-elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts end with the crc32 of
-every byte before, so one flipped bit anywhere in a tag is found. They hold the same `save_id`, as every file does
-(part.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
-
-Format 4 has no lineage (lineage.py). Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2
-have no parts: the manifest lists every file and every piece. They are read as they were.
-
-The partition is kept as plain numbers (not mpu's record), so that verifying needs neither mpu nor torch.
+Which rank holds which elements follows by arithmetic (reshard.py), so the manifest does not grow with the number of
+ranks. Files and checksums are in the rank manifests (rank_manifest.py). Formats 1 to 4 stay readable. No torch.
 """
 
 from __future__ import annotations
@@ -22,19 +14,94 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
-from megatron.checkpoint.cut import DPSharding, TPSharding
-from megatron.checkpoint.lineage import CommitRecord, History, lineage_to_json, parse_lineage
-from megatron.checkpoint.strict import (CHECKSUM_FIELD, StrictRecord, checksum_ending, read_bytes, seal_record,
-                                        unseal_record)
+from megatron.checkpoint.file_formats import (CHECKSUM_FIELD, StrictRecord, checksum_ending, read_bytes, seal_record,
+                                              unseal_record)
+from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
+
+
+class Ancestor(NamedTuple):
+    """A save, as the history of a later one names it. Formats 1 to 4: branch "", and the time instead of the number."""
+
+    branch: str
+    commit: int
+    tag: str
+
+
+History = tuple[Ancestor, ...]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """What orders the saves of a root and relates them."""
+
+    tag: str
+    iteration: int
+    run_id: str
+    saved_at: int = 0
+    branch: str = ""
+    commit: int = 0
+    history: History = ()
+
+    @property
+    def as_ancestor(self) -> Ancestor:
+        return Ancestor(self.branch, self.commit if self.branch else self.saved_at, self.tag)
+
+    @property
+    def commit_order(self) -> tuple[int, int, int, str]:
+        """Sorts the saves of a root as they were committed."""
+        return self.commit, 0 if self.branch else self.saved_at, self.iteration, self.tag
+
+    def descends_from(self, other: CommitRecord) -> bool:
+        """`other` is an ancestor of this save, or this save itself."""
+        branch, commit, _ = other.as_ancestor
+        return (other.iteration <= self.iteration and (branch != "" or other.run_id == self.run_id)
+                and any(branch == known.branch and commit <= known.commit
+                        for known in (*self.history, self.as_ancestor)))
+
+
+class Lineage:
+    """What the next save of an engine continues from; the lineage of rank 0 is the one recorded."""
+
+    def __init__(self, parent: CommitRecord | None = None) -> None:
+        """`parent`: what was loaded; None at the start of a run."""
+        self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
+        if parent is not None:
+            self.set_parent(parent)
+
+    def set_parent(self, parent: CommitRecord) -> None:
+        """From here on the next save continues from this one."""
+        earlier = (known for known in self.history if known.branch != parent.branch)
+        self.history = *earlier, parent.as_ancestor
+
+    def next_commit_number(self, last: int) -> int:
+        """Of the next commit into a root whose last one has the number `last`."""
+        return 1 + max([last, *(known.commit for known in self.history if known.branch)])
+
+
+def parse_lineage(record: StrictRecord) -> tuple[str, History]:
+    """The branch and the history that a manifest, or the part of rank 0, states."""
+    branch, history = record.take_field("branch", str), []
+    for value in record.take_field("history", list):
+        entry = StrictRecord(value, f"{record.where}: history[]")
+        history.append(
+            Ancestor(entry.take_field("branch", str), entry.take_count("commit", 10**18), entry.take_field("tag", str)))
+        entry.check_all_taken()
+    return branch, tuple(history)
+
+
+def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
+    return {"history": [known._asdict() for known in history], "branch": branch}
+
 
 FORMAT = 5
 """What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they, 3 and 4 are read as well."""

@@ -1,10 +1,9 @@
-"""Open a checkpoint and read any consecutive elements (a *run*) of any tensor, whatever layout wrote it.
+"""Open a checkpoint and read any elements of any tensor, whatever layout wrote it; layout-free digest and fp32 export.
 
-The asking side describes its own cut (local shape, partition, tensor-parallel rank) and a run of its flattened local
-tensor; the manifest knows the writing side's. If both cuts are the same, a run of the one is a run of the other.
-Otherwise the run is taken apart twice, asked local -> logical -> stored local (cut.py), and padding is left zero.
-Either way arithmetic says which rank's files hold the stored runs (in formats 1 and 2 bisection in the list of pieces),
-and they are read straight to where they are wanted. A rank opens the files that hold what it asks for, and no others.
+The caller describes its own cut (local shape, partition, tensor-parallel rank) and a segment of its flattened local
+tensor. If the writing cut is the same, one stored segment is read; otherwise local -> logical -> stored local
+(reshard.py), with zeros for padding. A rank opens only the files that hold what it asks for. `read_recorded_model`
+returns the shape, precision and tokenizer that a checkpoint records of its GPT-2.
 """
 
 from __future__ import annotations
@@ -12,28 +11,35 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
-from megatron.checkpoint.choice import (assumed_ancestor_note, latest_file_warning, latest_tag, load_candidates,
-                                        no_fallback_reason)
-from megatron.checkpoint.cut import TensorSegment
-from megatron.checkpoint.int8 import INT8_KIND
-from megatron.checkpoint.manifest import Manifest, TensorEntry, piece_key
-from megatron.checkpoint.part import (SHARED_STATE_FILE, RankManifest, provenance_of, rank_manifest_name,
-                                      read_rank_manifest)
-from megatron.checkpoint.piece import tp_sharding_of
-from megatron.checkpoint.state import decode_state
-from megatron.checkpoint.strangers import unknown_files_warning
-from megatron.checkpoint.strict import parse_json, read_bytes, reraise_as_corrupt
+from data.format import TokenizerFacts, tokenizer_facts_of_state
+from data.storage import staged_file
+from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
+from megatron.checkpoint.file_formats import StrictRecord, parse_json, read_bytes, reraise_as_corrupt
+from megatron.checkpoint.int8_weights import INT8_KIND
+from megatron.checkpoint.json_state import decode_state
+from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, TensorEntry, piece_key
+from megatron.checkpoint.pieces import tp_sharding_of
+from megatron.checkpoint.rank_manifest import (SHARED_STATE_FILE, RankManifest, provenance_of, rank_manifest_name,
+                                               read_rank_manifest)
+from megatron.checkpoint.reshard import TensorSegment
+from megatron.checkpoint.resolve_tag import (assumed_ancestor_note, latest_file_warning, latest_tag, load_candidates,
+                                             no_fallback_reason)
+from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
 from megatron.checkpoint.tags import (PrintLine, check_tag_exists, parse_shared_state, print_to_stderr,
-                                      read_tag_manifest, tag_folder, unexpected_names, verify_share)
-from megatron.checkpoint.tensorfile import SafetensorsReader
-from megatron.errors import CheckpointError
+                                      read_tag_manifest, tag_folder, unexpected_names, unknown_files_warning,
+                                      verify_share)
+from megatron.config.tree import ModelConfig
+from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
+from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
 
@@ -268,3 +274,79 @@ class _StoredTensor:
             assert piece.tp_rank == tp_rank and count > 0, (self.entry.label, tp_rank, start)
             yield piece.file, piece.key, start - piece.offset, count
             start, index = start + count, index + 1
+
+
+DIGEST_BLOCK = 1 << 22
+"""Elements of a tensor in memory at a time while it is digested."""
+
+
+def digest_lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line `<sha256> <kind> <shape> <name>` for each logical tensor, in order, then `total <sha256 of the lines>`."""
+    total = sha256()
+    for kind in checkpoint.kinds:
+        for name in checkpoint.names(kind):
+            shape = "x".join(map(str, checkpoint.shape(kind, name)))
+            numel, hashed = prod(checkpoint.shape(kind, name)), sha256()
+            for start in range(0, numel, DIGEST_BLOCK):
+                hashed.update(
+                    read_logical(checkpoint, kind, name, start, min(DIGEST_BLOCK, numel - start)).numpy().data)
+            line = f"{hashed.hexdigest()} {kind} {shape} {name}"
+            total.update(f"{line}\n".encode())
+            yield line
+    yield f"total {total.hexdigest()}"
+
+
+def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count: int) -> torch.Tensor:
+    """`count` elements from `start` of the flattened logical tensor, as fp32."""
+    out = torch.empty(count, dtype=torch.float32)
+    shape = checkpoint.shape(kind, name)
+    checkpoint.read(kind, name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    return out
+
+
+def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
+    """Write all weights as one fp32 safetensors file, which appears complete or not at all; its size in bytes."""
+    if not checkpoint.has("weight"):
+        raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
+    names = {name: name for name in checkpoint.names("weight")}
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
+        names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
+    items = []
+    for name, saved in sorted(names.items()):  # one tensor under two names is stored twice: safetensors wants that
+        shape = checkpoint.shape("weight", saved)
+        items.append(
+            FileTensor(name, torch.float32, shape, partial(read_logical, checkpoint, "weight", saved, 0, prod(shape))))
+    path = Path(output)
+    check_parent_folder(path, "--output")
+    if path.name in (LATEST, FP32_SCRIPT) or any(
+            (folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
+        raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
+    with explain_disk_errors(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
+        return write_tensors(file, items).size
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    shape: ModelConfig
+    precision: str
+    """fp32, fp16 or bf16: of the weights in training."""
+    data: Mapping[str, Any]
+    """The section `data` of the configuration, with the type of the recorded tokenizer where it names none."""
+    tokenizer: TokenizerFacts | None
+
+
+def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
+        shape, data = ModelConfig(**checkpoint.config["model"]), dict(checkpoint.config["data"])
+        precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
+    if shape.vocab_size is None:
+        raise CheckpointError(
+            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected "
+            "a GPT2 of megatron.model; load_checkpoint into the model it was saved from, and "
+            "save_checkpoint, record it")
+    state = StrictRecord(checkpoint.shared_state,
+                         f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
+    tokenizer = tokenizer_facts_of_state(state)
+    if tokenizer is not None and data.get("tokenizer_type") is None:
+        data["tokenizer_type"] = tokenizer.name
+    return RecordedModel(shape, precision, data, tokenizer)

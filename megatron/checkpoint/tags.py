@@ -1,28 +1,85 @@
-"""Which checkpoints are there under a save root, and are they intact. Reads only; no torch. choice.py chooses one.
+"""Which checkpoints (tags) a save root holds, and whether their files are intact. Reads only; no torch.
 
-A checkpoint is a folder with a valid manifest. A folder gets its final name in one rename, after its last byte is on
-the disk (commit.py), so a visible `global_step<N>` without a valid manifest is damaged, not unfinished: choosing it is
-an error, and silently choosing an older one would lose work, unless the caller asks to fall back.
+A tag is a folder with a valid manifest. It gets its name in one rename after its last byte is on disk (commit.py), so a
+`global_step<N>` without a valid manifest is damaged, not unfinished. Links that lead out of the save root are not
+followed, read, written or deleted; files that no save wrote are reported and left alone.
+Not here: which tag a load uses (resolve_tag.py).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from data.storage import crc32_file, escape_to_one_line
-from megatron.checkpoint.header import SafetensorsHeader, TensorLocation, read_header
-from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Manifest, check_safe_name, iteration_of_tag, piece_key,
-                                          read_manifest)
-from megatron.checkpoint.part import (CONFIG_FILE, FileProvenance, check_provenance, provenance_of, rank_manifest_name,
-                                      rank_of_file, read_rank_manifest)
-from megatron.checkpoint.recognise import describe_format, no_checkpoint_message
-from megatron.checkpoint.strangers import check_tag_inside, unknown_files_warning
-from megatron.checkpoint.strict import StrictRecord, parse_json, read_bytes
+from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
+from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, parse_json, read_bytes,
+                                              read_header)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, FileEntry, Manifest, check_safe_name, iteration_of_tag,
+                                          piece_key, read_manifest)
+from megatron.checkpoint.rank_manifest import (CONFIG_FILE, FileProvenance, check_provenance, provenance_of,
+                                               rank_manifest_name, rank_of_file, read_rank_manifest)
 from megatron.errors import CheckpointError
+
+MAX_NAMES = 3
+"""Files that a line names; of others it gives the number."""
+_OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
+
+
+def link_target_outside(path: Path, root: Path) -> str | None:
+    """Where a link leads that leaves the save root; None for anything else."""
+    if not path.is_symlink():
+        return None
+    target, root_path = os.path.realpath(path), os.path.realpath(root)
+    return None if os.path.commonpath([target, root_path]) == root_path else target
+
+
+def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
+    if (target := link_target_outside(path, root)) is not None:
+        raise CheckpointError(f"{what}: {path} is a link to {target}, outside the save root, and is not followed; "
+                              f"{remedy}")
+
+
+def check_tag_inside(folder: Path, root: Path, tag: str) -> None:
+    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
+
+
+def check_latest_inside(root: Path) -> None:
+    check_link_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
+
+
+def remove_link(path: Path) -> Path:
+    """The path, about to be written: a link there makes way, and what it leads to stays as it is."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
+def unknown_files(folder: Path) -> list[str]:
+    """Names in the folder of a tag that no save uses. Nothing is opened."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(name for name in names if name != MANIFEST and rank_of_file(name) is None
+                  and not _OLD_FORMAT_FILE.fullmatch(name))
+
+
+def format_file_names(names: Iterable[str]) -> str:
+    """`'notes.txt'`, `'a', 'b', 'c' and 5 more`."""
+    known = sorted(names)
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return ", ".join(f"{name!r:.120}" for name in known[:MAX_NAMES]) + more
+
+
+def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
+    """The warning of a reader."""
+    return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"
+
 
 PrintLine = Callable[[str], None]
 

@@ -1,25 +1,13 @@
-"""Save: every rank writes the pieces it owns, rank 0 commits. Collective: every rank starts it with the same tag.
+"""Save a checkpoint: every rank writes the pieces it owns, rank 0 commits. Collective.
 
-    share     what this rank is to write, copied first if it is to be written later          all ranks agree
-    staging   rank 0 makes the folder, if there is room for the shares of all ranks          all ranks agree
-    writing   rank k: rank<k>.safetensors (and rank<k>-1, ... beyond 4 GB), rank 0 also
-              shared.json and config.json; then rank<k>.json, which says what rank k
-              wrote; checksummed on the way, fsynced                                         all ranks agree
-    commit    rank 0: manifest.json, which says how tensors are cut, fsync, rename;
-              old tags go out of the way, to be deleted (trash.py)                           all ranks agree
+    share     what this rank writes, copied first if it is written later                     all ranks agree
+    staging   rank 0 creates the folder if the disk has room for all shares                  all ranks agree
+    writing   rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json        all ranks agree
+    commit    rank 0: manifest.json, fsync, rename; old tags are deleted                     all ranks agree
 
-"Agree" is agree.py: when one rank fails, all raise its error, the staging folder is removed and no tag is touched.
-A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
-
-What a rank does depends on its own part and on the number of tensors, not on the number of ranks: the manifest follows
-from how tensors are cut, and each rank checks that its pieces are those that the manifest promises of it.
-
-The protocol is the generator `saving`, which yields its slow parts, writing and commit, as *jobs*. A job talks to no
-other rank: `save` does each at once, background.py in a thread while training goes on. The caller of the generator
-calls `answer` on every rank when the job is done there.
-
-Memory of a save: one tensor of a rank's share (on the CPU none: it is written in place), two blocks of 8 MB and the
-manifest.
+"Agree" is megatron/distributed/consistency.py: if one rank fails, all raise its error and no tag is touched. The
+protocol is a generator (`save_protocol`) that yields its slow parts as jobs: `save` runs them at once, async_save.py in a
+thread. Replicated parameters are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
 """
 
 from __future__ import annotations
@@ -37,21 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
-from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
-from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, explain_disk_errors, last_commit_number,
-                                        open_staging_folder)
-from megatron.checkpoint.flock import exclusive_access
-from megatron.checkpoint.lineage import Lineage, lineage_to_json
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, read_commit_record
-from megatron.checkpoint.part import (CONFIG_FILE, SHARED_STATE_FILE, FileProvenance, RankManifest, provenance_of,
-                                      rank_manifest_name, tensor_file_name)
-from megatron.checkpoint.piece import TensorPiece
-from megatron.checkpoint.state import encode_state
-from megatron.checkpoint.strangers import format_file_names, unknown_files
-from megatron.checkpoint.strict import check_json_size
-from megatron.checkpoint.tags import PrintLine, print_to_stderr, tag_folder
-from megatron.checkpoint.tensorfile import FileTensor, split_files, write_blob, write_file
-from megatron.checkpoint.trash import BackgroundDeleter, delete_folder
+from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
+                                        last_commit_number, open_staging_folder)
+from megatron.checkpoint.deletion import BackgroundDeleter, delete_folder
+from megatron.checkpoint.file_formats import check_json_size
+from megatron.checkpoint.json_state import encode_state
+from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Lineage, Manifest, TensorEntry, lineage_to_json,
+                                          read_commit_record)
+from megatron.checkpoint.pieces import TensorPiece
+from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, FileProvenance, RankManifest,
+                                               provenance_of, rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.safetensors_io import FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, tag_folder, unknown_files
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 

@@ -1,12 +1,10 @@
 """The table of DeepSpeed's JSON keys: path -> what happens to it here. A key that is not in the table is an error.
 
-A row is one of
-    Key      has an effect: sets a field (declared with the field, in its section), or is used with others (ds_together)
-    Only     known to DeepSpeed; accepted with the values that mean what happens here anyway
-    IgnoredKey accepted with any value of its kind; a note says so unless the value is the default
-    Old      another name, read as the new key
-    Absent   a section of DeepSpeed that does not exist here: accepted switched off, otherwise refused
-This file holds the rows that belong to no field. Reasons are true for any model and any caller.
+    JsonKey             has an effect: sets a field (declared in its section), or is used with others (ds_cross_keys.py)
+    FixedValue          accepted with the values that mean what happens here anyway
+    IgnoredKey          accepted with any value of its type; a note says so unless it is the default
+    RenamedKey          another name of a key
+    UnsupportedSection  accepted when switched off, otherwise refused
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron.config.kinds import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
-                                   JSON_TYPE_OF, NUMBER, NUMBER_FROM_0, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonType,
-                                   one_of)
-from megatron.config.optimizers import OPTIMIZERS, TEXT_CHOICES
-from megatron.config.save import NOT_SIGNED_MESSAGE
-from megatron.config.setting import JsonKey, json_type_of, plain_type, setting_of
+from megatron.config.optimizer_config import OPTIMIZERS, TEXT_CHOICES
+from megatron.config.run_config import NOT_SIGNED_MESSAGE
+from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
+                                    JSON_TYPE_OF, NUMBER, NUMBER_FROM_0, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey,
+                                    JsonType, json_type_of, one_of, plain_type, setting_of)
 from megatron.config.tree import SECTIONS
 
 AUTO_VALUE = "auto"

@@ -1,10 +1,10 @@
-"""lm-eval's face of a model of ours: any of its tasks runs on a checkpoint, at any tensor parallel size.
+"""The lm-eval adapter: runs any lm-eval task on a checkpoint, at any tensor parallel size.
 
     lm = MegatronLM.of(load="runs/gpt2")
     results = lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
 
-To lm-eval each process is the only one: all of them get all requests and the same answers, and the ranks share out the
-work below (scorer.py). That is how lm-eval has it wherever a model is split: results are those of local rank 0.
+lm-eval sees a single process: every rank receives all requests and returns the same answers, and the ranks divide
+the work below it (scoring.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, final
 import numpy as np
 from lm_eval.api.model import TemplateLM
 
-from megatron.evaluate.pieces import continuation_request
-from megatron.evaluate.setting import EvalContext
-from megatron.evaluate.stream import document_requests
-from megatron.evaluate.writer import GenerateUntilRequest, TextCompleter
-from megatron.inference.source import ModelSource
+from megatron.evaluate.eval_context import EvalContext, GenerateUntilRequest, TextCompleter
+from megatron.evaluate.scoring import continuation_request
+from megatron.evaluate.task import document_requests
+from megatron.inference.model_args import ModelSource
 
 
 @final

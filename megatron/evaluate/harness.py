@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron.config.tree import require
+from megatron.distributed.exit_codes import run
 from megatron.errors import ConfigError
-from megatron.evaluate.parser import EvalModelArgs, build_model_parser, model_args_from_flags
-from megatron.inference.source import ModelArgumentParser
-from megatron.launch.exits import run
-from megatron.neighbours import check_package_shadowing
+from megatron.evaluate.eval_args import EvalModelArgs, build_model_parser, model_args_from_flags
+from megatron.inference.model_args import ModelArgumentParser
+from megatron.package import check_package_shadowing
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lm_eval import simple_evaluate
     from lm_eval.utils import handle_non_serializable, make_table
 
+    from megatron.distributed import process_group
     from megatron.evaluate.bridge import MegatronLM
-    from megatron.evaluate.setting import EvalContext
-    from megatron.launch import distributed
+    from megatron.evaluate.eval_context import EvalContext
 
     context = EvalContext.open(options.model_args.source, options.model_args.batch_size,
                                options.model_args.compared_flags)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reported = {name: results[name] for name in REPORTED_KEYS if name in results}
         print(json.dumps(reported, default=handle_non_serializable) if options.as_json else make_table(results),
               flush=True)
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 

@@ -1,7 +1,7 @@
-"""HellaSwag: which of four endings goes on from a text. lm-eval's rules, the only ones in use for models like this.
+"""HellaSwag: which of four endings continues a text, by lm-eval's rules.
 
-`acc` takes the ending with the largest log-probability, `acc_norm` the one with the largest per character. Where two
-are equal it is the first.
+`acc` takes the ending with the largest log-likelihood, `acc_norm` the one with the largest log-likelihood per
+character; ties go to the first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
-from megatron.evaluate import reading
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import EvalRequest
 from megatron.evaluate.lambada import encode_pair
-from megatron.evaluate.pieces import ScoringRequest, TargetScore, continuation_request
-from megatron.evaluate.request import EvalRequest
+from megatron.evaluate.scoring import ScoringRequest, TargetScore, continuation_request
 from megatron.evaluate.task import EvalModelInfo, EvalResult
 
 
@@ -68,7 +68,7 @@ def _argmax(values: Sequence[float]) -> int:
 
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> HellaSwagTask:
-    questions = [_parse_question(line) for line in reading.read_json_lines(request.data)]
+    questions = [_parse_question(line) for line in task_files.read_json_lines(request.data)]
     requests = [
         continuation_request(*encode_pair(question.query, f" {ending}", model_info.tokenizer), model_info.max_positions,
                              question.location) for question in questions for ending in question.endings
@@ -76,7 +76,7 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> HellaSwagTask:
     return HellaSwagTask(questions, requests)
 
 
-def _parse_question(line: reading.JsonLine) -> HellaSwagQuestion:
+def _parse_question(line: task_files.JsonLine) -> HellaSwagQuestion:
     endings = tuple(_clean(ending) for ending in line.get_texts("endings"))
     text = f"{line.get_text('activity_label')}: {line.get_text('ctx_a')} {line.get_text('ctx_b').capitalize()}"
     return HellaSwagQuestion(_clean(text), endings, line.get_index("label", len(endings)), line.location)

@@ -1,8 +1,8 @@
-"""LAMBADA: the last word of a passage. Right where every token of it is the likeliest one.
+"""LAMBADA: predicts the last word of a passage; correct if every target token is the argmax.
 
-    megatron   the last token; with `strict` the whole last word, with a space before it
-    openai     the last token, as the published accuracy was found
-    lm-eval    the whole last word, tokenized with what is before it
+    megatron   the last token; with `strict` the last word, with a space before it
+    openai     the last token, as in the published accuracy
+    lm-eval    the last word, tokenized together with its context
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import final
 
 from data.storage import DataError
 from data.tokenizer_base import Tokenizer
-from megatron.evaluate import reading
-from megatron.evaluate.pieces import ScoringRequest, TargetScore, continuation_request
-from megatron.evaluate.request import EvalRequest
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.scoring import ScoringRequest, TargetScore, continuation_request
 from megatron.evaluate.task import EvalModelInfo, EvalResult
 
 ContextAndTargets = tuple[list[int], list[int]]
@@ -46,7 +46,7 @@ class LambadaTask:
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> LambadaTask:
     requests, size, tokenizer = [], 0, model_info.tokenizer
-    for line in reading.read_json_lines(request.data):
+    for line in task_files.read_json_lines(request.data):
         text = line.get_text("text")
         if not text.strip():
             raise DataError(f"{line.location}: 'text': expected a passage, found nothing but white space")

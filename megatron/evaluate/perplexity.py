@@ -1,9 +1,8 @@
-"""Perplexity of any text: JSON lines, a text file, a corpus, or a folder that is made into one as training does.
+"""Perplexity of any text: JSON lines, a text file, a corpus, or a folder (tokenized into a cached corpus as in
+training).
 
-    megatron   documents in a row, the end of a document between two of them, in windows that may overlap
-    lm-eval    each document for itself, after the end of another
-
-Text is taken as it is. Words are what is between white space.
+    megatron   documents joined by end-of-document tokens, in windows that may overlap
+    lm-eval    each document by itself, after an end-of-document token
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.cached import cached_corpus
 from data.indexed import IndexedCorpus
 from data.sampling import parse_split, split_documents
+from data.sources import cached_corpus
 from data.storage import DataError
 from megatron.config.tree import require
-from megatron.evaluate import reading
-from megatron.evaluate.pieces import TokenIds
-from megatron.evaluate.request import PARTS, EvalRequest, is_corpus_prefix
-from megatron.evaluate.stream import EvalDocument, TextTask, document_requests, eod_array, sequence_requests
-from megatron.evaluate.task import EvalModelInfo
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
+from megatron.evaluate.scoring import TokenIds
+from megatron.evaluate.task import (EvalDocument, EvalModelInfo, TextTask, document_requests, eod_array,
+                                    sequence_requests)
 
 WORD = re.compile(r"\S+")
 
@@ -63,10 +62,10 @@ def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iter
 
 def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
     """One by one: none is kept. Of an object it is what training took, or else its `text`."""
-    if not reading.is_json_lines(path):
-        yield reading.read_text(path)
+    if not task_files.is_json_lines(path):
+        yield task_files.read_text(path)
         return
-    for line in reading.read_json_lines(path):
+    for line in task_files.read_json_lines(path):
         yield line.get_text(*dict.fromkeys((model_info.text_reading.json_key, "text")))
 
 

@@ -1,23 +1,25 @@
-"""What every task is: pieces to score, and what their scores mean, in the figures that people compare.
+"""The interface of an evaluation task, its metrics, and the task of running text (wikitext, perplexity).
 
-    loss                  natural logarithms, per token that was scored
+    loss                  nats per scored token
     perplexity            exp(loss): depends on the tokenizer
-    adjusted perplexity   exp(loss x tokens / words): per word of the original text, whatever the tokenizer
-    bits per byte         of the original text, whatever the tokenizer and whatever a word is
+    adjusted perplexity   exp(loss x tokens / words): per word of the original text, comparable across tokenizers
+    bits per byte         of the original text in UTF-8, independent of tokenizer and word definition
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 
 from data.preprocess import TextReadOptions
+from data.storage import DataError
 from data.tokenizer_base import Tokenizer
-from megatron.evaluate.pieces import ScoringRequest, TargetScore, TokenIds
+from megatron.evaluate.scoring import (ScoringRequest, TargetScore, TokenIds, overlapping_windows, rolling_windows,
+                                       window_requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +109,59 @@ class EvalModelInfo:
     def encode(self, text: str) -> TokenIds:
         """In the smallest type that holds its tokens: all data is in memory as these."""
         return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
+
+
+@dataclass(frozen=True)
+class EvalDocument:
+    """A document."""
+
+    ids: TokenIds
+    words: int
+    bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class TextTask:
+    """A task: pieces of text, and the words and bytes it had before it was made pieces of."""
+
+    requests: Sequence[ScoringRequest]
+    words: int
+    bytes: int
+    stride: int | None = None
+    examples: int | None = None
+    words_scored: int | None = None
+    max_loss: float = math.inf
+    num_truncated: None = None
+
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult:
+        return EvalResult(logprob=math.fsum(score.logprob for score in scores),
+                          tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
+                          words=self.words, bytes=self.bytes, words_scored=self.words_scored, max_loss=self.max_loss,
+                          examples=self.examples)
+
+
+def sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, location: str) -> list[ScoringRequest]:
+    """One sequence, in windows that may overlap."""
+    if len(tokens) < 2:
+        raise DataError(f"{location}: {len(tokens)} token: the first one is not scored; expected two or more")
+    return window_requests(tokens, overlapping_windows(len(tokens), model_info.max_positions, stride))
+
+
+def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
+    """lm-eval's: each document for itself, after the end of another."""
+    return [
+        piece for ids in documents for piece in window_requests(prepend_eod(ids, model_info),
+                                                                rolling_windows(len(ids) + 1, model_info.max_positions))
+    ]
+
+
+def prepend_eod(ids: TokenIds, model_info: EvalModelInfo) -> TokenIds:
+    """What ends a document, and so comes before the first token of the next, is before these."""
+    return np.concatenate([eod_array(model_info, ids), ids])
+
+
+def eod_array(model_info: EvalModelInfo, ids: TokenIds) -> TokenIds:
+    """What ends a document, in the type of these where it fits."""
+    eod = model_info.tokenizer.eod
+    return np.array([eod], np.promote_types(ids.dtype, np.min_scalar_type(eod)))

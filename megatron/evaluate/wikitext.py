@@ -1,12 +1,11 @@
-"""WikiText: perplexity of a text that was cut into words, under one of three protocols.
+"""WikiText perplexity, under three protocols.
 
-    megatron   the whole file is one sequence; windows begin every `stride` tokens (32)
-    openai     the same, after the end of a document, without overlap: docs/decisions/020
-    lm-eval    each article for itself, after the end of a document
+    megatron   the whole file as one sequence; a window begins every `stride` tokens (32)
+    openai     the same, after an end-of-document token, without overlap: docs/decisions/020
+    lm-eval    each article by itself, after an end-of-document token
 
-What a word is differs as well: see `count_words`. The rules that undo the cutting are applied in their order to the whole
-text. They are those of Megatron-LM and of lm-eval, letter for letter, because every one moves the figures. `/' [0-9]/`
-was meant for something else, and matches next to nothing.
+The protocols also count words differently (`count_words`). The detokenizer rules are those of Megatron-LM and
+lm-eval, letter by letter and in their order, because each one changes the results.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron.evaluate import reading
-from megatron.evaluate.request import EvalRequest
-from megatron.evaluate.stream import TextTask, document_requests, prepend_eod, sequence_requests
-from megatron.evaluate.task import EvalModelInfo
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.task import EvalModelInfo, TextTask, document_requests, prepend_eod, sequence_requests
 
 IS_LITERAL, IS_PATTERN = False, True
 
@@ -85,9 +83,9 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
 
 def read_pages(path: str) -> list[str]:
     """The articles of a file as WikiText comes, or of JSON lines with a `page` each."""
-    if reading.is_json_lines(path):
-        return [line.get_text("page", "text") for line in reading.read_json_lines(path)]
-    return list(split_articles(reading.read_text(path)))
+    if task_files.is_json_lines(path):
+        return [line.get_text("page", "text") for line in task_files.read_json_lines(path)]
+    return list(split_articles(task_files.read_text(path)))
 
 
 def count_words(original: str, protocol: str) -> int:

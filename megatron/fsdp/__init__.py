@@ -1,43 +1,28 @@
-"""The FSDP face: FairScale's and torch's names for ZeRO stage 3, over the mechanism of megatron/zero.
+"""FSDP: FairScale's and torch's (FSDP2) interfaces to ZeRO stage 3, over the mechanism of megatron/zero.
 
-    model = FullyShardedDataParallel(model)      # FairScale's, in the place of DistributedDataParallel
+    model = FullyShardedDataParallel(model)      # FairScale's, in place of DistributedDataParallel
     fully_shard(block); fully_shard(model)       # torch's: the blocks first
 
-The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `optimizer.step()`.
+The optimizer, its scheduler and the loop are the user's: `loss.backward()`, `optimizer.step()`.
 
-shard.py (a parameter between two passes), rectangles.py (as torch's checkpoints store it), gradients.py (its gradient),
-settings.py (how a module is sharded), same.py (whether the ranks start alike), whole.py (a bucket's full masters),
-agreement.py (what ranks compare in a backward, the loss scale of fp16), root.py (the units of a model in
-training), sharding.py (what sharding a module does), fully_shard.py (torch's function), wrapper.py (FairScale's class),
-wrap.py (which modules are wrapped, or checkpointed), clip.py (the norm of gradients), state_dict.py and optim_state.py
-(state, full and in parts, also by torch's functions), checkpoint.py (as checkpoints).
+    fully_sharded_data_parallel.py   FairScale's class, wrap helpers and checkpoint_wrapper; fully_shard.py: torch's function
+    sharding_settings.py             precision, offload and reshard settings of a module; sharding.py: shards a module
+    root.py                          the root of sharded modules in training; grad_sync.py: gradients at the end of a backward
+    sharded_tensor.py                parameters and gradients between passes; full_params.py: gathering masters; clip.py
+    state_dict.py, optim_state.py    full and sharded state dicts; checkpoint.py: sharded checkpoints
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.fully_shard import FSDPModule, fully_shard
-from megatron.fsdp.optim_state import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from megatron.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from megatron.fsdp.fully_sharded_data_parallel import (FullyShardedDataParallel, auto_wrap, checkpoint_wrapper,
+                                                       config_auto_wrap_policy, default_auto_wrap_policy,
+                                                       disable_checkpointing, enable_wrap, transformer_auto_wrap_policy,
+                                                       wrap)
+from megatron.fsdp.optim_state import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+                                       set_model_state_dict, set_optimizer_state_dict, set_state_dict)
+from megatron.fsdp.sharding_settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from megatron.fsdp.state_dict import summon_full_params
-from megatron.fsdp.wrap import (
-    auto_wrap,
-    checkpoint_wrapper,
-    config_auto_wrap_policy,
-    default_auto_wrap_policy,
-    disable_checkpointing,
-    enable_wrap,
-    transformer_auto_wrap_policy,
-    wrap,
-)
-from megatron.fsdp.wrapper import FullyShardedDataParallel
 
 FSDP = FullyShardedDataParallel
 

@@ -21,27 +21,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
-from megatron.checkpoint.cut import DPSharding
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import TensorEntry, tag_of_iteration
-from megatron.checkpoint.piece import TensorPiece, tp_sharding_of
+from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
+from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tensorfile import DTYPE_NAMES
+from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import save
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.fsdp.full_params import local_masters
 from megatron.fsdp.optim_state import OptimState, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
-from megatron.fsdp.shard import local_tensor, param_ranges, segment_like
+from megatron.fsdp.sharded_tensor import local_tensor, param_ranges, segment_like
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
-from megatron.fsdp.whole import local_masters
-from megatron.zero.api.hyper import check_param_groups, hyper_parameters, restore_param_groups
-from megatron.zero.api.saved import check_client_state, tied_tensor_names
-from megatron.zero.api.shared import check_shared_state
+from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
+from megatron.zero.api.checkpoint_state import (check_param_groups, check_shared_state, hyper_parameters,
+                                                restore_param_groups)
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import broadcast_json
 from mpu.random import capture_rng, restore_rng
 

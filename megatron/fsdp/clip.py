@@ -1,8 +1,7 @@
-"""`clip_grad_norm_` over sharded parameters: the norm is that of all ranks' parts together.
+"""`clip_grad_norm_` over sharded parameters: the norm of the gradients of all ranks together.
 
-Squares are summed by rows (mpu/grads.py), which begin where parameters do, so that the norm is the same to the bit
-however a model is wrapped and over how many ranks. Where all gradients of a wrapped module are as the backward left
-them, they are taken as one.
+Squares are summed by rows that begin at parameter borders (mpu/grads.py), so the norm is the same to the bit for any wrapping and
+number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.root import reshard_models_with
-from megatron.fsdp.shard import ShardedParam, bucket_of, gradient_of, local_tensor
+from megatron.fsdp.sharded_tensor import ShardedParam, bucket_of, gradient_of, local_tensor
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
 from mpu.grads import sum_of_squares

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.fsdp.sharding import (check_shardable, compute_device_of, group_from_mesh, require_fsdp_state,
                                     shard_module, sharded_modules)
+from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.zero.bucket import FlatBucket
 
 

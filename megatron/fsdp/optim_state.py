@@ -1,16 +1,11 @@
-"""The state of a torch optimizer over shards: gathered to whole tensors, and cut again.
-
-A state is *split* where it is a run as its parameter is, and *shared* where it is a number. Anything else cannot be
-told apart on another number of ranks, and is refused.
-
-torch's functions give state by parameter names, of models as well:
+"""Full and sharded state dicts of torch optimizers over sharded parameters, also by torch's functions.
 
     model_state, optim_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     set_state_dict(model, optimizer, model_state_dict=..., optim_state_dict=..., options=...)
 
-Without `full_state_dict` values are this rank's runs, for the same rank of as many. With it they are full: on all
-ranks, or with `cpu_offload` on the first one's host alone, the others have empty dicts. `broadcast_from_rank0` sets the
-first rank's on all. torch's own StateDictOptions will do.
+State that has a value for each element is sharded like its parameter; a number is the same on all ranks; anything else is refused.
+Without `full_state_dict` values are this rank's segments, for the same rank of as many. With `cpu_offload` only rank 0 gets the
+full state. `broadcast_from_rank0` sets rank 0's state on all ranks. torch's own StateDictOptions work.
 """
 
 from __future__ import annotations
@@ -23,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import (ShardedParam, gradient_of, local_tensor, param_ranges, segment_like, segment_location,
-                                 set_gradient)
+from megatron.fsdp.full_params import gather_shards
+from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, param_ranges, segment_like,
+                                          segment_location, set_gradient)
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, load_from_rank0, named_tensors,
                                       prepare_all_ranks)
-from megatron.fsdp.whole import gather_shards
-from megatron.zero.api.hyper import RUN_SPECIFIC_KEYS, hyper_parameters
+from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group

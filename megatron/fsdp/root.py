@@ -1,12 +1,10 @@
-"""Root: the units of an outermost sharded module in training. The user calls forward, backward and optimizer.
+"""`FSDPRoot`: runs the units of an outermost sharded module in training.
 
-    before a forward      what the optimizer changed is brought into the weights at work
-    in between            hooks.py reports what runs, residency.py makes it whole, reductions.py sums gradients
-    with a backward       it begins at the first event; when autograd is through, ranks compare what they did, and
-                          `p.grad` is shown
+    before a forward     optimizer updates of the masters are copied to the working parameters
+    during a pass        hooks report what runs; units are gathered and released, gradients reduced
+    after a backward     ranks compare what they did, and `p.grad` is set
 
-It is the ZeroEngine's mechanism at stage 3 but for the step, which is torch's optimizer's: on the shards, which are
-views of the masters (shard.py, gradients.py).
+It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the masters.
 """
 
 from __future__ import annotations
@@ -20,23 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.manifest import Lineage
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.fsdp.agreement import BackwardConsistency, FSDPLossScaler, ReachedParams
-from megatron.fsdp.gradients import ParamGradViews, check_grads_are_reduced
-from megatron.fsdp.shard import ShardedParamViews, gradient_of, set_gradient
+from megatron.fsdp.grad_sync import (BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams,
+                                     check_grads_are_reduced)
+from megatron.fsdp.sharded_tensor import ShardedParamViews, gradient_of, set_gradient
+from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.exchanges import CollectiveLog
-from megatron.zero.forwards import NoGradForwardChecker
-from megatron.zero.holders import param_owner
+from megatron.zero.flat_buffers import BufferPool
 from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
                                  register_unit_hooks, scale_output_gradients)
-from megatron.zero.passes import PassCoordinator
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import ParamCoordinator
-from megatron.zero.turns import BufferPool
+from megatron.zero.param_coordinator import ParamCoordinator
+from megatron.zero.partitioned_param import param_owner
+from megatron.zero.step_result import NoGradForwardChecker
 from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
-from megatron.zero.watch import start_watchdog
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 

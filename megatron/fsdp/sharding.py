@@ -1,55 +1,113 @@
-"""`shard(module, settings)`: split the parameters of a module over the ranks, those excepted that a module inside has.
+"""`shard_module(module, settings)`: shards the parameters of a module over the ranks, except those of modules sharded inside it.
 
-`check` comes first: what is refused is refused there, and nothing has been changed.
-
-Called from the inside out. Each call makes a *unit*, whose parameters come and go together, and a root (root.py) of it
-and the units inside, whose own root it takes over. A parameter that is used in more than one unit goes to the innermost
-module around all of them.
+`check_shardable` comes first and changes nothing; it also checks that all ranks shard the same module, in the same order, from
+equal weights. Modules are sharded from the inside out. Each call makes one unit and a new root (root.py) that takes over the units
+inside. A parameter used in several units goes to the innermost module that contains them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from data.storage import crc32
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.consistency import find_differences
+from megatron.distributed.preflight import mismatch_message
+from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
+from megatron.fsdp.full_params import restore_full_params
 from megatron.fsdp.root import VOLATILE, FSDPRoot
-from megatron.fsdp.same import check_same_on_all_ranks
-from megatron.fsdp.settings import ShardingSettings, cast_floating_point
-from megatron.fsdp.shard import ShardedParamViews
-from megatron.fsdp.whole import restore_full_params
-from megatron.launch import distributed
+from megatron.fsdp.sharded_tensor import ShardedParamViews
+from megatron.fsdp.sharding_settings import ShardingSettings, cast_floating_point
 from megatron.zero.api.initialize import init_distributed
+from megatron.zero.api.model_checks import describe_tensor, first_difference
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.buffers import broadcast_module_buffers
 from megatron.zero.engine import drop_gradients
-from megatron.zero.exchanges import CollectiveLog
-from megatron.zero.holders import param_owner
-from megatron.zero.homes.ferry import CopyStreams, create_copy_streams
-from megatron.zero.homes.here import DeviceStorage
-from megatron.zero.homes.host import HostStorage
-from megatron.zero.homes.shelf import EngineStorage
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs
-from megatron.zero.policy import CommConfig, stage_policy
-from megatron.zero.precision import BucketDtypes
-from megatron.zero.turns import BufferPool
+from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
+from megatron.zero.offload.host import HostStorage
+from megatron.zero.offload.storage import DeviceStorage, EngineStorage
+from megatron.zero.partitioned_param import full_shape, param_owner
+from megatron.zero.stages import CommConfig, stage_policy
+from megatron.zero.state import broadcast_module_buffers
 from megatron.zero.units import ROOT, BucketingConfig
 from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
 
+CHECKSUM_CHUNK = 1 << 22
+"""Numbers that are summed at a time."""
+
+
+def check_same_on_all_ranks(
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: Group,
+        where: str,
+        *,
+        sharded_before: Sequence[str] = (),
+        settings: Mapping[str, object] = MappingProxyType({}),
+        values: bool = True,
+) -> None:
+    """A ConfigError on every rank that names the first parameter or buffer that differs, or those whose values do.
+    `inside`: the modules that are sharded already, in that order."""
+    if group.is_solo:
+        return
+    rows = {"setting": [[name, str(value)] for name, value in settings.items()],
+            "module sharded before": [[name] for name in sharded_before],
+            "parameter": [[name, _describe_param(parameter)] for name, parameter in parameters.items()],
+            "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]}
+    digests = {name: _checksum(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if values}
+    per_rank = find_differences({**rows, "values": digests}, group)
+    if not per_rank:
+        return
+    for kind in rows:
+        if found := first_difference(per_rank, kind):
+            raise ConfigError(f"the ranks shard {where} differently: {found}")
+    raise ConfigError(mismatch_message(
+        [(one["values"], [rank]) for rank, one in enumerate(per_rank)],
+        f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
+        "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "
+        "the module is sharded)"))
+
+
+def _describe_param(parameter: nn.Parameter) -> str:
+    return describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+
+
+def _checksum(tensor: Tensor) -> str:
+    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: the parts of one rank's values
+        return ""
+    return byte_checksum(tensor.detach())
+
+
+def byte_checksum(values: Tensor) -> str:
+    data = values.contiguous().view(-1).view(torch.uint8)
+    if not on_accelerator(data):
+        return f"{crc32(data.numpy()):08x}"
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for number, chunk in enumerate(data.split(CHECKSUM_CHUNK)):
+        wide = chunk.to(torch.int64)
+        place = torch.arange(1, len(chunk) + 1, device=data.device)
+        total += torch.stack([wide.sum(), (wide * place).sum() * (2 * number + 1)])
+    return "/".join(f"{one & (1 << 64) - 1:016x}" for one in total.tolist())
+
+
 STAGE = 3
 _STATE_ATTRIBUTE = "_fsdp_member"
 
-distributed.register_shutdown_at_exit()  # before the script meets, where it imports before that
+register_shutdown_at_exit()  # before the script meets, where it imports before that
 
 
 @dataclass
@@ -366,7 +424,7 @@ def resolve_group(process_group: ProcessGroup | None) -> Group:
     process alone."""
     if process_group is not None:
         return groups.group_from_process_group(process_group)
-    if groups.build(1).world.is_solo and distributed.read_environment().world_size > 1:
+    if groups.build(1).world.is_solo and read_environment().world_size > 1:
         init_distributed()
     return groups.build(1).world
 
@@ -377,7 +435,7 @@ def compute_device_of(module: nn.Module, group: Group) -> torch.device:
     if device is None:
         if group.is_solo or group.own_backend_serves_cpu:
             return torch.device("cpu")
-        device = distributed.device_for(distributed.read_environment())
+        device = device_for(read_environment())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and control messages go by way of it
     return device

@@ -1,8 +1,7 @@
-"""State dicts of sharded modules: full, this rank's, and back.
+"""State dicts of sharded modules.
 
-    full     whole tensors under the names of the unwrapped model, in its order and precisions; made a bucket at a time
-    local    this rank's runs, flat, to be loaded by the same rank of as many; with `local_metadata_dict` the files of
-             all ranks make a full one again, without any rank (`consolidate_shard_weights`)
+    full     full tensors with the names, order and precision of the unwrapped model, gathered one bucket at a time
+    local    this rank's flat segments, for the same rank of as many; `consolidate_shard_weights` joins those of all ranks
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks
+from megatron.distributed.collective_log import assert_collective_call
+from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import ConfigError
+from megatron.fsdp.full_params import broadcast_masters_from_rank0, gather_masters, store_masters, temporarily_replaced
 from megatron.fsdp.root import VOLATILE, FSDPRoot
-from megatron.fsdp.same import byte_checksum
-from megatron.fsdp.shard import PartialTensor, ShardedParam, local_tensor, segment_location
-from megatron.fsdp.sharding import require_fsdp_state, sharded_modules, unwrap
-from megatron.fsdp.whole import broadcast_masters_from_rank0, gather_masters, store_masters, temporarily_replaced
+from megatron.fsdp.sharded_tensor import PartialTensor, ShardedParam, local_tensor, segment_location
+from megatron.fsdp.sharding import byte_checksum, require_fsdp_state, sharded_modules, unwrap
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.placeholder import set_param_data
-from megatron.zero.together import assert_collective_call
+from megatron.zero.partitioned_param import set_param_data
 from mpu.collectives import broadcast_into, broadcast_json
 
 FULL_STATE_DICT_CALL = "a full state dict"

@@ -1,12 +1,12 @@
-"""The model over a cache: a text is read once, and then followed by one token at a time.
+"""GPT-2 decoding with a KV cache: prefill a prompt once, then decode one token per step.
 
     decoder = Decoder(model, rows=8)
-    logits = decoder.read([0, 1], [prompt, second])  # of what follows each: the whole vocabulary, on every rank
-    logits = decoder.follow([token, other])          # the next token of row 0 and of row 1
+    logits = decoder.prefill([0, 1], [prompt, second])   # [2, V]: logits of the token after each prompt
+    logits = decoder.decode_step([token, other])         # [2, V]: the next token of row 0 and of row 1
 
-Reading is the forward of training, of several prompts one behind the other, so that nothing is padded; following
-attends from one position to all that its row holds. Shapes: b rows, s positions, n heads of this rank, d width of a
-head.
+A row is one slot of the batch. Prompts are packed one behind the other, without padding. On a GPU the decode step
+is captured as CUDA graphs: one for each power of two of rows and of KV positions, captured when first needed; the
+rows and positions beyond the batch are masked. Shapes: b rows, s positions, n heads of this rank, d head width.
 """
 
 from __future__ import annotations
@@ -14,16 +14,84 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.inference.recorded import CudaGraphRunner
-from megatron.model.block import Block
 from megatron.model.gpt2 import GPT2
+from megatron.model.transformer import Block
 from mpu.device import on_accelerator
+
+ReplayFn = Callable[[], Tensor]
+DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
+"""[b] tokens, [b] places, positions to attend to -> [b, V]"""
+
+CaptureFn = Callable[[ReplayFn], ReplayFn]
+"""What runs, on the same tensors each time -> what does it again."""
+
+MIN_GRAPH_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class _CapturedGraph:
+    inputs: Tensor
+    """[2, b]: tokens and their places."""
+    replay: ReplayFn
+
+
+@final
+class CudaGraphRunner:
+    def __init__(self, rows: int, length: int, device: torch.device, capture: CaptureFn | None = None) -> None:
+        self._rows, self._length, self._device = rows, length, device
+        self._capture = capture or (CudaGraphCapture() if device.type == "cuda" else None)
+        self._graphs: dict[tuple[int, int], _CapturedGraph] = {}
+
+    def __call__(self, step: DecodeFnOfSize, tokens: Sequence[int], position_ids: Sequence[int]) -> Tensor:
+        """The same as the step, which is the same each time; the result is good until the next one."""
+        rows = min(self._rows, next_power_of_two(len(tokens)))
+        positions = min(self._length, max(MIN_GRAPH_POSITIONS, next_power_of_two(max(position_ids) + 1)))
+        inputs = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        inputs[:, : len(tokens)] = torch.tensor([tokens, position_ids])
+        if self._capture is None:
+            return step(inputs[0], inputs[1], positions)[: len(tokens)]
+        found = self._graphs.get((rows, positions))
+        if found is None:  # recording may run the step: with these inputs running it twice changes nothing
+            example = inputs.to(self._device, copy=True)
+            found = _CapturedGraph(example, self._capture(lambda: step(example[0], example[1], positions)))
+            self._graphs[rows, positions] = found
+        found.inputs.copy_(inputs, non_blocking=True)
+        return found.replay()[: len(tokens)]
+
+
+def next_power_of_two(number: int) -> int:
+    """The next, or itself."""
+    return 1 << (number - 1).bit_length()
+
+
+@final
+class CudaGraphCapture:
+    """CUDA graphs that share their memory: one runs at a time, and what it made is used before the next."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: ReplayFn) -> ReplayFn:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set themselves up outside a recording
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            made = run()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return made
+        return replay
 
 
 @final

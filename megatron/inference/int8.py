@@ -1,18 +1,11 @@
-"""An int8 matrix in the place of a layer's weight, and the product with it.
+"""Int8 weights: a tensor subclass that stores int8 levels and one scale per row, and the matrix product with it.
 
-`Int8` is a tensor whose numbers are levels (-127 .. 127) times the scale of their row. The layers of mpu and of torch
-take it as it is: torch asks it for the two functions they use, `linear` and `embedding`. A copy, also in another
-precision or on another device, is an `Int8` again. Any other function is given the numbers themselves, made for it in
-the precision of the activations: a copy, so that nothing can be written.
-
-    linear      (x . levels) * scale: the sum over the inputs with the levels as they are, then the scale of the output.
-                Parts of it, of tensor parallel ranks, are added up after that
+    linear      (x @ levels.T) * scale; tensor parallel ranks add their partial sums afterwards
     embedding   levels[token] * scale[token]
 
-Activations are bf16 where the device multiplies it as fast as it should, otherwise fp32. On a CPU a few rows are
-multiplied by torch's packed kernel, which reads a byte a weight; it pays in bf16 alone. More rows, and fp32, are
-multiplied by blocks of the matrix that were made numbers of just before: memory moves a byte a weight there too. On an
-accelerator the whole matrix is made numbers of, which torch.compile makes part of the product.
+Activations are bf16 where the device supports it well, otherwise fp32. On a CPU, few bf16 rows use torch's packed
+int8 kernel; more rows, and fp32, dequantize the matrix block by block. On a GPU the whole matrix is dequantized
+before the product. Any other torch function receives a dequantized copy; in-place writes raise.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The model of an engine in training, to be read from between two steps: text while a model learns.
+"""The model of a training engine, readable between two steps: text while a model learns.
 
     with from_engine(engine) as model:
         decoder = Decoder(model, rows=4)
 
-Where the weights are whole they are the engine's own, and nothing is copied. Where they are split over data parallel
-ranks the model is a copy of this rank's tensor parallel part. `EngineDecoder` reads without a copy: by the engine's forward,
-with no more whole at a time than in training, and from its beginning for every token.
+Unsharded parameters are used in place. At ZeRO stage 3 `from_engine` copies this rank's tensor parallel part;
+`EngineDecoder` needs no copy: it runs the engine's forward over the whole sequence for every token.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import all_succeed_or_raise
 from megatron.config.tree import require
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.inference.decoder import Decoder
-from megatron.inference.loading import empty_model, set_parameter
+from megatron.inference.load import empty_model, set_parameter
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters

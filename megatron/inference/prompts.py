@@ -1,5 +1,9 @@
-"""Where prompts come from: the command line, a file or a pipe, one a line; all at once or one after the other while
-texts are made. Each has its place, which an error names. No torch."""
+"""Prompt sources: command line, file, pipe or terminal.
+
+Each prompt knows its location (file and line) for error messages. A pipe is read in a thread, so that generation
+starts before its last line. `Terminal` reads lines with a history and turns Ctrl-C into a flag. Does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ import itertools
 import json
 import os
 import queue
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, Protocol, TextIO, final
 
 from data.compressed import open_decompressed, read_errors_for, strip_compression_suffix
-from data.storage import DataError
+from data.storage import DataError, escape_to_one_line
 from megatron.config.tree import require
+from megatron.distributed.signals import own_interrupts
 
 IDLE_SECONDS = 0.05
 """Seconds without a line after which what has come is begun with."""
@@ -153,3 +163,108 @@ def _text_from_json(line: str, location: str) -> str:
         prompt = None
     require(isinstance(prompt, str), f"{location}: expected an object with a text as `prompt` or `text`")
     return _decode_utf8(prompt.encode("utf-8", "surrogatepass"), location)  # half a surrogate pair is no text
+
+
+PROMPT_MARK = "> "
+EXIT_HINT = "Ctrl-D or `stop` leaves"
+HISTORY_LINES = 1000
+
+
+def stdin_is_terminal() -> bool:
+    """Somebody types here."""
+    return sys.stdin.isatty()
+
+
+@final
+class Terminal:
+    """`interrupted` is set by Ctrl-C, unless a line is being asked for."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._is_reading_line = False
+        self._has_line_editing = sys.stdin.isatty() and sys.stdout.isatty()
+        self._message_stream = sys.stdout if self._has_line_editing else sys.stderr  # where the prompt is, so that they keep their order
+        self._save_line: Callable[[], None] = _load_history() if self._has_line_editing else _save_nothing
+
+    def __enter__(self) -> Terminal:
+        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        own_interrupts()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous_handler)
+
+    def read_prompt(self) -> str | None:
+        """The next prompt, as it is typed; None: no more."""
+        while True:
+            self._is_reading_line = True
+            try:
+                line = self._read_line()
+            except KeyboardInterrupt:
+                self.print_message(f"\n{EXIT_HINT}")
+                continue
+            except EOFError:
+                self.print_message("")
+                return None
+            finally:
+                self._is_reading_line = self.interrupted = False
+            if line.strip() == "stop":
+                return None
+            if line:
+                self._save_line()
+                return line
+
+    def write_answer(self, text: str) -> None:
+        """A part of an answer."""
+        sys.stdout.write(escape_to_one_line(text, allowed="\n") if self._has_line_editing else text)
+        sys.stdout.flush()
+
+    def print_message(self, line: str) -> None:
+        print(line, file=self._message_stream, flush=True)
+
+    def _read_line(self) -> str:
+        if self._has_line_editing:
+            return input(PROMPT_MARK)
+        self._message_stream.write(PROMPT_MARK)
+        self._message_stream.flush()
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line.rstrip("\n")
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_reading_line:
+            raise KeyboardInterrupt
+        self.interrupted = True
+
+
+def _load_history() -> Callable[[], None]:
+    """Lines of former sessions are there, and the returned function keeps the last one for later. Where a file cannot
+    be, only this session's are."""
+    try:
+        import readline
+    except ImportError:  # a Python without it
+        return _save_nothing
+    file = _state_folder() / "generate_history"
+    with suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        readline.read_history_file(file)
+    readline.set_history_length(HISTORY_LINES)
+
+    def save_line() -> None:
+        with suppress(OSError):
+            readline.append_history_file(min(1, readline.get_current_history_length()), file)
+
+    return save_line
+
+
+def _state_folder() -> Path:
+    given = os.environ.get("XDG_STATE_HOME", "")
+    root = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~"), ".local", "state")
+    return root / "megatron-gpt2-trainer"
+
+
+def _save_nothing() -> None:
+    """Nobody looks back."""

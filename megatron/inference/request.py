@@ -1,10 +1,10 @@
-"""What is asked of a model: a prompt, how its tokens are drawn, where the text ends. No torch."""
+"""Generation requests: the prompt, the sampling parameters, and where a sequence ends. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.problems import ErrorList
+from megatron.config.config_errors import ErrorList
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from megatron import layer_drop
 from megatron.config.tree import ModelConfig, require
-from megatron.model.attention import document_mask
-from megatron.model.block import Block
-from megatron.model.init import GPT2Init
+from megatron.model.transformer import Block, document_mask
+from megatron.model.weight_init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group

@@ -1,10 +1,8 @@
-"""AdamW, and Adam without bias correction, over flat fp32 spans: all spans in one call of a fused kernel.
+"""AdamW, and Adam without bias correction, over flat fp32 segments, as one fused kernel call for all segments.
 
-The kernel divides the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
-read once; told to skip, it changes nothing. On an accelerator it is our own (adam_kernel.py), which reads 16-bit
-gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's: 16-bit gradients are widened a tile at
-a time, so that the fp32 copy of the whole gradient never exists. On a CPU a tile fits the caches, and the 16-bit
-weights are written before it leaves them (docs/decisions/018-host-adam.md).
+The kernel applies the gradient factor while it reads, and does nothing if told to skip. On an accelerator it is the Triton kernel
+(adam_kernel.py), which reads 16-bit gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's fused kernel;
+16-bit gradients are widened one tile at a time. A CPU tile fits the cache (docs/decisions/018-host-adam.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OptimConfig -> the rule and the hyper-parameters of its groups."""
+"""Builds the update rule and the default hyper-parameters from the optimizer section of the configuration."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizer_config import OPTIMIZERS
 from megatron.config.tree import OptimConfig
 from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
 from megatron.optim.muon import Muon
-from megatron.optim.one_bit import OneBitAdam
-from megatron.optim.one_bit_lamb import OneBitLamb
+from megatron.optim.one_bit import OneBitAdam, OneBitLamb
 from megatron.optim.rule import UpdateRule
 from megatron.optim.torch_rule import from_torch
 

@@ -1,20 +1,12 @@
-"""What an optimizer is to the engine: a rule that updates spans of flat shards.
+"""The interface between the engine and an optimizer: an `UpdateRule` updates segments of flat shards in place.
 
-A *span* is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (`hyper`: the
-entries of a torch param group but its parameters: lr, weight_decay, betas, ...). Masters and states are fp32. The
-gradient may be 16 bit; it is spent afterwards, so a rule may write into it. `factor` is what the gradient must be
-multiplied by: unscaling, averaging and clipping are one number.
-
-The factor, and whether a step is taken at all, follow from a norm that the device has just computed. A rule that takes
-them as tensors (`StepScalars`) need not wait for it; `SegmentwiseRule` is for those that want numbers. An elementwise rule
-needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
-`total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
-bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
-One that needs more of a parameter than sums (Muon: products of matrices) has its parts brought together by `wholes`.
-
-A rule may have an exchange of its own in the place of the sum of gradients. From the step on at which it
-`is_compressed`, each rank holds the gradients it made, whole. The rule `says` what is to travel of them, at one bit a
-number and with errors made good later (mpu/one_bit.py), and the mean over the ranks comes to `step` as the gradient.
+An `UpdateSegment` is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (a torch param group
+without "params"). Masters and states are fp32; the gradient may be 16-bit, and the rule may overwrite it. `factor` is what the
+gradient is multiplied by: unscaling, averaging and clipping in one number.
+A rule that takes the step's scalars as device tensors (`StepScalars`) never waits for the device; `SegmentwiseRule` needs host
+numbers. Lamb finds parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`.
+A 1-bit rule replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer
+(`add_compression_input`), and `step` gets the mean over ranks as the gradient.
 """
 
 from __future__ import annotations

@@ -1,34 +1,71 @@
-"""Any elementwise optimizer of torch.optim, or of the user's own code, as a rule over flat spans.
+"""torch.optim optimizers (and the user's own, and DeepSpeedCPUAdam) as update rules over flat segments.
 
-    from_torch(optimizer) -> Rule
+    from_torch(optimizer) -> UpdateRule
 
-The optimizer never sees the model. A *worker*, a copy of it without parameters, is lent one tile of a span after the
-other as its only parameter, with the tile's gradient and state, and steps it. State is of two kinds: tensors of the
-parameter's shape live in the span's flat buffers (`states`); numbers (`step`, `mu_product`, ...) are kept here, once
-for each hyper-parameter group.
-
-*Elementwise* means that the update of a weight depends on no other weight. Nobody declares that, so it is tried: a
-small random matrix, cut in two and stepped flat, must become what the optimizer makes of it whole.
-
-Not here: optimizers that look at whole parameters (Lamb and Muon are rules of their own; Adafactor and LBFGS have
-none). Hooks on an optimizer's `step` are not called.
+A copy of the optimizer without parameters steps one tile at a time as its only parameter. State of the parameter's shape lives in
+flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be elementwise: a small random
+matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole parameters, and hooks on `step`, are not
+supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments; nothing is compiled.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
-from megatron.optim.cpu_adam import DeepSpeedCPUAdam
 from megatron.optim.rule import SegmentwiseRule, UpdateRule, UpdateSegment
+
+
+@final
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Adam; with `adamw_mode` its weight decay is decoupled."""
+
+    def __init__(self, model_params: ParamsT, lr: float = 1e-3, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> None:
+        if amsgrad:
+            raise ConfigError("DeepSpeedCPUAdam: amsgrad=True is not supported, as in DeepSpeed; leave it out, or pass "
+                              "torch.optim.AdamW(..., amsgrad=True)")
+        if not fp32_optimizer_states:
+            raise ConfigError("DeepSpeedCPUAdam: fp32_optimizer_states=False is not supported: masters and moments "
+                              "are fp32 here; leave it out")
+        super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+                         decoupled_weight_decay=adamw_mode)
+        self.adam_w_mode = adamw_mode
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+    @property
+    def bias_correction(self) -> bool:
+        """One for all groups."""
+        values = {group["bias_correction"] for group in self.param_groups}
+        if len(values) > 1:
+            raise ConfigError("DeepSpeedCPUAdam: bias_correction differs between param groups; give all the same")
+        return bool(values.pop())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Without an engine."""
+        if not self.bias_correction:
+            raise ConfigError("DeepSpeedCPUAdam: only an engine steps with bias_correction=False; give the optimizer "
+                              "to zero.initialize")
+        return super().step(closure)
+
+    def as_torch(self) -> torch.optim.Adam:
+        """Torch's own of the same groups and state."""
+        plain = torch.optim.Adam(self.param_groups, decoupled_weight_decay=self.adam_w_mode)
+        plain.state = self.state
+        return plain
+
 
 ParamState = dict[str, Any]
 """What torch.optim keeps for one parameter, or the numbers among it."""

@@ -1,21 +1,11 @@
-"""What one micro-batch leaves on the device between its forward and its backward: pure arithmetic, in bytes.
+"""Activation memory of one micro-batch between its forward and its backward: pure arithmetic, in bytes.
 
-Autograd *saves* the tensors that a backward formula reads, each storage once. The lists below are those of the
-modules in megatron/model/ with torch's own formulas; T tokens (batch x sequence), h hidden, f MLP width, t tensor
-parallel ranks, w bytes of the working precision:
-
-    LayerNorm        its input [T, h]; mean and 1/std [T]
-    linear           its input; the weight is a parameter
-    attention        q, k, v [T, 3h/t], output [T, h/t], one fp32 log-sum-exp a row and head
-    GELU             its input [T, f/t]
-    dropout          a mask [T, h]: bytes on CUDA, numbers of the working precision on CPU
-    addition         nothing
-
-Recomputation keeps the input [T, h] of each chunk of blocks instead (recompute/keep.py): as it is, or *parted*: this
-rank's share of it over tensor parallel, a copy on the host, or a row of one buffer.
-
-On CPU, attention with dropout has no fused kernel: torch computes it in fp32 and keeps three [s, s] matrices a head.
-`--compile` keeps less than this. Not here: parameters, gradients and everything that lives for longer (memory.py).
+Autograd saves the tensors that a backward formula reads, each storage once (T tokens, h hidden, f MLP width, t
+tensor parallel ranks): LayerNorm its input [T, h] with mean and 1/std [T]; a linear layer its input; attention q,
+k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
+mask [T, h]. Activation checkpointing saves the input [T, h] of each chunk of blocks instead: in place, partitioned
+over tensor parallel ranks, on the host, or in a contiguous buffer. CPU attention with dropout is unfused: fp32,
+three [s, s] matrices a head.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run keeps, from its configuration alone: pure arithmetic, for any number of ranks.
+"""The persistent memory and the traffic of a run, from its configuration alone: pure arithmetic, for any number of
+ranks.
 
-`Run` is a configuration on so many ranks of one kind of device. It knows the layout of the engine (FlatLayout over the
-shapes of the parameters, padding included), the precisions of zero/engine.py, what lasts from step to step, and what is
-sent. Not here: what comes and goes within a step (memory.py), activations (activations.py).
+`PlannedRun` is a configuration on a number of ranks of one device type. It uses the engine's own layout (FlatLayout
+with its padding) and precisions. Transient memory of a step is in memory.py, activation memory in activations.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from functools import cached_property
 from shlex import quote
 from typing import Literal
 
-from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
-                                       param_buffer_sets, param_chunk_numel, split_into_chunks, step_chunk_numel)
 from megatron.zero.layout import FlatLayout, Slot, align
-from megatron.zero.policy import StagePolicy, stage_policy
+from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
+                                               param_buffer_sets, param_chunk_numel, split_into_chunks,
+                                               step_chunk_numel)
+from megatron.zero.stages import StagePolicy, stage_policy
 from mpu.split import pad_vocab
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
@@ -408,7 +409,7 @@ class PlannedRun:
 
 
 def block_slots(model: ModelConfig, tp: int) -> list[Slot]:
-    """The parameters of one transformer block on one tensor parallel rank (megatron/model/block.py)."""
+    """The parameters of one transformer block on one tensor parallel rank (megatron/model/transformer.py)."""
     h, ffn = model.hidden_size, model.ffn_size
     matrices = {"attn.qkv.weight": (3 * h // tp, h), "attn.proj.weight": (h, h // tp),
                 "mlp.fc.weight": (ffn // tp, h), "mlp.proj.weight": (h, ffn // tp)}

@@ -1,5 +1,6 @@
-"""The GPUs of this machine that a process started here may use, without torch: as the driver lists them, and
-CUDA_VISIBLE_DEVICES chooses among them."""
+"""The GPUs of this machine that a process may use, without importing torch: the driver's list filtered by
+CUDA_VISIBLE_DEVICES.
+"""
 
 from __future__ import annotations
 

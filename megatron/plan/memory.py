@@ -1,18 +1,14 @@
-"""How much memory a run needs, from its configuration alone: pure arithmetic, for any number of ranks.
+"""Peak memory of a run, from its configuration alone: pure arithmetic, for any number of ranks.
 
-A *moment* is a point of the run at which something is about to be given back: building the engine, the loss, the
-backward of each block, the end of backward, the optimizer. A device must hold the largest of them. Its bytes are
-counted as
-
-    parameters    weights at work: whole, or this rank's shards
-    gradients     what lasts from one block to the next: whole gradients, or shards
-    optimizer     fp32 masters (where they are not the weights themselves) and moments
-    activations   what autograd keeps, and gradients of activations on their way (activations.py)
-    buffers       what comes and goes: gathered units, whole gradients of split ones, the exchange, chunks of logits
-
-The layout is the engine's own (FlatLayout over the shapes of the parameters, padding included); the rules are those of
-zero/engine.py, zero/bucket.py and mpu/loss_*.py, and tests hold them to what a run really allocates. Not here:
-rounding by an allocator, the context of a device, the work space of libraries; plan.py leaves room for them.
+Memory is computed at each phase (init, loss, backward of each block, reduction, update); a device must hold the
+largest:
+    parameters    16-bit or fp32 working values: full, or this rank's shards
+    gradients     full gradients or shards that last from block to block
+    optimizer     fp32 masters (unless they are the parameters) and moments
+    activations   tensors saved by autograd, and gradients of activations in flight (activations.py)
+    buffers       gathered units, full gradients before reduction, collectives, chunks of logits
+The rules are those of the engine and the loss kernels; tests compare them with real allocations. Not included:
+allocator rounding, the CUDA context, library workspaces (`USABLE_FRACTION` leaves room for them).
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, PlannedRun
-from megatron.zero.homes.parts import STEP_BUFFER_SETS
 from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
 CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES = 104 << 20, 1 << 30  # logits at a time

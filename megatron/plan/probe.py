@@ -1,45 +1,204 @@
-"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, as every rank of a job of them.
+"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, run as every rank of a job. About a
+minute.
 
-Measured are operations of torch, exchanges between the ranks, and steps of small models under the engine, in several
-sweeps through all of it, so that what disturbs one for some seconds does not count. About a minute.
-
-Not here: what rates follow from that (derived.py), what they are (rates.py), and where they are kept (kept_rates.py).
+It times operations of torch, collectives, and steps of small models under the engine, in several sweeps. All ranks
+measure at the same time, as they share memory and cores in training too; a number is the lowest decile, of the
+slowest rank.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.setting import require
-from megatron.launch import distributed
-from megatron.launch.exits import run
+from megatron.config.schema import require
+from megatron.distributed import process_group
+from megatron.distributed.exit_codes import run
 from megatron.plan.activations import Device
-from megatron.plan.derived import fit_rates
-from megatron.plan.rates import QUIET_SPREAD, MachineRates, Where
-from megatron.plan.sighting import (CollectiveTimings, OverlapTimings, PassTimings, ProbeResult, StepTimings,
-                                    VariantTimings, elementwise_min, spread)
-from megatron.plan.sizes import SIZES, ProbeModelShape, ProbeSizes
-from megatron.plan.small_models import seconds_in_training, steps_in_turn
-from megatron.plan.stopwatch import ProbeTimer
-from megatron.plan.time import HEAD_WIDTH
-from megatron.train.allocator import keep_freed_memory
-from megatron.train.compiling import set_matmul_precision
+from megatron.plan.machine_rates import QUIET_SPREAD, MachineRates, Where
+from megatron.plan.probe_fit import (SIZES, STEPS_IN_TRAINING, VOCABULARY, CollectiveTimings, OverlapTimings,
+                                     PassTimings, ProbeModelShape, ProbeResult, ProbeSizes, StepTimings, VariantTimings,
+                                     elementwise_min, fit_rates, spread)
+from megatron.plan.step_time import HEAD_WIDTH
+from megatron.train import build
+from megatron.train.batches import Batch
+from megatron.train.compile import set_matmul_precision
+from megatron.train.evaluation import forward_loss
+from megatron.train.loop import Trainer, TrainState, periodic_gc
+from megatron.train.processor import keep_freed_memory
+from megatron.train.run_log import RunLog
 from mpu import groups as mpu_groups
-from mpu.collectives import all_gather_into, all_reduce_into, reduce_scatter_into
+from mpu.collectives import all_gather_into, all_gather_json, all_reduce_into, barrier, reduce_scatter_into
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Groups
+from mpu.groups import SOLO, Group, Groups
+
+SECONDS, FEWEST, MOST = 0.1, 3, 50
+"""Of measuring one thing: so long, but so many times at least and at most."""
+SAMPLE, MOST_CALLS = 0.005, 200
+"""Seconds that the calls between two looks at the clock of a GPU are to take, and so many of them at most."""
+
+Work = Callable[[], object]
+
+
+def lowest_decile(samples: Iterable[float]) -> float:
+    """The lowest decile."""
+    return quantiles(samples, n=10, method="inclusive")[0]
+
+
+@dataclass(frozen=True)
+class ProbeTimer:
+    device: torch.device
+    world: Group
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def once(self, work: Work, calls: int = 1) -> float:
+        """Seconds of a call, by the mean of so many."""
+        begin = self.now()
+        for _ in range(calls):
+            work()
+        return (self.now() - begin) / calls
+
+    def seconds(self, work: Work) -> float:
+        """Of something that each rank does by itself, beside the others."""
+        work()
+        calls = self._calls(work)
+        barrier(self.world)
+        return self.slowest(lowest_decile(self._samples(work, calls)))
+
+    def collective_seconds(self, work: Work) -> float:
+        """Of something that ranks do with each other."""
+        work()
+        calls = self._calls(work)
+        times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
+        return self.slowest(lowest_decile(self.once(work, calls) for _ in range(times)))
+
+    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> PassTimings:
+        """Seconds of a forward, and of its backward."""
+        ahead = self.seconds(forward)
+        result = forward()
+        gradient = torch.ones_like(result)
+        return PassTimings(ahead,
+                           self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)))
+
+    def slowest(self, seconds: float) -> float:
+        return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))
+
+    def _calls(self, work: Work) -> int:
+        """Between two looks at the clock."""
+        if self.device.type == "cpu":
+            return 1
+        return max(1, min(MOST_CALLS, int(SAMPLE / self.slowest(self.once(work)))))
+
+    def _samples(self, work: Work, calls: int) -> Iterator[float]:
+        end = self.now() + SECONDS
+        for number in range(MOST):
+            if number >= FEWEST and self.now() > end:
+                return
+            yield self.once(work, calls)
+
+
+MODEL_SECONDS = 0.8
+"""Of the steps of one shape; at least FEWEST."""
+WARM_UP = 2
+NO_GC_STEPS = 1 << 60
+"""Steps between two looks for garbage."""
+
+
+class ProbeModel:
+    def __init__(self, shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> None:
+        config = shape.config(precision)
+        self._watch = watch
+        model = build.model(config, groups, build.recomputation(config, groups))
+        self._engine = build.engine(config, model, groups, watch.device)
+        self._engine.train()
+        # Any tokens, but those that share a model have the same.
+        numbers = torch.arange(shape.batch * (shape.sequence + 1), device=watch.device)
+        rows = (numbers % VOCABULARY).reshape(shape.batch, -1)
+        self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+    def step(self) -> StepTimings:
+        begin = self._watch.now()
+        loss = forward_loss(self._engine, self._batch)
+        ahead = self._watch.now()
+        self._engine.backward(loss)
+        back = self._watch.now()
+        self._engine.step()
+        return StepTimings(ahead - begin, back - ahead, self._watch.now() - back)
+
+
+def steps_in_turn(shapes: Sequence[ProbeModelShape], precision: str, watch: ProbeTimer,
+                  groups: Groups = Groups()) -> list[StepTimings]:
+    """What they usually take, on the slowest rank; with `groups`, together."""
+    free_engines()
+    models = [ProbeModel(shape, precision, watch, groups) for shape in shapes]
+    for _ in range(WARM_UP):
+        for model in models:
+            model.step()
+    with periodic_gc(NO_GC_STEPS):
+        taken = _measure_rounds(models, watch, groups)
+    return [StepTimings(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
+            for steps in zip(*taken, strict=True)]
+
+
+def _measure_rounds(models: Sequence[ProbeModel], watch: ProbeTimer, groups: Groups) -> list[list[StepTimings]]:
+    """Of every round, what each took."""
+    if groups.world.is_solo:
+        taken, end = list[list[StepTimings]](), watch.now() + MODEL_SECONDS
+        while len(taken) < FEWEST or watch.now() < end:
+            taken.append([model.step() for model in models])
+        return taken
+    once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
+    return [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(MODEL_SECONDS / once))))]
+
+
+def seconds_in_training(shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> float:
+    """Of a step in the loop of training, on random tokens."""
+    free_engines()
+    config = shape.config(precision)
+    tokenizer = build.tokenizer(config)
+    samples = build.datasets(config, tokenizer, groups).train
+    assert samples is not None, "random tokens are for training"
+    engine = build.engine(config, build.model(config, groups), groups, watch.device)
+    rule = build.micro_batch_sampler(config, groups, tokenizer)
+    with TemporaryDirectory() as place:
+        file = Path(place) / "metrics.jsonl"
+        with RunLog(replace(config.log, metrics_file=str(file)), STEPS_IN_TRAINING, 0, writes=True) as log:
+            Trainer(config, engine, rule, watch.device, log).run(TrainState(), samples, None)
+        steps = [json.loads(line)["step_ms"] / 1e3 for line in file.read_text().splitlines()]
+    return watch.slowest(_typical(steps[WARM_UP:], groups))
+
+
+def free_engines() -> None:
+    """Engines refer to themselves: those of before are still there."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _typical(samples: Sequence[float], groups: Groups) -> float:
+    """Ranks that work together wait for the slowest in every step: it is no other program that makes their median
+    longer."""
+    return lowest_decile(samples) if groups.world.is_solo else median(samples)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -207,8 +366,8 @@ def kind_of(device: torch.device) -> Device:
 def main(argv: Sequence[str]) -> int:
     """Of every rank: the name of the file to write, of the machine, of the precision, and of the kind of device."""
     path, machine, precision, kind = argv
-    env = distributed.init()
-    device = distributed.device_for(env)
+    env = process_group.init()
+    device = process_group.device_for(env)
     require(device.type == kind, f"torch {torch.__version__} finds no {kind} here: install one that does, or plan with "
             f"--device {device.type}")
     if device.type == "cpu":
@@ -219,7 +378,7 @@ def main(argv: Sequence[str]) -> int:
     found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 

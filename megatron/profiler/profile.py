@@ -1,7 +1,6 @@
-"""What was recorded, as plain numbers: a tree of rows that holds nothing of the model.
+"""A profile as plain numbers: a tree of rows without references to the model.
 
-Counts come in two sizes (nodes.py): logical, of the whole model, and *here*, of this rank. FLOPs are 2 x MACs.
-Parameters and MACs of a row include the rows inside it.
+Counts are logical (whole model) and on this rank. FLOPs are 2 x MACs. A row includes the rows inside it.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.profiler.nodes import ModuleNode, RunPhase, logical_numel, tensor_parallel_size
-from megatron.profiler.recording import FlopRecording
+from megatron.profiler.flop_recorder import FlopRecording
+from megatron.profiler.module_tree import ModuleNode, RunPhase, logical_numel, tensor_parallel_size
 
 FLOPS_PER_MAC = 2
 

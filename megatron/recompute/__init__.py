@@ -5,21 +5,11 @@ keep.py (what is kept, and where), replay.py (`Recomputation`: a forward and its
 engine.
 """
 
-from megatron.recompute.deepspeed import (
-    checkpoint,
-    configure,
-    get_cuda_rng_tracker,
-    in_chunks,
-    is_configured,
-    model_parallel_cuda_manual_seed,
-    model_parallel_reconfigure_tp_seed,
-    non_reentrant_checkpoint,
-    partition_activations_in_checkpoint,
-    report,
-    reset,
-    set_num_layers,
-)
-from megatron.recompute.replay import Recomputation, notes
+from megatron.recompute.activation_checkpoint import Recomputation, notes
+from megatron.recompute.deepspeed_api import (checkpoint, configure, get_cuda_rng_tracker, in_chunks, is_configured,
+                                              model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed,
+                                              non_reentrant_checkpoint, partition_activations_in_checkpoint, report,
+                                              reset, set_num_layers)
 
 __all__ = [
     "Recomputation", "checkpoint", "configure", "get_cuda_rng_tracker", "in_chunks", "is_configured",

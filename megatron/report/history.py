@@ -1,21 +1,91 @@
-"""The records of a run -> its history: one line of steps, whatever was killed and resumed.
+"""Reads a metrics file into the history of a run: one sequence of steps across kills and resumes.
 
-A *start* is a time the trainer began to write, with its configuration; one after step 0 is a resume. What was recorded
-of later steps until then is given up: the run goes on from there, so each step counts once, and the last time it was
-taken. A step back without a start, in a file that has starts, is another run's. Not here: how a file is read (read.py).
+A start is a time at which the trainer began to write; after step 0 it is a resume. Steps recorded beyond a resume
+are discarded, so each step counts once. A step back without a start means that two runs wrote to the file.
+Incomplete lines and zeros left by a crash are skipped and counted; a record behind them on the same line is found.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from megatron.report.read import Record
+from data.storage import DataError
+
+Record = dict[str, Any]
+
+MAX_LINE_BYTES = 1 << 20
+"""Bytes of a line; the configuration of a run has about 5,000."""
+PROBED_LINES = 5
+"""Lines in which a metrics file shows itself as one."""
+RECORD_KEYS = ("config", "iteration", "save")
+"""Every record of a trainer has one of these keys."""
+
+_OBJECT = re.compile(rb'\{"')
+
+
+class MetricsFileReader:
+    """The records of a file in order, read as they are asked for; what is said of lines is of those read so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_records = 0
+        self.num_damaged_lines = 0
+        """Lines that are not one object, and nothing else."""
+        self.last_line_is_incomplete = False
+        """The last one, which is being written, or was when the run was killed."""
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            with open(self._path, "rb") as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    if (record := self._record(line)) is not None:
+                        self.num_records += 1
+                        yield record
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if self.num_damaged_lines and not self.num_records:
+            raise DataError(f"{self._path} is no metrics file: no line of it is a record of a run")
+
+    def _record(self, line: bytes) -> Record | None:
+        record = _parse_record(line)
+        if record is None and line.strip():
+            if not line.endswith(b"\n"):
+                self.last_line_is_incomplete = True
+                return None
+            self.num_damaged_lines += 1
+            return _last_record_in(line)
+        return record
+
+
+def _parse_record(text: bytes) -> Record | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and any(key in found for key in RECORD_KEYS) else None
+
+
+def _last_record_in(line: bytes) -> Record | None:
+    """The record at the end of a line that begins with the remains of another, or with zeros."""
+    for start in _OBJECT.finditer(line):
+        if (record := _parse_record(line[start.start():])) is not None:
+            return record
+    return None
+
+
+def looks_like_metrics(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return any(_parse_record(file.readline(MAX_LINE_BYTES)) for _ in range(PROBED_LINES))
+
 
 COLUMNS = ("lm_loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "tflops", "mfu", "max_memory_bytes",
            "step_ms", "consumed_samples", "skipped", "drive_wait_ms", "pld_theta")

@@ -1,4 +1,4 @@
-"""Megatron's text generation server: what `PUT /api` asks for, and what it is answered."""
+"""Megatron-LM's text generation server API: parses `PUT /api` and builds its response."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, final
 
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Sampling
-from megatron.serve.asked import GenerationRequest, ServedModel, StrictJson, build_sampling, new_seed, valid_text
-from megatron.serve.leader import SequenceLogprobs
-from megatron.serve.limits import invalid_field
+from megatron.serve.admission import invalid_field
+from megatron.serve.api_request import GenerationRequest, ServedModel, StrictJson, build_sampling, new_seed, valid_text
+from megatron.serve.scheduler import SequenceLogprobs
 
 MAX_PROMPTS = 128
 DEFAULT_TOKENS = 64

@@ -1,18 +1,57 @@
-"""What the engine says of itself during a trace, with the time at which it does: where it is, what travels, when it
-waits. Writing one thing down takes about a microsecond."""
+"""Records the engine's rank status, collectives and waits with timestamps during a trace, as intervals of time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from megatron.trace.stretches import Interval
-from megatron.whereabouts import ACTIVITY, PHASE, STATUS, STEP, UNIT, ObservedCounters
-from megatron.zero.exchanges import CollectiveLog
-from mpu.wire import waits
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.rank_status import ACTIVITY, PHASE, STATUS, STEP, UNIT, ObservedCounters
+from mpu import collective_tracker
+
+
+class Interval(NamedTuple):
+    start: float
+    stop: float
+    name: str = ""
+
+    @property
+    def length(self) -> float:
+        return self.stop - self.start
+
+
+TimeSpan = tuple[float, float]
+
+
+def merge_spans(intervals: Iterable[tuple[float, ...] | Interval], within: TimeSpan) -> list[TimeSpan]:
+    """In order, and apart."""
+    found: list[TimeSpan] = []
+    for start, stop in sorted((max(each[0], within[0]), min(each[1], within[1])) for each in intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def total_length(spans: Sequence[TimeSpan]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: TimeSpan) -> dict[str, float]:
+    """How long each kind is, where a moment belongs to the first that has it; "" is what none has."""
+    found, taken = {}, list[TimeSpan]()
+    for kind, stretches in kinds.items():
+        more = merge_spans([*taken, *stretches], within)
+        found[kind] = total_length(more) - total_length(taken)
+        taken = more
+    found[""] = within[1] - within[0] - total_length(taken)
+    return found
+
 
 ClockFn = Callable[[], float]
 
@@ -62,9 +101,9 @@ class TraceRecorder:
     def attached(self, log: CollectiveLog) -> Iterator[None]:
         with ExitStack() as after:
             after.enter_context(STATUS.observed_by(self._on_status))
-            numbers = waits.current_counters()
-            waits.write_counters_to(ObservedCounters(numbers, self._on_exchange))
-            after.callback(waits.write_counters_to, numbers)
+            numbers = collective_tracker.current_counters()
+            collective_tracker.write_counters_to(ObservedCounters(numbers, self._on_exchange))
+            after.callback(collective_tracker.write_counters_to, numbers)
             log.observer = self
             after.callback(partial(setattr, log, "follower", None))
             yield

@@ -1,8 +1,7 @@
 """Samples -> micro-batches: which sample ids a step uses, and the tensors a forward takes.
 
-Ids are consecutive: step k of a run with global batch B uses [consumed, consumed + B), whatever the number of ranks;
-the dataset maps an id to shuffled text as a pure function. So `consumed` is the only data state. Micro-batch m of
-data parallel rank r takes the ids at (m x dp + r) x micro ... + micro of the step.
+Step k of a run with global batch B uses ids [consumed, consumed + B) for any number of ranks, so `consumed` is the only
+data state. Micro-batch m of data-parallel rank r takes ids from (m * dp + r) * micro on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.whereabouts import READING, STATUS
+from megatron.distributed.rank_status import READING, STATUS
 
 
 class Samples(Protocol):

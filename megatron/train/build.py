@@ -1,5 +1,4 @@
-"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py
-puts them together."""
+"""Build the parts of a run from its Config: tokenizer, datasets, model, engine. pretrain_gpt2.py puts them together."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ import numpy as np
 import torch
 
 import data.tokenizer
-from data.corpora import Datasets, open_datasets
+from data.sources import Datasets, open_datasets
 from data.tokenizer import Tokenizer
 from megatron import recompute
-from megatron.checkpoint.agree import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.config.tree import Config, TrainConfig, require
+from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
+from megatron.distributed.rank_status import START_UP, STATUS
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
 from megatron.train.batches import MicroBatchSampler
-from megatron.train.compiling import compile_model, set_matmul_precision
-from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
-from megatron.whereabouts import START_UP, STATUS
+from megatron.train.compile import compile_model, set_matmul_precision
+from megatron.train.input_checks import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.api.schedule import build_lr_schedule
-from megatron.zero.holders import full_shape
-from megatron.zero.initial_params import defer_param_init
+from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.deferred_init import defer_param_init
+from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed

@@ -1,7 +1,6 @@
-"""Loss on held-out text. Leaves no trace: no random numbers are drawn, and the training data position does not move.
+"""Loss on held-out text, and a text sample at the end of training. Neither draws from training's random streams.
 
-Every evaluation reads the same first samples of its dataset, so figures of one run compare, and resuming needs no
-state.
+Every evaluation reads the same first samples of its dataset, so numbers of one run compare and resuming needs no state.
 """
 
 from __future__ import annotations
@@ -13,6 +12,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from data.tokenizer import Tokenizer
+from megatron.config.tree import Config
+from megatron.inference.generation import Generator
+from megatron.inference.live import engine_decoder
+from megatron.inference.request import GenerationConfig, Sampling
 from megatron.train.batches import Batch, MicroBatchSampler, Samples
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
@@ -96,3 +100,26 @@ def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:
 
 def perplexity(loss: float) -> float:
     return math.exp(min(loss, 20.0))  # nan stays nan
+
+
+SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)
+"""As by default there."""
+
+
+def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
+    """The configured prompt continued; the same text on every rank, and for every layout. No random stream of training
+    is touched. Collective."""
+    typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
+    prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
+    defaults = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True)
+    with engine_decoder(engine, rows=1) as reader:
+        generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, sliding_window=True)
+        (text,) = generator.generate(defaults.make_requests(prompt, 0))
+    return tokenizer.decode(text.ids)
+
+
+def printable(text: str) -> str:
+    """One line for a console, as a Python literal of the text. Bytes that are not UTF-8, which a young byte-level model
+    makes, have become U+FFFD: that is escaped like a control character, with a word on what it is."""
+    lost = "\ufffd" in text
+    return repr(text).replace("\ufffd", r"\ufffd") + (r" (\ufffd: bytes that are not UTF-8)" if lost else "")

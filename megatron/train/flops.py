@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, and how much a device can do: the two numbers behind TFLOP/s and MFU. Pure."""
+"""FLOPs per token of the model and peak FLOP/s of devices, for TFLOP/s and MFU. No torch."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""The training loop: batches in, weights and metrics out. Everything it needs is built before it starts
-(pretrain_gpt2.py).
+"""The training loop: batches in, weights and metrics out. All parts are built before it starts (pretrain_gpt2.py).
 
-`TrainState` is what a checkpoint restores of the loop itself; the rest of a run's state belongs to the engine and the
-generators.
+`TrainState` is what a checkpoint restores of the loop; all other state belongs to the engine and the random generators.
+Python's garbage collector runs at the same steps on all ranks (`periodic_gc`), and `ZeroLRWarning` warns when the
+learning rate reaches 0 before --train-iters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
@@ -18,23 +20,100 @@ from typing import NamedTuple
 import torch
 
 from megatron.config.tree import Config
+from megatron.distributed.rank_status import EVALUATION, STATUS, TRAINING
+from megatron.distributed.signals import StopListener
 from megatron.errors import Interrupted, NumericsError, TrainerError
-from megatron.launch.signals import StopListener
 from megatron.layer_drop import kept
+from megatron.metrics.step_metrics import (LayerDropMetrics, StepMetrics, StepTimer, StepTiming, Throughput,
+                                           max_memory_bytes)
 from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, Samples, samples_digest
-from megatron.train.compiling import arithmetic_precision
+from megatron.train.compile import arithmetic_precision
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
-from megatron.train.garbage import periodic_gc
-from megatron.train.log import RunLog
-from megatron.train.metrics import LayerDropMetrics, StepMetrics, StepTimer, StepTiming, Throughput, max_memory_bytes
-from megatron.train.rate import ZeroLRWarning, find_zero_lr_steps
-from megatron.whereabouts import EVALUATION, STATUS, TRAINING
+from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.schedule import LRScheduleAdapter
+from megatron.zero.api.optimizer import LRScheduleAdapter
 from megatron.zero.step import StepReport
 from mpu.collectives import all_reduce_scalar
 from mpu.groups import set_timeout
+
+
+@contextmanager
+def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
+    """Inside, garbage is looked for when this is called with a multiple of `steps`; 0: whenever Python wants to."""
+    if not steps or not gc.isenabled():
+        yield lambda step: None
+        return
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0  # by the program around this one, and for longer
+    gc.freeze()
+    gc.disable()
+    try:
+        yield lambda step: None if step % steps else _collect_garbage()
+    finally:
+        gc.enable()
+        if not was_frozen:
+            gc.unfreeze()
+
+
+def _collect_garbage() -> None:
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class ZeroLRSteps:
+    """The iterations from `first` to `last` have a learning rate of 0."""
+
+    first: int
+    last: int
+    remedy: str
+
+    def start_warning(self) -> str:
+        return (f" warning: the learning rate is 0 from iteration {self.first} on: the last "
+                f"{self.last - self.first + 1} of {self.last} iterations train nothing; {self.remedy}")
+
+    def reached_warning(self, iteration: int) -> str:
+        return (f" warning: the learning rate has reached 0 at iteration {iteration}: the rest of the run, up to "
+                f"iteration {self.last}, trains nothing; {self.remedy}")
+
+
+class ZeroLRWarning:
+    """Warns at the start of a run, and again when the rate reaches 0 on the way."""
+
+    def __init__(self, zero_lr_steps: ZeroLRSteps | None, lr: float, print_line: Callable[[str], None]) -> None:
+        """`rate` is that of the first step."""
+        self._zero_lr_steps, self._lr, self._print_line = zero_lr_steps, lr, print_line
+        if zero_lr_steps is not None:
+            print_line(zero_lr_steps.start_warning())
+
+    def after_step(self, iteration: int, lr: float) -> None:
+        """`rate` was that of `iteration`, which is over."""
+        if self._zero_lr_steps is not None and lr == 0 != self._lr:
+            self._print_line(self._zero_lr_steps.reached_warning(iteration))
+        self._lr = lr
+
+
+def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied: int,
+                       iteration: int) -> ZeroLRSteps | None:
+    """What is idle in a run that is at `iteration`, after `applied` steps of its schedule (skipped ones do not
+    count there); None where every step has a rate."""
+    last = config.train.train_iters
+    remaining = range(applied, applied + last - iteration)
+    if not remaining or schedule(remaining[-1]) != 0:
+        return None
+    trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
+    return ZeroLRSteps(iteration + trained + 1, last, _remedy(config, iteration))
+
+
+def _remedy(config: Config, iteration: int) -> str:
+    section, last = config.schedule, config.train.train_iters
+    if section.lr == 0 and not section.use_checkpoint_lr_scheduler:
+        return "give --lr above 0"
+    if section.use_checkpoint_lr_scheduler:
+        return f"give --override-lr-scheduler --lr-decay-iters {last} in place of --use-checkpoint-lr-scheduler"
+    if iteration > 0 and not section.override_lr_scheduler:
+        return f"give --override-lr-scheduler --lr-decay-iters {last}, or with it a --min-lr above 0"
+    return f"give --lr-decay-iters {last} (in a JSON file: total_num_steps), or a --min-lr above 0"
 
 
 @dataclass
@@ -167,7 +246,7 @@ class Trainer:
         profile, core = self.config.profile, self.engine.core
         if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
             return nullcontext(lambda done: None)
-        from megatron.trace.window import trace_steps
+        from megatron.trace.trace_window import trace_steps
         return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:

@@ -1,17 +1,16 @@
-"""Which precision a CPU is fit for. The one place that decides it: `python -m megatron.train.processor` prints the
-flag that the scripts start a CPU run with, and `notes` warns those who chose another precision.
+"""CPU runs: which precision the processor supports natively, and malloc settings that keep freed memory.
 
-A processor without 16-bit products has them emulated by torch, up to a hundred times slower than in fp32: a run with
-`--bf16` trains correctly there and seems to hang. Where the processor lists 16-bit instructions there is nothing to
-measure. Elsewhere products are timed, because a list of processors would always lack the newest; and as this may
-happen on a busy machine, a warning needs every 16-bit time to be far above every fp32 time. In doubt there is none.
-
-Not here: torch, until products are timed; the scripts ask before every run.
+`python -m megatron.train.processor` prints the precision flag for the scripts. Without native instructions, 16-bit
+products are timed; a warning needs every 16-bit time to be far above every fp32 time. glibc returns large blocks to the
+system at once, so each step would fault in zeroed pages again: `keep_freed_memory` turns that off
+(docs/decisions/003-allocator.md). Runs with state on NVMe are short of memory: they return large blocks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,50 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
+MAX_MAPPED_BLOCKS = 65536
+"""Blocks that are mapped one by one: glibc's own number."""
+
+LARGE_BLOCK_BYTES = 4 << 20
+"""Bytes of a block that is worth a call of the system."""
+
+PREALLOCATED_BLOCKS = 100_000
+"""Small blocks, 8 MB with what keeps them apart: more than a training step takes."""
+LEFTOVER_BYTES, SEPARATOR_BYTES = 40, 16
+"""Bytes that a program can ask of a block of 48, and of one of 32."""
+
+
+def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
+    """Ask glibc for it; False where there is no glibc. Environment variables MALLOC_..._ do the same for any
+    program."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    large = {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
+    if return_large_blocks:
+        libc.malloc_trim(0)  # what an earlier run of this process kept
+        large = {M_MMAP_MAX: MAX_MAPPED_BLOCKS, M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, M_TOP_PAD: LARGE_BLOCK_BYTES}
+    taken = all(libc.mallopt(option, value)
+                for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
+    if taken:
+        _preallocate_small_blocks(libc)
+    return taken
+
+
+def _preallocate_small_blocks(libc: ctypes.CDLL) -> None:
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = []
+    for _ in range(PREALLOCATED_BLOCKS):
+        blocks.append(libc.malloc(LEFTOVER_BYTES))
+        libc.malloc(SEPARATOR_BYTES)  # stays: free neighbours would become one block
+    for block in blocks:
+        libc.free(block)
+
 
 NATIVE_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
 """Flags of /proc/cpuinfo: products of this precision that torch's kernels use."""

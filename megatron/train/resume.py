@@ -1,7 +1,7 @@
-"""How a pretraining run is saved and resumed: what may differ from the run of its checkpoint, and what it reports.
+"""Save and resume a pretraining run: which settings must match the checkpoint, which may differ, and what is reported.
 
-The engine saves and restores itself (zero/api/saved.py); the loop's own state travels as its client state: where it is
-in the data, which data that is, and the learning rate schedule it follows.
+The engine saves and restores itself (megatron/zero/api); the loop's own state travels as client state: position in the
+data, fingerprint of the data, and the learning rate schedule.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.facts import TokenizerFacts, tokenizer_facts_of_state
-from megatron.checkpoint.agree import all_succeed_or_raise, on_rank_0
-from megatron.checkpoint.choice import (dangling, find_tag_of_step, has_no_checkpoint, load_candidates,
-                                        parse_checkpoint_path)
+from data.format import TokenizerFacts, tokenizer_facts_of_state
 from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, explain_disk_errors,
                                         lock_save_root)
-from megatron.checkpoint.interchange.foreign import ExternalCheckpoint
-from megatron.checkpoint.interchange.huggingface import open_huggingface
+from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
+from megatron.checkpoint.convert.huggingface import open_huggingface
+from megatron.checkpoint.deletion import BackgroundDeleter
+from megatron.checkpoint.file_formats import StrictRecord, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.strict import StrictRecord, reraise_as_corrupt
+from megatron.checkpoint.resolve_tag import (dangling, find_tag_of_step, has_no_checkpoint, load_candidates,
+                                             parse_checkpoint_path)
 from megatron.checkpoint.tags import check_tag_exists, iterations_by_tag, tag_names
-from megatron.checkpoint.trash import BackgroundDeleter
 from megatron.checkpoint.writer import SaveReport
-from megatron.config.hf_shape import read_model_fields
-from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
+from megatron.config.hf_config import read_model_fields
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, flag_name
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.optim.schedule import LRSchedule
+from megatron.optim.schedulers import LRSchedule
 from megatron.train.loop import TrainState
+from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
+from megatron.zero.api.checkpoint_state import check_shared_state, shared_state_label
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions, load_external_weights
-from megatron.zero.api.schedule import LRScheduleAdapter
-from megatron.zero.api.shared import check_shared_state, shared_state_label
+from megatron.zero.api.optimizer import LRScheduleAdapter
 from mpu.groups import Groups
 
 MODEL_FIELDS_TO_MATCH = (

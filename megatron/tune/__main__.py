@@ -2,18 +2,18 @@
 
 import sys
 
-from megatron.launch.leaving import exit_on_stop_signal
+from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
     exit_on_stop_signal()  # before the rest, which takes a while
 
-from megatron.launch.exits import run
-from megatron.neighbours import check_package_shadowing
+from megatron.distributed.exit_codes import run
+from megatron.package import check_package_shadowing
 
 
 def main() -> int:
     check_package_shadowing()
-    from megatron.tune.command import main
+    from megatron.tune.cli import main
     return main()
 
 

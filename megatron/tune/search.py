@@ -1,14 +1,8 @@
-"""Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
+"""Which choice is tried next, and when the search stops: pure functions of the choices and the trials so far.
 
-    select_candidates  choices that fit, of each kind the best few micro-batches
-    next_trial    by type: what may be fastest (model_based), the predicted order (gridsearch), or any (random)
-    stop_reason      in words, where there is no next one
-    next_repeat   which of the best is measured again, before one is picked
-    common_error  what every further trial would end with as well
-    best          the fastest of those that were measured
-
-A trial that found no memory rules out every choice that needs as much by the plan, on the device and on the host. One
-in which anything else went wrong rules out itself.
+A Gaussian process models log(measured / predicted) with a correction for the machine, each part of a step, each
+setting and each pair of settings. An out-of-memory trial rules out all choices that need at least as much memory on
+device and host; other failures rule out only their own choice.
 """
 
 from __future__ import annotations
@@ -18,12 +12,69 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from megatron.config.autotuning import AutotuningConfig
+import numpy as np
+
+from megatron.config.run_config import AutotuningConfig
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
-from megatron.tune.memory import MemoryBudget
-from megatron.tune.model import Candidate, StepEstimate, estimate_steps
+from megatron.plan.step_time import StepTime
+from megatron.tune.space import MemoryBudget
+
+MACHINE_STD, PART_STD, SETTING_STD, PAIR_STD, NOISE_STD = 0.4, 0.4, 0.1, 0.03, 0.03
+"""How large corrections are, as standard deviations of a logarithm: of the whole, of a part, of one setting's value, of
+what two of them do together; and how exact a trial is. Of four grids that were measured whole (docs/benchmarks.md) the
+likelihood is near its highest, and a machine of another kind is left room to be wrong by more."""
+
+
+class StepEstimate(NamedTuple):
+    """Of a step, in seconds."""
+
+    seconds: float
+    log_std: float
+    """Standard deviation of its logarithm."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the model knows of a choice."""
+
+    settings: Mapping[str, Any]
+    predicted: StepTime
+
+    @property
+    def shares(self) -> list[float]:
+        step = self.predicted
+        parts = (step.products, step.attention, step.rest, step.optimizer, step.exchange - step.hidden)
+        return [part / step.total for part in parts]
+
+
+def estimate_steps(candidates: Sequence[Candidate], measured: Mapping[int, float]) -> list[StepEstimate]:
+    """Of all, by the seconds that some of them (by number) have been measured to take."""
+    predicted = np.log([candidate.predicted.total for candidate in candidates])
+    covariance = _covariance(candidates)
+    tried = sorted(measured)
+    if not tried:
+        return [StepEstimate(float(np.exp(mean)), float(np.sqrt(own)))
+                for mean, own in zip(predicted, covariance.diagonal(), strict=True)]
+    wrong = np.log([measured[number] for number in tried]) - predicted[tried]
+    known = covariance[np.ix_(tried, tried)] + NOISE_STD**2 * np.eye(len(tried))
+    across = covariance[tried]
+    solved = np.linalg.solve(known, across)
+    means = predicted + wrong @ solved
+    log_stds = np.sqrt(np.maximum(covariance.diagonal() - (across * solved).sum(axis=0), 0.0))
+    return [StepEstimate(float(np.exp(mean)), float(doubt)) for mean, doubt in zip(means, log_stds, strict=True)]
+
+
+def _covariance(candidates: Sequence[Candidate]) -> Any:
+    """How alike the errors of each two are: a matrix."""
+    shares = np.array([candidate.shares for candidate in candidates])
+    names = list(candidates[0].settings)
+    same = np.array([[one.settings[name] for name in names] for one in candidates], dtype=object)
+    equal = (same[:, None, :] == same[None, :, :]).astype(float).sum(axis=2)
+    pairs = equal * (equal - 1) / 2
+    return MACHINE_STD**2 + PART_STD**2 * shares @ shares.T + SETTING_STD**2 * equal + PAIR_STD**2 * pairs
+
 
 TrialState = Literal["done", "memory", "crash", "hang", "unclear"]
 

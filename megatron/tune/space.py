@@ -1,19 +1,90 @@
-"""What can be tried: every legal choice of the settings that are tuned, as a run that the planner knows.
+"""The search space of the tuner: legal choices, the memory that each needs, and the memory of this machine.
 
-A *choice* says the micro-batch, the ZeRO stage, where the state is, whether blocks are recomputed, the tensor parallel
-size and the size of buckets. The samples of a step and the model stay. Pure.
+A choice is a micro-batch, ZeRO stage, offload placement, recomputation, tensor parallel size and bucket size. The
+samples of a step and the model are fixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from megatron import host_memory
 from megatron.errors import ConfigError
-from megatron.plan.cheapest import PLACEMENTS
+from megatron.plan.alternatives import PLACEMENTS, format_bytes
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
+from megatron.plan.gpus import DRIVER_SECONDS
+from megatron.plan.memory import peak_memory
+from megatron.plan.plan_report import USABLE_FRACTION
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes."""
+
+    device: float
+    """Of a GPU, or of the CPU where that is the device."""
+    host: float = 0.0
+    """Beside a GPU."""
+
+    def __str__(self) -> str:
+        return format_bytes(int(
+            self.device)) + (f" of the GPU and {format_bytes(int(self.host))} of the host" if self.host else "")
+
+    def can_hold(self, other: MemoryBudget) -> bool:
+        return other.device <= self.device and other.host <= self.host
+
+    def usage_of(self, budget: MemoryBudget) -> float:
+        """Of the place that is the tightest; more than 1 where this does not fit."""
+        return max(self.device / max(budget.device, 1.0), self.host / max(budget.host, 1.0))
+
+
+def memory_needed_by(run: PlannedRun) -> MemoryBudget:
+    """At the fullest moment of the device."""
+    return MemoryBudget(peak_memory(run).total, run.offloaded_bytes.host)
+
+
+def least_exceeding(needs: Iterable[MemoryBudget], budget: MemoryBudget) -> MemoryBudget:
+    """That of the choice which lacks least."""
+    return min(needs, key=lambda one: one.usage_of(budget))
+
+
+LIBRARY_BYTES = 300 << 20
+"""Bytes of a rank on a host beside its tensors."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def available_memory(requested: PlannedRun, gb: float | None) -> MemoryBudget:
+    """For tensors. `gb`: what is said of the device."""
+    given = None if gb is None else gb * 2**30
+    if requested.device == "cpu":
+        return MemoryBudget(_host_bytes_per_rank(requested.ranks) if given is None else given)
+    return MemoryBudget((_free_gpu_bytes(requested.ranks) if given is None else given) * USABLE_FRACTION,
+                        _host_bytes_per_rank(requested.ranks))
+
+
+def _host_bytes_per_rank(ranks: int) -> float:
+    found = host_memory.available_bytes()
+    if found is None:
+        raise ConfigError("the memory of this machine is not known here: give --card-gb")
+    return max(0.0, found / ranks - LIBRARY_BYTES)
+
+
+def _free_gpu_bytes(ranks: int) -> float:
+    """Bytes of the fullest one of those that the ranks take, the first that are visible."""
+    visible = os.environ.get(VISIBLE_DEVICES)
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits",
+             *([] if visible is None else [f"--id={visible}"])]
+    try:
+        output = subprocess.run(query, text=True, capture_output=True, check=True, timeout=DRIVER_SECONDS).stdout
+        return min(map(float, output.split()[:ranks])) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
+
 
 BUCKET_SIZES = (5_000_000, 50_000_000)
 """Elements, beside what was asked for."""

@@ -1,13 +1,12 @@
-"""One trial: a few real steps of a run in processes of its own, started by our launcher; whatever becomes of it is a
-result.
+"""One trial: a few real training steps in a process group of its own, started by the launcher, with a timeout.
 
-    done      the steps that count have a time, and their median is the result
-    memory    some rank found no memory, or the system killed it for that
-    hang      it took no step, or was not over, when its time was (patience.py); all its processes are killed
-    unclear   it ended well without the times of all its steps, and so did a second attempt
-    crash     it ended in any other way
+    done      the median time of the measured steps is the result
+    memory    out of memory, or killed by the system for it
+    hang      no first step, or no end, within the timeout; all its processes are killed
+    unclear   exit code 0 without the times of all steps, twice
+    crash     any other end
 
-Each attempt has a folder of its own: whatever is left of another one does not mix with it.
+Each attempt has its own folder. Killing the tuner also kills its running trial.
 """
 
 from __future__ import annotations
@@ -18,22 +17,73 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
+from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from data.storage import prefix_storage_errors, write_errors_for
-from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
-from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
-from megatron.launch.supervise import die_with_parent
+from megatron.config.schema import flag_name
+from megatron.config.tree import SECTIONS, AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
+from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
+from megatron.launch.supervisor import die_with_parent
 from megatron.plan.footprint import PlannedRun
-from megatron.report.read import MetricsFileReader
-from megatron.tune.patience import TrialTimeout
+from megatron.report.history import MetricsFileReader
 from megatron.tune.search import TrialResult
-from megatron.tune.words import config_to_flags
+
+
+def config_to_flags(config: Config) -> list[str]:
+    """Of all settings that are not as they are by default."""
+    return [word for name, section in SECTIONS.items() for item in fields(section)
+            for word in _flag_words(item.name, getattr(getattr(config, name), item.name), item.default)]
+
+
+def _flag_words(name: str, value: Any, default: Any) -> Iterator[str]:
+    if value == default or value is None:
+        return
+    flag = flag_name(name)
+    if isinstance(value, bool):
+        yield flag if value else f"--no-{flag[2:]}"
+    elif isinstance(value, tuple):
+        yield from (flag, *map(str, value))
+    else:
+        yield from (flag, repr(value) if isinstance(value, float) else str(value))
+
+
+EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
+"""Seconds for what no prediction knows, after a first step; how many times longer than predicted steps may be."""
+
+
+@dataclass(frozen=True)
+class TrialTimeout:
+    """Seconds."""
+
+    first_step: float
+    """Until a first step is told: libraries, the meeting of the ranks, the index, building, compiling."""
+    steps: float
+    """After that."""
+    total: float = inf
+    """For all of it."""
+
+    @classmethod
+    def for_run(cls, run: PlannedRun, predicted: float, time_limit: float | None) -> TrialTimeout:
+        """`predicted`: seconds of all steps; `asked`: a limit that was given, instead of ours."""
+        if time_limit is not None:
+            return cls(inf, inf, time_limit)
+        return cls(run.config.parallel.startup_limit, EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted)
+
+    def expired_reason(self, waited: float, stepped: float | None) -> str:
+        """Why a trial is not waited for any longer; "" where it is. `stepped`: when the first step was told."""
+        if waited >= self.total:
+            return f"not over after {self.total:g} s"
+        if stepped is None:
+            return f"no step in {self.first_step:.0f} s" if waited >= self.first_step else ""
+        return f"not over {self.steps:.0f} s after its first step" if waited - stepped >= self.steps else ""
+
 
 TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")

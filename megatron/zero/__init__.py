@@ -27,10 +27,10 @@ Names are imported on first use: floor 0 of this package must not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron.neighbours import check_package_shadowing
+from megatron.package import check_package_shadowing
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.interchange.fp32 import (
+    from megatron.checkpoint.convert.fp32_state_dict import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint)
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
                                         unwrap_model_for_generation as unwrap_model_for_generation)
     from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments,
                                               init_distributed as init_distributed, initialize as initialize)
-    from megatron.zero.aside import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live)
-    from megatron.zero.holders import (register_external_parameter as register_external_parameter,
-                                       unregister_external_parameter as unregister_external_parameter)
+    from megatron.zero.partitioned_param import (register_external_parameter as register_external_parameter,
+                                                 unregister_external_parameter as unregister_external_parameter)
+    from megatron.zero.state import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 
 check_package_shadowing()
@@ -56,13 +56,13 @@ _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
-    "megatron.zero.aside": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "megatron.zero.state": "OffloadDeviceEnum OffloadStateTypeEnum",
     "megatron.zero.api.init": "Init GatheredParameters unwrap_model_for_generation",
-    "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
+    "megatron.zero.partitioned_param": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
-    "megatron.checkpoint.interchange.fp32": "get_fp32_state_dict_from_zero_checkpoint "
-                                            "load_state_dict_from_zero_checkpoint "
-                                            "convert_zero_checkpoint_to_fp32_state_dict",
+    "megatron.checkpoint.convert.fp32_state_dict": "get_fp32_state_dict_from_zero_checkpoint "
+    "load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "megatron.zero.estimate": "estimate_zero2_model_states_mem_needs_all_live "
                               "estimate_zero2_model_states_mem_needs_all_cold "
                               "estimate_zero3_model_states_mem_needs_all_live "
@@ -72,14 +72,14 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
-    "DeepSpeedOptimizer": ("megatron.zero.api.schedule", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),
-    "checkpointing": ("megatron.recompute.deepspeed", None),
+    "checkpointing": ("megatron.recompute.deepspeed_api", None),
     "comm": ("megatron.zero.comm", None),
     "zero": (__name__, None),
-    "__version__": ("megatron.version", "__version__"),
+    "__version__": ("megatron.package", "__version__"),
 }
 """What DeepSpeed calls what: a name of a module, or the module itself."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.launch.distributed import read_environment
+from megatron.distributed.process_group import read_environment
 
 
 class Accelerator:

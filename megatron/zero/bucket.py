@@ -1,20 +1,14 @@
-"""FlatBucket: the parameters that travel together, in flat buffers with a place that has a name.
+"""FlatBucket: the flat buffers of one unit's parameters. Gathers, reshards, and publishes new weights.
 
-Vocabulary
-    whole     all parameters of the bucket in the working precision; every `parameter.data` is a view into it
-    shard     this rank's part of `whole`: a view of it, or, where parameters are split, the only thing that lasts
-    work      the shelf (homes/shelf.py) of the shard
-    kept      the shelf of what lasts beside it: the masters, which are the shard in fp32 and what the optimizer
-              updates, and its states. Where they would be the same numbers it is `work` itself
-    grads     the gradients (gradients.py); frozen parameters have none, and no master
-    shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
+    gathered_params  all parameters in the working precision; each `parameter.data` is a view of it
+    param_shard      this rank's part of them: a view, or, where parameters are sharded, the only lasting copy
+    master_state     fp32 masters and optimizer states of the shard; `param_shard` itself where masters are not needed
+    grads            the gradients (gradients.py); frozen parameters have none
+    shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
+                     always has one rank
 
-One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
-parallel. This file moves numbers; *when* is decided by residency.py and passes.py, *what is split* by policy.py.
-
-Every gather makes a new storage, and a release only drops the engine's references to it: a tensor that a user keeps
-(`p.detach()`, a state dict) stays valid. What autograd saves of weights in forward is no such reference
-(saved_weights.py). A parameter that is away is a placeholder (placeholder.py): used outside its unit, it raises.
+Buckets move data; param_coordinator.py and backward.py decide when, stages.py what is sharded. Each gather
+allocates new storage and resharding drops only the engine's references: a tensor that a user kept stays valid.
 """
 
 from __future__ import annotations
@@ -27,25 +21,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.edits import InPlaceWriteGuard
-from megatron.zero.exchanges import NO_ENTRY, CollectiveLog
+from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.gradients import FlatGradients
-from megatron.zero.holders import release_param, set_param_owner
-from megatron.zero.homes.descent import GradOffloader
-from megatron.zero.homes.ferry import CopyEvent
-from megatron.zero.homes.here import DeviceShard
-from megatron.zero.homes.shelf import HOST, WEIGHT, EngineStorage, StoredShard
-from megatron.zero.initial_params import full_initial_value, init_chunk, init_sources
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.loan import GatheredParamsSession, copy_into_buffer
-from megatron.zero.placeholder import replace_by_placeholder, set_param_data
-from megatron.zero.policy import CommConfig, StagePolicy
-from megatron.zero.precision import BucketDtypes
-from megatron.zero.turns import BufferPool
+from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
+from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, StoredShard
+from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
+from megatron.zero.partitioned_param import release_param, replace_by_placeholder, set_param_data, set_param_owner
+from megatron.zero.stages import CommConfig, StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
-from mpu.draws import Initializer
 from mpu.groups import SOLO, Group
+from mpu.weight_init import Initializer
 
 
 class ShardState(Enum):

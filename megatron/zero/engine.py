@@ -1,10 +1,9 @@
-"""ZeroEngine: the data-parallel engine a training loop talks to. `zero.initialize` builds one.
+"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and counts micro-batches.
 
     loss = engine(batch...);  engine.backward(loss);  engine.step()
 
-It is called once per micro-batch; `step` does something only at the accumulation boundary. What it does is done by its
-parts: passes.py (a forward and a backward), step.py (the optimizer step), state.py (what lasts, and checkpoints). Here
-they are put together, and micro-batches are counted.
+Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, step.py the
+optimizer step, state.py keeps what is saved.
 """
 
 from __future__ import annotations
@@ -19,32 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
+from megatron.distributed.collective_log import CollectiveLog, assert_collective_call, register_owning_engine
+from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.whereabouts import OPTIMIZER_STEP, STATUS
-from megatron.zero.aside import LP_PARAMS, StateOffloader
+from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import publish_masters
-from megatron.zero.buffers import ModuleBufferSnapshot, broadcast_module_buffers
-from megatron.zero.exchanges import CollectiveLog
-from megatron.zero.forwards import NoGradForwardChecker
-from megatron.zero.homes.here import DeviceStorage
-from megatron.zero.homes.shelf import HOST, EngineStorage, StateSegment
+from megatron.zero.compression import CompressedBucketExchange
+from megatron.zero.flat_buffers import BufferPool, bucket_dtypes, loss_scale_rule
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
-from megatron.zero.own_exchange import CompressedBucketExchange
-from megatron.zero.passes import PassCoordinator
-from megatron.zero.policy import make_comm_config, stage_policy
-from megatron.zero.precision import bucket_dtypes, loss_scale_rule
-from megatron.zero.quantise import MoQState
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import NoopCoordinator, ParamCoordinator, units_reused_within
-from megatron.zero.roster import ModelParamGuard
-from megatron.zero.state import EngineState
+from megatron.zero.moq import MoQState
+from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, StateSegment
+from megatron.zero.param_coordinator import NoopCoordinator, ParamCoordinator, units_reused_within
+from megatron.zero.stages import make_comm_config, stage_policy
+from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
 from megatron.zero.step import OptimizerStep, StepReport
-from megatron.zero.together import assert_collective_call, register_owning_engine
-from megatron.zero.turns import BufferPool
-from megatron.zero.units import BucketingConfig, attach_main_grad_writers, build_units, detach_main_grad_writers
+from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.units import (BucketingConfig, ModelParamGuard, attach_main_grad_writers, build_units,
+                                 detach_main_grad_writers)
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 

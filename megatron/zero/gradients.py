@@ -1,15 +1,13 @@
-"""FlatGradients: the gradients of one bucket, from autograd to the sum over data parallel.
+"""Gradients of one bucket: from autograd into a flat buffer, and reduced into this rank's shard.
 
-    whole    gradients of all parameters of the bucket, in slots of one flat buffer; made with the first one
-    shard    this rank's part of their sum over data parallel: what its optimizer needs
+The *full buffer* has the gradients of all parameters, in the bucket's slots. The *shard* is this rank's part of their
+sum over data parallel, which the optimizer reads. Gradients arrive one by one (`accept_grad`), or the operation that
+makes them writes into the slot (`main_grad_writer`). A CPU copies each when it arrives, an accelerator all of them
+with one kernel. `start_reduction` sends them, `wait_for_reduction` waits for the sum.
 
-They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). On a CPU each is
-poured into the buffer as it comes, while it is in the cache; on an accelerator all of them at once, by one operation.
-Once all have arrived they are sent (`reduce`); `wait_for_reduction` waits for the sum. Where gradients are split, the shard
-accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
-accumulates, and is sent at the accumulation boundary. A shard that the host needs goes down as soon as it is there
-(homes/descent.py), and the whole is given back. Until the sum is taken `parameter.grad` is a view of the whole, where
-autograd can add to that: in equal precision. What the user makes of it counts (`heed`).
+Where gradients are sharded the shard accumulates over micro-batches, and the full buffer goes back to the pool;
+otherwise the full buffer accumulates until the boundary. Where the host updates, the shard is offloaded as soon as
+it is reduced. Until then `parameter.grad` is a view of the buffer if dtypes are equal, and user changes to it count.
 """
 
 from __future__ import annotations
@@ -22,19 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.distributed.collective_log import NO_REDUCTION, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.exchanges import NO_REDUCTION, CollectiveLog
-from megatron.zero.homes.descent import GradOffloader
-from megatron.zero.homes.ferry import CopyEvent
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool, FlatBuffer
 from megatron.zero.layout import FlatLayout
-from megatron.zero.policy import CommConfig, StagePolicy
-from megatron.zero.precision import BucketDtypes
-from megatron.zero.turns import BufferPool, FlatBuffer
+from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
+from megatron.zero.stages import CommConfig, StagePolicy
 from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
-from mpu.grads import row_norms
+from mpu.grads import MainGrad, MainGradReservation, row_norms
 from mpu.groups import Group
-from mpu.sinks import MainGrad, MainGradReservation
 
 STAGE3_OUTPUT_RULE = (
     "at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
@@ -180,7 +175,7 @@ class FlatGradients:
         self._slots_with_grad_view.clear()
 
     def main_grad_writer(self, index: int) -> MainGrad:
-        """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
+        """Lets the operation that makes the gradient of one parameter write it in place (mpu/grads.py)."""
         return MainGradWriter(self, index)
 
     def reserve_slot(self, index: int) -> WgradReservation | None:

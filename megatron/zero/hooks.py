@@ -1,27 +1,153 @@
-"""The only file that registers hooks: module and gradient events become calls of an `UnitEvents` object.
+"""Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports them to a `UnitEvents` object.
 
-A *unit* is a module whose parameters come and go together. The root unit is the whole model: it has what no other unit
-has. Recomputation needs nothing here: the receiver knows whether a forward runs inside a backward.
+A *unit* is a module whose parameters are gathered and released together; the root unit is the whole model and has
+the parameters that no other unit has. Recomputed forwards need no hooks of their own: the receiver knows whether a
+backward is running.
+
+Autograd may save views of gathered weights, which would keep the gathered buffer alive until the backward. After the
+forward of a unit each such view in its graph is replaced by a reference (`SavedParamView`), which is resolved in
+the buffer that the backward gathers. Gradients do not depend on this search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.nested import iter_tensors, map_tensors
-from megatron.zero.saved_weights import save_params_by_reference
+from megatron.zero.gradients import STAGE3_OUTPUT_RULE
+
+
+def iter_tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from iter_tensors(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from iter_tensors(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from iter_tensors(getattr(value, item.name))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor changed, wherever it is nested."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict | UserDict):
+        changed = copy(value)  # of its own kind: some are records as well
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: map_tensors(getattr(value, item.name), change)
+                                 for item in fields(value) if item.init})
+    return value
+
+
+INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
+"""What autograd says of a saved tensor of another version."""
+
+_SEARCHED_KEY = "zero_searched"
+"""Marks the nodes at which a search ended: those of a unit's outputs."""
+
+_saved_fields: dict[type[Node], list[str]] = {}
+"""Kind of node -> the attributes with what it has saved."""
+
+
+class SavedParamView(NamedTuple):
+    """A view of a gathered parameter."""
+
+    bucket: FlatBucket
+    parameter: Tensor
+    version: int
+    dtype: torch.dtype
+    offset: int
+    """In the storage of the gathered buffer, in elements of this dtype."""
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def resolve(self) -> Tensor:
+        if self.parameter._version != self.version:
+            raise ConfigError(f"a backward came to {self.bucket.describe(self.parameter)} while it was split over the "
+                              f"ranks, or after it was written to: {STAGE3_OUTPUT_RULE}")
+        storage = self.bucket.gathered_params.untyped_storage()
+        nothing = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return nothing.set_(storage, self.offset, self.size, self.stride)
+
+
+def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBucket]) -> None:
+    """Of the graph that a unit's forward has made, from its `outputs` back to those of the units before it."""
+    # What was written to within the forward is left to autograd, which knows the versions it saved, and refuses it.
+    of_storage = {
+        bucket.gathered_params.untyped_storage()._cdata: bucket
+        for bucket in buckets if not bucket.has_user_writes
+    }
+    ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes, seen = [*ends], set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or _SEARCHED_KEY in _metadata(node):
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+        for saved in _iter_saved_tensors(node):
+            if saved.unpack_hook is None and (weight := _find_param_view(saved.data, of_storage)) is not None:
+                saved.register_hooks(partial(_pack, weight), SavedParamView.resolve)
+    for node in ends:
+        _metadata(node)[_SEARCHED_KEY] = True
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    found: Any = node.metadata  # torch's annotation says that it is a function
+    return found  # type: ignore[no-any-return]
+
+
+def _pack(saved: SavedParamView, tensor: Tensor) -> SavedParamView:
+    return saved
+
+
+def _iter_saved_tensors(node: Node) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _saved_fields:
+        _saved_fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    for name in _saved_fields[kind]:
+        found = getattr(node, name)
+        yield from found if isinstance(found, tuple | list) else () if found is None else (found,)
+
+
+def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> SavedParamView | None:
+    """`saved` is what autograd holds: a tensor, or what other saved-tensor hooks made of one. (A parameter itself is
+    without memory while it is split. A view that negates has more than a size and strides.)"""
+    if type(saved) is not Tensor or not torch._C._has_storage(saved) or saved.is_neg() or saved.is_conj():
+        return None
+    bucket = of_storage.get(saved.untyped_storage()._cdata)
+    if bucket is None:
+        return None
+    place = saved.storage_offset() * saved.element_size() // bucket.gathered_params.element_size()
+    index = bisect_right(bucket.layout.slots, place, key=lambda slot: slot.offset) - 1
+    parameter = bucket.parameters[index]
+    return SavedParamView(bucket, parameter, parameter._version, saved.dtype, int(saved.storage_offset()), saved.shape,
+                          saved.stride())
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,9 @@
-"""Which slice of which parameter lives where: pure arithmetic, no torch.
+"""Layout of flat buffers: where each parameter is in its bucket's buffer and shards. Pure arithmetic, no torch.
 
-A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into `shards`
-equal shards; the tail of the last one is padding. A *segment* is the part of one slot that falls into one shard.
-Norms, checkpoint pieces and resharding are all loops over `segments(rank)`.
-
-Slots are ordered by hyper-parameter group, so each group is one contiguous span of every shard.
+A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into equal
+shards, one per rank; the last one ends in padding. A *segment* is the part of one slot that lies in one shard.
+Norms, checkpoint pieces and resharding are loops over `segments(rank)`. Slots are sorted by param group, so each
+group is one contiguous range of every shard.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Step: the optimizer step. Norm and overflow, clipping, and an update (update.py), or what is wrong.
+"""The optimizer step: gradient norm, clipping, overflow check, and the update or a skipped step.
 
-Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor, together
-with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
-of modules, passes or micro-batches.
+Gradients arrive as sums over data parallel with the loss scale on them; unscaling, averaging and clipping are one
+factor. The norm counts each element of the model once; row norms also tell which parameter is not finite.
 
-A *deferred* step is taken on the device by its own verdict (verdict.py), and the host learns of it later, in two ways.
-Whoever asks its report or `learn`s of it reads the verdict: one rank alone may. `conclude`, to which all ranks come
-(the next step, a save, a load), also says what was wrong with it: which gradient of which rank was not finite, in what
-the ranks disagree. It has changed no weight, and is raised there. Steps are deferred where waiting would cost
-something, on an accelerator, and where nothing on the host depends on them: a loss scale that moves does.
+A *deferred* step runs on the device by the step result that is there (step_result.py), and the host reads it later:
+`read_step_result` on one rank, `finish_step` on all ranks, which raises what was wrong. Steps are deferred on an
+accelerator, unless the loss scale is dynamic or the rule needs numbers on the host.
 """
 
 from __future__ import annotations
@@ -21,21 +18,71 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog
+from megatron.distributed.rank_text import format_ranks
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
-from megatron.ranges import format_ranks
-from megatron.zero.exchanges import AFTER_STEP, STEP, CollectiveLog
-from megatron.zero.forwards import diverged_blocks_error
-from megatron.zero.homes.shelf import EngineStorage
-from megatron.zero.norm import GradNorm
-from megatron.zero.own_exchange import CompressedGradExchange
-from megatron.zero.settings import HyperparamDigest, StepSettings, different_settings_error, make_step_settings
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.compression import CompressedGradExchange
+from megatron.zero.layout import FlatLayout
+from megatron.zero.offload.storage import EngineStorage
 from megatron.zero.state import EngineState
+from megatron.zero.step_result import (HostStepResult, HyperparamDigest, StepResult, StepSettings,
+                                       all_reduce_step_scalars, different_settings_error, diverged_blocks_error,
+                                       make_step_settings)
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
-from megatron.zero.verdict import HostStepResult, StepResult, all_reduce_step_scalars
 from mpu.collectives import all_gather_json
+from mpu.grads import NORM_ROW
 from mpu.groups import Groups
+
+
+class GradNorm:
+    """Of the reduced gradients that this rank owns; with `whole`, of all that it has made itself."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
+        self._buckets, self._unreduced = buckets, unreduced
+        device = buckets[0].device if buckets else None  # of an engine that only evaluates
+        shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
+        self._shards = shards
+        lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        self._row_norms = torch.zeros(sum(lengths), device=device)
+        """The norm of each row of each shard, of the last step that was asked about."""
+        self._row_norms_by_bucket = self._row_norms.split(lengths)
+        self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
+            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
+
+    def norm_squared(self) -> Tensor:
+        """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
+        gradients is not."""
+        for bucket, rows in zip(self._buckets, self._row_norms_by_bucket, strict=True):
+            assert bucket.grads.skip_reduction == self._unreduced, f"the gradients of {bucket.name} are of another kind"
+            bucket.grads.row_norms(rows)
+        # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
+        counted = self._row_norms if self._row_is_counted is None else self._row_norms * self._row_is_counted
+        norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
+        return norm.square()
+
+    def first_nonfinite_param(self) -> str | None:
+        """The first parameter with a gradient here that was not finite when `square` was last called."""
+        on_host = self._row_norms.cpu().split([len(rows) for rows in self._row_norms_by_bucket])
+        for bucket, rows in zip(self._buckets, on_host, strict=True):
+            for rank, of_shard in zip(self._shards[bucket], rows.view(len(self._shards[bucket]), -1), strict=True):
+                for segment in bucket.layout.segments(rank):
+                    stop = segment.shard_offset + segment.count
+                    if not of_shard[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():
+                        return segment.slot.name
+        return None
+
+
+def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
+    """1 for each row of a shard that is a slice of a split parameter, 0 for those that tp rank 0 counts."""
+    counts = torch.zeros(layout.shard_numel // NORM_ROW)
+    for segment in layout.segments(rank):
+        if segment.slot.partition is not None:
+            counts[segment.shard_offset // NORM_ROW : -(-(segment.shard_offset + segment.count) // NORM_ROW)] = 1.0
+    return counts
+
 
 MAX_OVERFLOWS_IN_A_ROW = 20
 """How many steps in a row may be skipped at a loss scale that cannot shrink; after that the run ends, since it would

@@ -1,13 +1,10 @@
-"""A linear layer in tiles: so large a matrix that it never has to exist whole, not even for one operation.
+"""TiledLinear: a linear layer in tiles, so that no operation needs the whole weight matrix (memory-centric tiling).
 
-    y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi  + b_o,  y = [y_0 y_1 ...]
+    y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi + b_o,  y = [y_0 y_1 ...]
 
-Each tile is a layer of its own (`linear_cls`), so what gathers parameters module by module gathers one tile at a time
-(ZeRO's "memory-centric tiling"). Parts are as even as they can be: their sizes differ by at most one. The result is
-that of one layer but for the rounding of the sum over i, one more for each further input split.
-
-With a tensor parallel `linear_cls` each tile is cut over the ranks as a whole layer would be; where its output stays
-split, a rank then holds its share of every tile, and not one share of the whole.
+Each tile is a layer of its own (`linear_cls`), so stage 3 gathers one tile at a time. Sizes of tiles differ by at most
+one. Each further input split rounds the sum once more. With a tensor parallel `linear_cls` every tile is cut over the
+ranks: where the output stays split, a rank holds its part of every tile.
 """
 
 from __future__ import annotations

@@ -1,30 +1,36 @@
-"""Cuts a model into units: which parameters travel together.
+"""Cuts a model into units, checks that it keeps their parameters, and finds the hidden matrices that Muon updates.
 
-Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
-inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left:
-what is outside of them, or shared between them, or registered as external.
-Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
-persistence threshold stay whole: they share one bucket of the root.
+A unit is an element of an outermost `ModuleList` (a transformer block), a tile of a tiled linear inside one, or a
+module marked as a leaf (`set_z3_leaf_modules`). The root has the rest: parameters outside of units, shared between
+them, registered as external, and small ones (`stage3_param_persistence_threshold`). Trainable and frozen
+parameters of a unit have a bucket each.
+
+`ModelParamGuard` refuses a step if a parameter was replaced, added, moved or unfrozen after `zero.initialize`.
+A *hidden matrix* has two dimensions, lies in a unit (not the root), and belongs to no embedding; `use_muon` in a
+param group overrides this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.errors import ConfigError
+from megatron.optim.rule import ParamGroup
 from megatron.zero.bucket import FlatBucket, replace_params_by_placeholders
-from megatron.zero.exchanges import CollectiveLog
-from megatron.zero.holders import external_parameters, full_shape
-from megatron.zero.homes.shelf import EngineStorage
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
-from megatron.zero.policy import CommConfig, StagePolicy
-from megatron.zero.precision import BucketDtypes
+from megatron.zero.offload.storage import EngineStorage
+from megatron.zero.partitioned_param import external_parameters, full_shape
+from megatron.zero.stages import CommConfig, StagePolicy
 from megatron.zero.tiling import TiledLinearBase
-from megatron.zero.turns import BufferPool
 from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
@@ -156,3 +162,168 @@ def _assign_params_to_units(model: nn.Module, modules: dict[str, nn.Module]) -> 
 
     walk(model, ROOT)
     return {parameter: units.pop() if len(units) == 1 else ROOT for parameter, units in users.items()}
+
+
+_HOW_TO_CHANGE_PARAMS = "do it before zero.initialize, or destroy() the engine and initialize again"
+
+
+class ModelParamGuard:
+    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+        self._model, self._buckets = model, buckets
+        self._trained_names = {id(p): slot.name for bucket in buckets
+                               for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}
+        self._param_ids = _collect_param_ids(model)
+        self._steps = 0  # since the weights were loaded
+
+    def veto_error(self) -> str | None:
+        """What this rank has against a step; the others may see nothing of it."""
+        try:
+            self.check_before_step()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def check_before_step(self) -> None:
+        """Raise where a step would leave out a parameter of the model, or undo what was written to it. 1,200
+        parameters: 1 ms on a CPU core."""
+        param_ids = _collect_param_ids(self._model)
+        if param_ids != self._param_ids:
+            self._raise_if_trained_params_changed(param_ids)
+            self._param_ids = param_ids
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                bucket.check_not_gathered_by_user("engine.step()")
+                bucket.check_params_unchanged()
+        self._steps += 1
+        self.check_user_writes(compare_values=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
+
+    def check_user_writes(self, *, compare_values: bool) -> None:
+        """Raise where something was written to a parameter that would not last."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                bucket.check_user_writes(compare_values=compare_values)
+
+    def begin_load(self) -> None:
+        self.check_before_load()
+        self._steps = 0
+
+    def check_before_load(self) -> None:
+        """Raise where new weights would not reach a parameter of the model."""
+        for bucket in self._buckets:
+            bucket.check_not_gathered_by_user("a load")
+        self.check_params_in_buffers()
+
+    def check_params_in_buffers(self) -> None:
+        """Raise where a parameter of the model is no longer in the buffers."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                if not bucket.is_offloaded:
+                    bucket.check_params_in_buffer()
+
+    def _raise_if_trained_params_changed(self, param_ids: list[int]) -> None:
+        gone = self._trained_names.keys() - param_ids
+        if gone:
+            name = next(name for key, name in self._trained_names.items() if key in gone)
+            raise ConfigError(f"{name} is another Parameter than at zero.initialize, or is gone: the engine trains the "
+                              "old one (load_state_dict(assign=True) does this; engine.load_module_state_dict() loads "
+                              f"weights); {_HOW_TO_CHANGE_PARAMS}")
+        new = [
+            name for name, p in self._model.named_parameters() if id(p) not in self._trained_names and p.requires_grad
+        ]
+        if new:
+            raise ConfigError(f"{new[0]} came to the model after zero.initialize: the engine does not train it; add "
+                              "it before, freeze it, or destroy() the engine and initialize again")
+
+
+def _collect_param_ids(model: nn.Module) -> list[int]:
+    """Identities of the parameters in the model, in a fixed order. (`model.parameters()` is ten times slower.)"""
+    found: list[int] = []
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            found.extend(map(id, module._parameters.values()))
+            waiting.extend(module._modules.values())
+    return found
+
+
+EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
+HEAD_NAMES = ("embed", "head", "output", "classifier", "score")
+"""What a module is called that makes logits, as a part of its name."""
+
+MUON_KEYS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "split_qkv")
+ADAM_KEYS = ("betas", "eps")
+LR_KEYS = {True: "muon_lr", False: "adam_lr"}
+
+
+def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float) -> list[ParamGroup]:
+    """Each group in two, hidden matrices first, without empty ones; each part has the hyper-parameters of its
+    optimizer, and `lr_scale`: what the group's rate is multiplied by, so that `lr` becomes the optimizer's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    hidden = hidden_matrices(model)
+    found = []
+    for group in groups:
+        for use_muon in (True, False):
+            members = [p for p in group["params"] if bool(group.get("use_muon", p in hidden)) == use_muon]
+            if use_muon:
+                _check_matrices(members, names)
+            if members:
+                found.append(_make_param_group(group, members, use_muon, lr))
+    if not any(group["use_muon"] for group in found):
+        raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
+                          "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
+    _check_tiles(model, found)
+    return found
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    units = unit_name_by_param(model)
+    has_blocks = any(unit != ROOT for unit in units.values())
+    embeddings = {
+        p
+        for module in model.modules() if isinstance(module, EMBEDDING_CLASSES) for p in module.parameters(recurse=False)
+    }
+    return {p for name, p in model.named_parameters() if len(full_shape(p)) == 2 and p not in embeddings
+            and (units[p] != ROOT if has_blocks else not _is_head(name))}
+
+
+def _is_head(name: str) -> bool:
+    *_, module = ["", *name.lower().split(".")[:-1]]
+    return any(word in module for word in HEAD_NAMES)
+
+
+def _make_param_group(group: Mapping[str, Any], members: list[nn.Parameter], use_muon: bool, lr: float) -> ParamGroup:
+    left_out = {*(ADAM_KEYS if use_muon else MUON_KEYS), *LR_KEYS.values()}
+    rate = group[LR_KEYS[use_muon]]
+    return {**{name: value for name, value in group.items() if name not in left_out}, "params": members,
+            "use_muon": use_muon, "lr_scale": 1.0 if rate is None else rate / lr}
+
+
+def muon_split_note(groups: Sequence[ParamGroup]) -> str:
+    """Who updates how much."""
+    count, numbers = Counter[bool](), Counter[bool]()
+    for group in groups:
+        count[group["use_muon"]] += len(group["params"])
+        numbers[group["use_muon"]] += sum(full_shape(p).numel() for p in group["params"])
+    return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW "
+            f"updates the {count[False]} other parameters, {numbers[False]} numbers")
+
+
+def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    for parameter in members:
+        shape = tuple(full_shape(parameter))
+        if len(shape) != 2:
+            raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param group that "
+                              "says \"use_muon\": true: only a matrix, of two dimensions, can be made orthogonal; "
+                              "leave it out")
+
+
+def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """A tile is a parameter of its own, and no whole matrix."""
+    of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
+            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose matrix never exists whole: give its "
+                              "parameters in a group that says \"use_muon\": false, or leave tiling out")

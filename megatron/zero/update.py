@@ -1,9 +1,12 @@
-"""Update: the rule over the tiles of all shards, and new weights published.
+"""Applies the optimizer rule to all shards, and copies the new masters into the 16-bit parameters.
 
-    Update           the weights are new when the call returns
-    DelayedOptimizerUpdate    the host updates beside the next forward and backward, which use the weights of before; those the
-                     call made are published when the one after it begins (or when something has to be whole). Inexact:
-                     a step's gradients are of weights that lack the step before
+    OptimizerUpdate          the weights are new when the call returns
+    DelayedOptimizerUpdate   the host updates during the next forward and backward, which use the weights of before;
+                             gradients are one step old
+
+Where the new parameters go: on the device of the update, the rule writes them (`lp_out`) or one copy does; across
+devices they go through a staging buffer while the next tile is updated; to NVMe through its storage.
+`gather_full_params` gathers full parameters for a rule that needs them (Muon): each rank gets those it has a part of.
 """
 
 from __future__ import annotations
@@ -17,20 +20,169 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatron.optim.rule import ParamGroup, SlotRange, StepScalars, UpdateRule, UpdateSegment
+from megatron.optim.rule import FullParam, ParamGroup, SlotRange, StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.ferry import CopyEvent
-from megatron.zero.homes.host import HostShard
-from megatron.zero.homes.memory import page_aligned_zeros
-from megatron.zero.homes.shelf import HOST, WEIGHT, ChunkIterator, EngineStorage, StorageBackend
-from megatron.zero.renewal import MasterToParamCopier, UpdateTile
+from megatron.zero.layout import FlatLayout, Segment, Slot, align
+from megatron.zero.offload.copy_streams import CopyEvent, StagingDoubleBuffer
+from megatron.zero.offload.direct_io import page_aligned_zeros
+from megatron.zero.offload.host import HostShard
+from megatron.zero.offload.storage import HOST, WEIGHT, ChunkIterator, EngineStorage, StateTensors, StorageBackend
 from megatron.zero.state import EngineState
-from megatron.zero.wholes import gather_full_params
-from mpu.collectives import all_reduce
+from mpu.backends import Op
+from mpu.collectives import all_gather_into, all_reduce
 from mpu.device import on_accelerator
-from mpu.groups import Groups
-from mpu.wire.interface import Op
+from mpu.groups import Group, Groups
+from mpu.partition import join_local_slices, local_slice
+
+
+def gather_full_params(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[FullParam]:
+    """Of the parameters of a hyper-parameter group, from the numbers of this rank's span of it. Collective."""
+    layout, shard_group = bucket.layout, bucket.shard_group
+    members = [slot for slot in layout.slots if slot.group == group and slot.numel]
+    if not members:
+        return iter(())
+    end = layout.numel if members[-1] is layout.slots[-1] else align(members[-1].end)
+    longest = min(layout.shard_numel, end - members[0].offset)  # no rank's span is longer
+    is_tp_sharded = any(slot.partition is not None for slot in members)
+    padded = pad(values.to(bucket.device), (0, longest - len(values)))
+    gathered = _all_gather(_all_gather(padded, shard_group),
+                           tp if is_tp_sharded else None)  # [tp or 1, shards, longest]
+    return _iter_full_params(bucket, tp, group, gathered.view(-1, layout.shards, longest), values.device)
+
+
+def _all_gather(own: Tensor, group: Group | None) -> Tensor:
+    """[n] -> [size * n], in rank order."""
+    if group is None or group.is_solo:
+        return own
+    everything = own.new_empty(group.size * len(own))
+    all_gather_into(everything, own, group).wait()
+    return everything
+
+
+def _iter_full_params(bucket: FlatBucket, tp: Group, group: int, gathered: Tensor,
+                      device: torch.device) -> Iterator[FullParam]:
+    layout, rank = bucket.layout, bucket.shard_group.rank
+    first, last = layout.group_range(rank, group)
+    for segment in layout.segments(rank, slice(first, last)):
+        slices = torch.cat([*_slot_segments(layout, segment.slot, gathered)], 1).unflatten(1, segment.slot.shape)
+        start = segment.shard_offset - first
+        yield _make_full_param(segment.slot, segment, slice(start, start + segment.count), slices, tp, device)
+
+
+def _slot_segments(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator[Tensor]:
+    """Of a slot, from each rank that has a part of it: [tp or 1, n]."""
+    size = layout.shard_numel
+    for rank in range(slot.offset // size, -(-slot.end // size)):
+        start, stop = (place - rank * size for place in (slot.offset, slot.end))
+        first, last = layout.group_range(rank, slot.group)
+        yield gathered[:, rank, max(start, first) - first : min(stop, last) - first]
+
+
+def _make_full_param(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group,
+                     device: torch.device) -> FullParam:
+    partition = slot.partition
+    if partition is None:
+        return FullParam(slot.name, part, slices[0], 1, 0, partial(_take_segment, slices[0], segment, device))
+    joined = join_local_slices(list(slices.unbind()), partition)
+    values = joined if partition.size is None else joined.narrow(partition.dim, 0, partition.size)
+
+    def own_segment() -> Tensor:
+        return _take_segment(local_slice(joined, partition, tp.rank, tp.size), segment, device)
+
+    return FullParam(slot.name, part, values, partition.stride, partition.dim, own_segment)
+
+
+def _take_segment(values: Tensor, segment: Segment, device: torch.device) -> Tensor:
+    return values.flatten()[segment.slot_offset : segment.slot_offset + segment.count].to(device)
+
+
+@dataclass(frozen=True)
+class UpdateTile:
+    """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
+
+    bucket: FlatBucket
+    chunk: slice
+    master_state: StateTensors
+    grads: Tensor
+    lp_out: Tensor | None
+    """Where the new weights are wanted as they are at work, on the side of the update."""
+
+
+class MasterToParamCopier:
+    def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
+        self._copy_streams = engine_storage.copy_streams
+        across = [bucket for bucket in buckets if self.crosses_devices(bucket)]
+        self._staging = {
+            on_host: self._make_staging([bucket for bucket in across if bucket.storage.updates_on_host == on_host],
+                                        engine_storage.pin_memory)
+            for on_host in {one.storage.updates_on_host
+                            for one in across}
+        }
+        self._last_copy: CopyEvent | None = None
+
+    def _make_staging(self, buckets: Sequence[FlatBucket], pinned: bool) -> StagingDoubleBuffer:
+        size, first = max(part.stop - part.start for bucket in buckets
+                          for part in bucket.master_state.chunks), buckets[0]
+        return StagingDoubleBuffer(size,
+                                   first.param_shard.dtype,
+                                   None if first.storage.updates_on_host else first.device,
+                                   pinned=pinned)
+
+    def make_tile(self, bucket: FlatBucket, chunk: slice, master_state: StateTensors, grads: Tensor) -> UpdateTile:
+        return UpdateTile(bucket, chunk, master_state, grads, self._lp_out_for(bucket, chunk))
+
+    def _lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
+        if not bucket.has_separate_masters:
+            return None
+        if self.crosses_devices(bucket):
+            return self._staging[bucket.storage.updates_on_host].acquire(chunk.stop - chunk.start)
+        weights = bucket.param_shard.memory_view(WEIGHT)
+        return None if weights is None else weights[chunk]
+
+    def crosses_devices(self, bucket: FlatBucket) -> bool:
+        """The weights at work are in memory, on the other side."""
+        return self._copy_streams is not None and bucket.is_on_device == bucket.storage.updates_on_host \
+            and not bucket.param_shard.is_on_nvme
+
+    def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
+        """With `written` the rule has filled `narrow`."""
+        to_fill = [(tile.lp_out, tile.master_state[WEIGHT]) for tile in tiles
+                   if tile.lp_out is not None and not lp_is_written]
+        if to_fill:
+            narrow, masters = zip(*to_fill)
+            torch._foreach_copy_(narrow, masters)
+        for tile in tiles:
+            bucket = tile.bucket
+            if tile.lp_out is None and bucket.has_separate_masters:
+                bucket.param_shard.write(WEIGHT, tile.chunk.start,
+                                         tile.master_state[WEIGHT].to(bucket.param_shard.dtype))
+            elif tile.lp_out is not None and self.crosses_devices(bucket):
+                self._copy_across(bucket, tile.chunk, tile.lp_out)
+
+    def _copy_across(self, bucket: FlatBucket, chunk: slice, lp_out: Tensor) -> None:
+        assert self._copy_streams is not None
+        if isinstance(bucket.param_shard, HostShard):
+            mark = bucket.param_shard.copy_chunk_from_device({WEIGHT: lp_out}, chunk, self._copy_streams.to_host)
+        else:
+            mark = self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard[chunk], lp_out)
+        self._staging[bucket.storage.updates_on_host].mark_sent(mark)
+
+    def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
+        """All of a bucket's, from the host, where nobody writes to them until the mark."""
+        if self._copy_streams is not None and bucket.is_on_device:
+            self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard, weights)
+            return self._last_copy
+        bucket.param_shard.write(WEIGHT, 0, weights)
+        return None
+
+    def join_copies(self) -> None:
+        """What went up so far is there, for what the device is asked from now on."""
+        if self._last_copy is not None:
+            self._last_copy.wait_on_device()
+            self._last_copy = None
+
 
 GroupHyperparams = Sequence[Mapping[str, Any]]
 """The hyper-parameters of each group, as they are at this step."""

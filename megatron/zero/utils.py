@@ -1,16 +1,12 @@
-"""DeepSpeed's utilities: what an engine holds of one parameter, whole or this rank's part (weights in fp32, gradient,
-optimizer states), which modules stage 3 gathers in one piece, and lines of a log.
+"""`deepspeed.utils`: read and set the fp32 weight, gradient or optimizer state of one parameter; mark leaf modules.
 
-    from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
+    from megatron.zero.utils import safe_get_full_grad
+    gradient = safe_get_full_grad(model.fc.weight)     # between backward and step; every rank calls it
 
-    engine.backward(loss)
-    gradient = safe_get_full_grad(model.fc.weight)          # every rank calls it; the mean over ranks and micro-batches
-    engine.step()
-
-*full* functions are called by every data parallel rank, and take or return the whole parameter (of this rank's tensor
-parallel slice). *local* ones look at the run that this rank holds, which is flat, and may be empty. Getters return fp32
-copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient before the backward that
-ends a step. A rank that makes an exchanging call alone, and ranks that set different values, are errors (together.py).
+*full* functions are collective over data parallel, and take or return the whole parameter (of this tensor parallel
+rank). *local* functions use the flat segment that this rank holds, which may be empty. Getters return fp32 copies, or
+None if there is nothing: no engine, a frozen parameter, no reduced gradient. A call on one rank only, and different
+values on different ranks, are errors.
 """
 
 from __future__ import annotations
@@ -26,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.distributed.collective_log import assert_collective_call, owning_engine
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, publish_masters
-from megatron.zero.holders import full_shape, param_owner
-from megatron.zero.homes.shelf import WEIGHT
-from megatron.zero.together import assert_collective_call, owning_engine
+from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.partitioned_param import full_shape, param_owner
 from megatron.zero.units import LEAF_ATTRIBUTE
 from mpu.collectives import all_reduce
 

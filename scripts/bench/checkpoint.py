@@ -32,7 +32,7 @@ from data.storage import crc32_file  # noqa: E402
 from megatron.checkpoint.tags import verify_tag  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
-from megatron.train.allocator import keep_freed_memory  # noqa: E402
+from megatron.train.processor import keep_freed_memory  # noqa: E402
 from megatron.zero.api.engine import Engine  # noqa: E402
 from mpu.groups import Groups  # noqa: E402
 

@@ -30,7 +30,7 @@ from int8_decode import Drawn  # noqa: E402
 from plain_decode import PlainDecoder  # noqa: E402
 from plain_gpt2 import PlainGPT2  # noqa: E402
 
-from megatron.config.presets import PRESETS  # noqa: E402
+from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig, build_config  # noqa: E402
 from megatron.inference import loading  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402

@@ -43,7 +43,7 @@ Extractor = Callable[[str], str]
 
 def extractors() -> dict[str, Extractor]:
     from data.webtext import extract
-    from data.webtext.document import Document
+    from data.webtext.documents import Document
 
     def ours(name: str) -> Extractor:
         function = extract.make_extract(extract.ExtractOptions(name, "all"))

@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megatron.config.presets import PRESETS  # noqa: E402
+from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.inference import loading  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402

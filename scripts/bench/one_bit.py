@@ -42,7 +42,7 @@ class Link:
 
 def slow_wire(wire, link: Link):
     """The same wire, whose operations take as long as the link needs for what this rank sends."""
-    from mpu.wire.interface import CollectiveWork
+    from mpu.backends import CollectiveWork
 
     def share(group, numel: int, size: int, times: int = 1) -> int:
         return times * (group.size - 1) * numel * size // group.size
@@ -79,7 +79,7 @@ def serve(rank: int, world: int, store: str, options: argparse.Namespace, optimi
     import torch
     import torch.distributed as dist
 
-    from megatron.config.presets import PRESETS
+    from megatron.config.model_config import PRESETS
     from megatron.config.tree import build_config
     from megatron.train.build import engine as build_engine, model as build_model
     from mpu import collectives, groups

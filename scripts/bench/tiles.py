@@ -23,9 +23,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from torch import Tensor  # noqa: E402
 
-from megatron.zero.homes.memory import page_aligned_bytes  # noqa: E402
-from megatron.zero.homes.swapfolder import SwapDir  # noqa: E402
-from megatron.zero.homes.tilefile import AioSettings, AsyncSwapFile  # noqa: E402
+from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile  # noqa: E402
+from megatron.zero.offload.direct_io import page_aligned_bytes  # noqa: E402
+from megatron.zero.offload.swap_dir import SwapDir  # noqa: E402
 
 BLOCK = 8 << 20
 Action = Callable[[], object]

@@ -24,8 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np  # noqa: E402
 
-from data.bpe_engines import BpeEngine, GigatokenEngine, TiktokenEngine, fastest_engine  # noqa: E402
-from data.gpt2_bpe import GPT2BPETokenizer, byte_alphabet, packaged_merges, parse_merges  # noqa: E402
+from data.gpt2_bpe import (BpeEngine, GigatokenEngine, GPT2BPETokenizer, TiktokenEngine, byte_alphabet,  # noqa: E402
+                           fastest_engine, packaged_merges, parse_merges)
 from data.indexed import IndexedCorpus  # noqa: E402
 from data.jsonl import parse_lines, read_line_chunks  # noqa: E402
 from data.preprocess import TextReadOptions, build_corpus  # noqa: E402

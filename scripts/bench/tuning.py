@@ -23,12 +23,12 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
 
 from megatron.plan.footprint import PlannedRun  # noqa: E402
-from megatron.plan.kept_rates import cached_or_measured_rates  # noqa: E402
+from megatron.plan.rate_cache import cached_or_measured_rates  # noqa: E402
 from megatron.tune import command  # noqa: E402
-from megatron.tune.capacity import available_memory  # noqa: E402
-from megatron.tune.loop import plan_choices  # noqa: E402
+from megatron.tune.cli import plan_choices  # noqa: E402
 from megatron.tune.search import (FINALISTS, REPEATS, TrialResult, fastest_choice, next_trial,  # noqa: E402
                                   select_candidates)
+from megatron.tune.space import available_memory  # noqa: E402
 from megatron.tune.space import TuningChoice, samples_per_step  # noqa: E402
 from megatron.tune.trial import TrialRunner  # noqa: E402
 

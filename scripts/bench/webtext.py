@@ -35,9 +35,8 @@ def texts_of(path: Path) -> list[str]:
 
 def our_signatures(path: Path, workers: int = 1) -> Task:
     from data.parallel import ordered_map
-    from data.webtext.minhash import Banding
-    from data.webtext.shards import split_into_ranges
-    from data.webtext.signatures import signature_rows
+    from data.webtext.documents import split_into_ranges
+    from data.webtext.minhash import Banding, signature_rows
 
     sign = partial(signature_rows, banding=Banding.for_threshold(0.8))
     return lambda: list(ordered_map(sign, split_into_ranges(path), workers))
@@ -57,7 +56,7 @@ def datasketch_signatures(path: Path) -> Task:
 
 def our_cleaning(path: Path) -> Task:
     from data.webtext import clean
-    from data.webtext.document import Document, parse_shard_line
+    from data.webtext.documents import Document, parse_shard_line
 
     mended = clean.make_clean(clean.CleanOptions())
 
@@ -76,7 +75,7 @@ def ftfy_alone(path: Path) -> Task:
 
 def our_cleaning_and_language(path: Path) -> Task:
     from data.webtext import clean, language
-    from data.webtext.document import Document, parse_shard_line
+    from data.webtext.documents import Document, parse_shard_line
 
     first = clean.make_clean(clean.CleanOptions())
     second = language.make_language_filter(language.LanguageOptions(detector=language.choose_detector("auto")))
@@ -147,7 +146,7 @@ GROUPS: dict[str, dict[str, Callable[[Path], Task]]] = {
 
 def write_sample(path: Path, documents: int) -> int:
     """Pages of about 5 kB; their bytes."""
-    from data.webtext.document import Document
+    from data.webtext.documents import Document
     from tests.data.webtext.planted import babble
 
     rng = random.Random(0)

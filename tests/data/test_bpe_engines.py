@@ -15,10 +15,9 @@ import pytest
 import regex
 from numpy.typing import NDArray
 
-from data import bpe_engines
-from data.bpe_engines import (GPT2_PATTERN, UNICODE_17_LETTERS, BpeEngine, GigatokenEngine, TiktokenEngine,
-                              fastest_engine)
-from data.gpt2_bpe import GPT2BPETokenizer, byte_alphabet, packaged_merges, parse_merges
+from data import gpt2_bpe
+from data.gpt2_bpe import (GPT2_PATTERN, UNICODE_17_LETTERS, BpeEngine, GigatokenEngine, GPT2BPETokenizer,
+                           TiktokenEngine, byte_alphabet, fastest_engine, packaged_merges, parse_merges)
 from data.preprocess import build_corpus
 from tests.data.test_tokenizer import NASTY, random_texts
 
@@ -133,7 +132,7 @@ def test_lone_surrogates_are_replaced_alike(tiktoken: TiktokenEngine, gigatoken:
 @fast
 def test_a_renewed_encoder_gives_the_same_ranks(spelling: list[bytes], tiktoken: TiktokenEngine,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe_engines, "REBUILD_AFTER_CHARACTERS", 100)
+    monkeypatch.setattr(gpt2_bpe, "REBUILD_AFTER_CHARACTERS", 100)
     engine, encoders = GigatokenEngine(spelling), []
     for text in ("one " * 20, "two " * 20, "three " * 3, "more than a hundred bytes " * 10):
         assert_equal_ranks(engine, tiktoken, [text])

@@ -17,21 +17,20 @@ from unittest.mock import patch
 
 import pytest
 
-from data.chunks import DamagedRest, MalformedDocument
 from data.cli import format_count
 from data.compressed import CorruptStreamError, open_decompressed
 from data.indexed import IndexedCorpus
 from data.jsonl import read_line_chunks
-from data.plain_text import Separator, read_text_chunks
+from data.plain_text import DamagedRest, MalformedDocument, Separator, read_text_chunks
 from data.preprocess import TextReadOptions, build_corpus
 from data.split_json import main as split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext.document import Document, DocumentError
-from data.webtext.flags import ReadOptions, make_read_function
-from data.webtext.inputs import find_source_files, plan_units
-from data.webtext.reading import WebReadOptions as WebReading, read_unit
+from data.webtext.documents import Document, DocumentError
+from data.webtext.readers import WebReadOptions as WebReading, read_unit
 from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
+from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.stages import ReadOptions, make_read_function
 from tests.data.damaging import BEGIN, COMPRESS, accidents, flipped, text_before_damage
 
 BYTE = ByteLevelTokenizer()
@@ -310,7 +309,7 @@ def test_a_malformed_line_in_a_whole_file_is_told_as_before(ending: str, tmp_pat
     with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
         run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out")
     path.write_bytes(COMPRESS[ending](content)[:-1])  # what is skipped needs no second look
-    with patch("data.chunks.find_damage", side_effect=AssertionError), \
+    with patch("data.plain_text.find_damage", side_effect=AssertionError), \
             patch("data.webtext.runner.find_damage", side_effect=AssertionError):
         assert preprocessed([path], tmp_path / "c")[1] == 2
         run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out",

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import sample_index
-from data.gpt2_dataset import BlendedDataset, GPT2Dataset, MockDataset
+from data import gpt2_dataset
+from data.gpt2_dataset import BlendedDataset, EpochCache, GPT2Dataset, MockDataset, count_samples, sample_starts
 from data.indexed import IndexedCorpus
-from data.sample_index import EpochCache, count_samples, sample_starts
 from data.sampling import epoch_permutation
 from data.storage import DataError
 from data.writer import CorpusWriter
@@ -45,7 +44,7 @@ def naive_starts(sizes: list[int], order: list[int], seq_length: int) -> list[li
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
 def test_starts_equal_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(sample_index, "BLOCK_DOCUMENTS", block)
+    monkeypatch.setattr(gpt2_dataset, "BLOCK_DOCUMENTS", block)
     draw = random.Random(block)
     for _ in range(200):
         sizes = [draw.choice([0, 0, 1, 4, 5, draw.randint(0, 30)]) for _ in range(draw.randint(1, 12))]
@@ -90,7 +89,7 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
     corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
     computed = GPT2Dataset(corpus, range(11), 4, 1, "computed", str(folder))
     assert not folder.exists()
-    monkeypatch.setattr(sample_index, "MIN_STORED_SAMPLES", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     for attempt in range(2):
         stored = GPT2Dataset(corpus, range(11), 4, 1, "stored", str(folder))
         assert all(stored[i].tolist() == computed[i].tolist() for i in range(3 * stored.samples_per_epoch))
@@ -101,15 +100,15 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
 
 def test_of_several_ranks_one_builds_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
-    monkeypatch.setattr(sample_index, "MIN_STORED_SAMPLES", 1)
-    real, built = sample_index.build_epoch, []
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
+    real, built = gpt2_dataset.build_epoch, []
 
-    def slowly(*given: object) -> sample_index.EpochIndex:
+    def slowly(*given: object) -> gpt2_dataset.EpochIndex:
         built.append(given[-1])
         time.sleep(0.05)  # the others are here before it is done
         return real(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sample_index, "build_epoch", slowly)
+    monkeypatch.setattr(gpt2_dataset, "build_epoch", slowly)
     found: list[list[int]] = []
     ranks = [threading.Thread(target=lambda: found.append(
         GPT2Dataset(corpus, range(11), 4, 1, "rank", str(folder))[0].tolist())) for _ in range(8)]
@@ -124,13 +123,13 @@ def test_few_epochs_stay_in_memory(tmp_path: Path) -> None:
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
     for i in range(20 * dataset.samples_per_epoch):
         dataset[i]
-    assert len(dataset._epochs._cached) == sample_index.MAX_CACHED_EPOCHS
+    assert len(dataset._epochs._cached) == gpt2_dataset.MAX_CACHED_EPOCHS
 
 
 def test_an_epoch_that_was_left_behind_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
     n = dataset.samples_per_epoch
-    monkeypatch.setattr(sample_index, "SAMPLES_BEFORE_EVICTION", n // 2)
+    monkeypatch.setattr(gpt2_dataset, "SAMPLES_BEFORE_EVICTION", n // 2)
     for i in (n - 1, n, n - 2, n + 1):  # readers cross the border a little apart
         dataset[i]
     assert sorted(dataset._epochs._cached) == [0, 1]
@@ -205,7 +204,7 @@ def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochCache:
     return EpochCache(np.array(sizes), np.arange(len(sizes)), seq_length, 1, samples, str(folder))
 
 
-def content(index: sample_index.EpochIndex) -> tuple[list[int], list[list[int]]]:
+def content(index: gpt2_dataset.EpochIndex) -> tuple[list[int], list[list[int]]]:
     return ([int(index.documents[k]) for k in range(len(index.documents))],
             [list(map(int, index.starts[k])) for k in range(len(index.starts))])
 
@@ -215,15 +214,15 @@ def content(index: sample_index.EpochIndex) -> tuple[list[int], list[list[int]]]
     ids=["one row", "empty documents", "a page begun", "a page full", "a row more", "many pages", "one document"])
 def test_every_row_of_a_stored_order_is_that_of_the_computed_one(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], seq_length: int) -> None:
-    monkeypatch.setattr(sample_index, "MIN_STORED_SAMPLES", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     for epoch in range(2):
-        computed = sample_index.build_epoch(np.array(sizes), np.arange(len(sizes)), seq_length, 1, epoch)
+        computed = gpt2_dataset.build_epoch(np.array(sizes), np.arange(len(sizes)), seq_length, 1, epoch)
         for _ in range(2):  # the one that writes, and the one that finds it
             assert content(stored(tmp_path, sizes, seq_length)[epoch]) == content(computed)
 
 
 def served(prefix: str, folder: str | None, count: int, start: Any = None) -> list[list[int]]:
-    sample_index.MIN_STORED_SAMPLES = 1
+    gpt2_dataset.MIN_STORED_SAMPLES = 1
     if start is not None:
         start.wait()
     dataset = GPT2Dataset(IndexedCorpus(prefix), range(3000), 4, 1, "train", folder)
@@ -258,7 +257,7 @@ SOMEBODY = {
 @pytest.mark.parametrize("somebody", SOMEBODY.values(), ids=SOMEBODY)
 def test_a_stored_order_that_is_damaged_or_another_is_named(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, somebody: Callable[[Path], object]) -> None:
-    monkeypatch.setattr(sample_index, "MIN_STORED_SAMPLES", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     store = stored(tmp_path, [7] * 50, 4)
     whole, _ = content(store[0]), content(store[1])
     content(stored(tmp_path / "other", [6, 8] * 25, 4)[0])
@@ -271,7 +270,7 @@ def test_a_stored_order_that_is_damaged_or_another_is_named(
 
 
 def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_index, "MIN_STORED_SAMPLES", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     expected = content(stored(tmp_path, [7] * 50, 4)[0])
     for path in list(tmp_path.glob("*.rows")):
         path.rename(path.with_suffix(".npy")).write_bytes(b"wrong")

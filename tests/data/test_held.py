@@ -175,7 +175,7 @@ def test_other_names_rights_and_owners_are_no_other_corpus_and_are_looked_at_onc
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_cannot_read_is_named(prefix: Path, suffix: str, number: int) -> None:
     corpus = IndexedCorpus(prefix)
-    with patch("data.held.os.preadv", side_effect=OSError(number, os.strerror(number))):
+    with patch("data.stable_file.os.preadv", side_effect=OSError(number, os.strerror(number))):
         with pytest.raises(DataError, match=f"corpus{suffix}: cannot read: {os.strerror(number)}"):
             if suffix == ".bin":
                 corpus.read(0, 3, 9)
@@ -189,7 +189,7 @@ def test_reads_that_come_in_pieces_are_joined(prefix: Path) -> None:
     def some(descriptor: int, buffers: list[Any], offset: int) -> int:
         return really(descriptor, [buffers[0][:7]], offset)
 
-    with patch("data.held.os.preadv", some):
+    with patch("data.stable_file.os.preadv", some):
         np.testing.assert_array_equal(IndexedCorpus(prefix).document(2), whole)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from data import importers
-from data.corpora import Datasets, open_datasets
 from data.importers import import_tokens, main
 from data.indexed import IndexedCorpus
+from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.verify import verify_corpus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.inputs import find_text_files, kind_of
+from data.input_files import find_text_files, kind_of
 from data.storage import DataError
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.lock import hold_writer_lock
 from data.sampling import parse_split
 from data.split_json import split_json
-from data.storage import StorageFault
+from data.storage import StorageFault, hold_writer_lock
 from data.writer import CorpusWriter
 from tests.data.test_writer import is_whole, write
 

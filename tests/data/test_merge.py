@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data import indexed, writer
-from data.facts import TokenizerFacts
+from data.format import TokenizerFacts
 from data.indexed import IndexedCorpus
 from data.merge import main, merge_corpora
 from data.storage import DataError

@@ -15,7 +15,7 @@ from data import importers, merge, preprocess, split_json
 from data.storage import UsageError, check_outputs_are_not_inputs
 from data.webtext import __main__ as webtext
 from data.writer import CorpusWriter
-from megatron.inference import command as generate
+from megatron.inference import cli as generate
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(60))

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import pages
-from data.pages import PAGE_BYTES, RowFile, write_row_file
+from data import stable_file
+from data.stable_file import PAGE_BYTES, RowFile, write_row_file
 from data.storage import DataError
 
 TABLES = {"none": np.empty(0, np.int32), "none of two": np.empty((0, 2), np.int64), "one": np.array([7], np.int32),
@@ -51,13 +51,13 @@ def test_rows_come_back_whatever_their_shape_type_and_order_of_reading(tmp_path:
 def page_by_page(name: str, values: np.ndarray) -> bytes:
     """The same file by a slow and obvious way."""
     dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
-    together = pages.PAGE_CONTENT_BYTES // (dtype.itemsize * max(1, columns))
+    together = stable_file.PAGE_CONTENT_BYTES // (dtype.itemsize * max(1, columns))
     contents = [
-        pages.ROW_FILE_HEADER.pack(pages.ROW_FILE_MAGIC, pages.ROW_FILE_VERSION, dtype.str.encode(), len(values),
-                                   columns)
+        stable_file.ROW_FILE_HEADER.pack(stable_file.ROW_FILE_MAGIC, stable_file.ROW_FILE_VERSION, dtype.str.encode(),
+                                         len(values), columns)
     ]
     contents += [values[at:at + together].astype(dtype).tobytes() for at in range(0, len(values), together)]
-    filled = [content.ljust(pages.PAGE_CONTENT_BYTES, b"\0") for content in contents]
+    filled = [content.ljust(stable_file.PAGE_CONTENT_BYTES, b"\0") for content in contents]
     return b"".join(content + zlib.crc32(content, zlib.crc32(f"{name} {number}".encode())).to_bytes(4, "little")
                     for number, content in enumerate(filled))
 
@@ -66,7 +66,7 @@ def page_by_page(name: str, values: np.ndarray) -> bytes:
 @pytest.mark.parametrize("values", [*TABLES.values(), np.arange(9000).reshape(3, -1).T], ids=[*TABLES, "turned"])
 def test_the_file_is_the_same_however_many_pages_are_written_together(tmp_path: Path, values: np.ndarray,
                                                                       at_a_time: int) -> None:
-    with patch.object(pages, "PAGES_PER_WRITE", at_a_time):
+    with patch.object(stable_file, "PAGES_PER_WRITE", at_a_time):
         write_row_file(tmp_path / "rows", "name", values)
     assert (tmp_path / "rows").read_bytes() == page_by_page("name", values)
 
@@ -127,7 +127,7 @@ def test_another_length_is_refused_when_it_is_opened(path: Path, size: int) -> N
 
 
 def test_another_version_is_told_from_damage(path: Path) -> None:
-    with patch.object(pages, "ROW_FILE_VERSION", 2):
+    with patch.object(stable_file, "ROW_FILE_VERSION", 2):
         write_row_file(path, "name", np.arange(9))
     with pytest.raises(DataError, match=f"^{path}: expected rows of version 1, found version 2; delete it"):
         RowFile(path, "name")
@@ -151,7 +151,7 @@ def test_a_file_that_is_deleted_or_made_anew_is_read_on(path: Path) -> None:
 
 
 def test_a_disk_that_cannot_read_is_named_without_the_advice_to_delete(path: Path) -> None:
-    with patch("data.held.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
+    with patch("data.stable_file.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
         with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
             RowFile(path, "name")
     with pytest.raises(DataError, match="nowhere: cannot read: No such file"):

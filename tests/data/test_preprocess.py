@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from data import jsonl
-from data.chunks import count_lines
 from data.indexed import IndexedCorpus
 from data.jsonl import parse_lines, parse_text, read_line_chunks
 from data.merge import merge_corpora
 from data.parallel import MAX_PENDING_PER_WORKER, ordered_map
+from data.plain_text import count_lines
 from data.preprocess import TextReadOptions, build_corpus, main as preprocess
 from data.storage import DataError, ResumableError
 from data.tokenizer import ByteLevelTokenizer
@@ -371,7 +371,7 @@ wrap({where[moment]})
 
 def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
     """They travel between processes; objects would be slow."""
-    from data.chunks import Chunk
+    from data.plain_text import Chunk
     from data.preprocess import encode_chunk
 
     encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), TextReadOptions())

@@ -54,7 +54,8 @@ def chunks_marked(prefix: Path) -> int:
 
 DIES = """
 import os, signal
-from data import draft, jsonl, plain_text, preprocess
+from data import jsonl, plain_text, preprocess
+from data import writer
 preprocess.RESUME_POINT_BYTES = 1000
 jsonl.read_line_chunks.__defaults__ = (600,)
 plain_text.read_text_chunks.__defaults__ = (None, "", 600)
@@ -66,8 +67,8 @@ def dies(real):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **more)
     return call
-draft.Growing.write, os.fsync, os.replace, os.truncate = map(
-    dies, (draft.Growing.write, os.fsync, os.replace, os.truncate))
+writer.Growing.write, os.fsync, os.replace, os.truncate = map(
+    dies, (writer.Growing.write, os.fsync, os.replace, os.truncate))
 if __name__ == "__main__":
     preprocess.main({arguments!r})
 """

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from data import default_corpus, sources
-from data.corpora import open_datasets
 from data.preprocess import build_corpus
-from data.sources import WeightedSource, check_sources, parse_sources
+from data.sources import WeightedSource, check_sources, open_datasets, parse_sources
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.corpora import open_datasets
+from data.sources import open_datasets
 from data.storage import (DataError, StorageFault, crc32_file, make_folder, prefix_storage_errors, staged_file,
                           wait_for_lock, write_json_atomic)
 from data.tokenizer import ByteLevelTokenizer

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from data import importers, preprocess, split_json as splitting
-from data.cached import MTIME_SETTLED_NS
 from data.importers import import_tokens
 from data.preprocess import build_corpus
+from data.sources import MTIME_SETTLED_NS
 from data.split_json import split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer

@@ -18,15 +18,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import draft, indexed, lock
+from data import indexed, storage, writer
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.lock import hold_writer_lock
 from data.merge import merge_corpora
 from data.preprocess import build_corpus
 from data.sampling import parse_split
 from data.split_json import split_json
-from data.storage import DataError, StorageFault, stale_temporary_files
+from data.storage import DataError, StorageFault, hold_writer_lock, stale_temporary_files
 from data.tokenizer import ByteLevelTokenizer
 from data.writer import CorpusWriter
 
@@ -93,7 +92,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
     """Another process that is writing."""
     code = f"""
 import sys
-from data.lock import hold_writer_lock
+from data.storage import hold_writer_lock
 with hold_writer_lock({str(path)!r}):
     print("ready", flush=True)
     sys.stdin.read()
@@ -141,7 +140,7 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
             os.unlink(tmp_path / ".c.writing")
         really(file, how)
 
-    with patch.object(lock.fcntl, "flock", late), hold_writer_lock(tmp_path / "c"):
+    with patch.object(storage.fcntl, "flock", late), hold_writer_lock(tmp_path / "c"):
         with pytest.raises(StorageFault, match=f"process {os.getpid()} on"), hold_writer_lock(tmp_path / "c"):
             pass
     assert os.listdir(tmp_path) == []
@@ -157,7 +156,7 @@ def test_a_lock_is_no_link_and_empties_nothing(tmp_path: Path) -> None:
 
 def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(lock.fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
+    with patch.object(storage.fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
         with CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as first:
             first.add_documents([1] * 1000, SHAPES[1])
             first.save_resume_point(None)
@@ -233,8 +232,8 @@ def dies(real):
         left[0] -= 1
         return real(*arguments, **more)
     return call
-import data.draft as draft
-os.replace, Path.unlink, draft.fsync_directory = dies(os.replace), dies(Path.unlink), dies(draft.fsync_directory)
+import data.writer as draft
+os.replace, Path.unlink, writer.fsync_directory = dies(os.replace), dies(Path.unlink), dies(writer.fsync_directory)
 write({str(tmp_path / 'c')!r}, 2)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -298,7 +297,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
         writer.add_documents([1] * 400, SHAPES[1][2:])
     assert is_whole(IndexedCorpus(tmp_path / "c"))
     write(tmp_path / "d", 1)
-    for suffix in draft.CORPUS_SUFFIXES:
+    for suffix in writer.CORPUS_SUFFIXES:
         assert (tmp_path / f"c{suffix}").read_bytes() == (tmp_path / f"d{suffix}").read_bytes()
     assert len(os.listdir(tmp_path)) == 6
     said = capsys.readouterr().err
@@ -306,7 +305,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
 
 
 def test_a_writer_that_cannot_begin_does_not_hold_the_name(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError) as kept, patch.object(draft.AppendFile, "write", side_effect=MemoryError):
+    with pytest.raises(MemoryError) as kept, patch.object(writer.AppendFile, "write", side_effect=MemoryError):
         CorpusWriter(tmp_path / "c", vocab_size=10).__enter__()
     assert kept.tb and not os.listdir(tmp_path)
     write(tmp_path / "c", 1)

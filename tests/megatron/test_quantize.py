@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config.quantize import QuantizeConfig
+from megatron.bit_schedule import UNREACHABLE_COUNTER, BitSchedule, period_factor, relative_eigenvalues
+from megatron.config.model_config import QuantizeConfig
 from megatron.errors import ConfigError
-from megatron.quantize import UNREACHABLE_COUNTER, BitSchedule, period_factor, relative_eigenvalues
 
 
 def walked(schedule: BitSchedule, steps: int, factor: int) -> list[int]:

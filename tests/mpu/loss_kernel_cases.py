@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpu import loss_accelerator, loss_kernel
+from mpu.chunked_loss import VocabShard
 from mpu.groups import SOLO
-from mpu.vocab_share import VocabShard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpu.backends import via_host
 from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
                              all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
                              reduce_scatter, reduce_scatter_into)
 from mpu.groups import SOLO, build, group_from_process_group
 from mpu.split import ParallelError
-from mpu.wire.functional import via_host
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 

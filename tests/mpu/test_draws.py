@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu import draws
-from mpu.draws import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments, UniformInitializer,
-                       draw_normal_elementwise, fill_normal_rows, rng_key, strided_segments_of)
+from mpu import weight_init
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
 from mpu.partition import join_local_slices
 from mpu.split import Partition
+from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments,
+                             UniformInitializer, draw_normal_elementwise, fill_normal_rows, rng_key,
+                             strided_segments_of)
 
 KEY = rng_key(1234, "blocks.0.attn.qkv.weight")
 
@@ -50,7 +51,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("block", [64, 1 << 17])
 def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, rng = whole(5000), random.Random(1)
-    monkeypatch.setattr(draws, "CPU_BLOCK", block)
+    monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
     for _ in range(100):
         start = rng.randrange(5000)
         out = torch.empty(rng.randrange(5001 - start))
@@ -62,7 +63,7 @@ def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatc
 def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(stride * 20 + 20)
     for block in (1 << 17, 32):
-        monkeypatch.setattr(draws, "CPU_BLOCK", block)
+        monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
         for start, width in ((0, stride), (3, 8), (7, stride - 5), (16, 1)):
             out = torch.empty(20, width)
             fill_normal_rows(out, KEY, start, stride)
@@ -74,8 +75,8 @@ def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch
 def test_the_accelerators_integers_are_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's signed numbers and numpy's unsigned ones."""
     expected = whole(10_000)
-    monkeypatch.setattr(draws, "on_accelerator", lambda tensor: True)
-    monkeypatch.setattr(draws, "_splitmix64_numpy", None)
+    monkeypatch.setattr(weight_init, "on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(weight_init, "_splitmix64_numpy", None)
     assert torch.equal(whole(10_000), expected)
 
 
@@ -132,7 +133,7 @@ def test_a_layer_draws_its_slice(make: Callable[..., torch.nn.Module]) -> None:
     assert torch.equal(join_local_slices([layer.weight.detach() for layer in layers], partition), alone.weight)
     later = make(init_method=CounterRNGInit(KEY, 0.5, deferred=True), tp=Group(1, 2, (0, 1)))
     assert later.weight.shape == layers[1].weight.shape and later.weight.untyped_storage().nbytes() == 4
-    source, flat = draws.initializer_of(later.weight), torch.empty(later.weight.numel())
+    source, flat = weight_init.initializer_of(later.weight), torch.empty(later.weight.numel())
     assert source is not None
     source(flat, 0)
     assert torch.equal(flat.view(later.weight.shape), layers[1].weight)

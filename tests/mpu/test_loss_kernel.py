@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpu import loss_accelerator, loss_cpu
+from mpu.chunked_loss import LossGradRequest, LossInputs, VocabShard
 from mpu.groups import SOLO, build
-from mpu.vocab_share import LossGradRequest, LossInputs, VocabShard
 from tests.distributed import run_ranks
 from tests.kernels import compiled, interpreted
 

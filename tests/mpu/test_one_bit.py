@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_gather_into, all_to_all_into
+from mpu.compressed_all_reduce import CompressedAllReduce, pack_bits, unpack_bits
 from mpu.groups import SOLO, build
-from mpu.one_bit import CompressedAllReduce, pack_bits, unpack_bits
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
 
@@ -191,7 +191,8 @@ def _bytes(rank: int, world: int) -> tuple[int, int]:
         sent[0] += message.numel() * message.element_size() * (world - 1)
         return all_gather_into(full, message, group)
 
-    with patch("mpu.one_bit.all_to_all_into", to_servers), patch("mpu.one_bit.all_gather_into", to_all):
+    with patch("mpu.compressed_all_reduce.all_to_all_into",
+               to_servers), patch("mpu.compressed_all_reduce.all_gather_into", to_all):
         mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
         mean.worker_error.add_(1.0)
         mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()

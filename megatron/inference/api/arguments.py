@@ -1,7 +1,8 @@
-"""The arguments of `init_inference`: DeepSpeed's names, from the call and from `config`, and what they mean here.
+"""The arguments of `init_inference`: DeepSpeed's names, from the call and from `config`.
 
-Every name that DeepSpeed's call knows has a row in TABLE: it is taken, or accepted where its value means what happens
-anyway, or refused with what to do instead. The call and `config` may both say a thing if they say the same.
+ARGUMENTS has one row for each name that DeepSpeed's call knows: it is used, accepted with the values that change
+nothing, or refused with what to do instead. The call and `config` may both give an argument if they give the same
+value.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron.config.ds_reader import to_plain_dicts
-from megatron.config.loose_json import parse_loose_json
-from megatron.config.problems import ErrorList
-from megatron.config.setting import require
+from megatron.config.config_errors import ErrorList
+from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.schema import require
 from megatron.errors import ConfigError
 
 DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}

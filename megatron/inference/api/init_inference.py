@@ -1,11 +1,12 @@
-"""`megatron.inference.init_inference`: a model made ready for inference, as DeepSpeed's tutorial types it.
+"""`megatron.inference.init_inference`: prepares a model for inference, with DeepSpeed's arguments. Collective over all
+ranks.
 
     engine = init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16)
     logits = engine(input_ids)
 
-The model is our GPT-2, whole or from a checkpoint, transformers' GPT-2, or any module with an injection policy. A
-module that is not ours is changed in place, as DeepSpeed does; what can be refused before it is changed is, and leaves
-it as it was. Collective over all ranks.
+The model is our GPT-2 (in memory or from a checkpoint), transformers' GPT-2, or any module with an injection
+policy. Other modules are changed in place, as DeepSpeed does; every check that can run before the change runs
+before it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.agree import all_succeed_or_raise
-from megatron.config.setting import require
+from megatron.config.schema import require
 from megatron.config.tree import ModelConfig
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError, ConfigError, TrainerError
-from megatron.inference import loading
+from megatron.inference import load
 from megatron.inference.api import arguments, weights
 from megatron.inference.api.arguments import InferenceArguments
-from megatron.inference.api.cut import check_divisible, check_not_poisoned, poison_on_failure, shard_module
 from megatron.inference.api.engine import InferenceEngine, broadcast_rng_state
+from megatron.inference.api.equivalence import TPEquivalenceCheck, assert_weights_equal_across_ranks
 from megatron.inference.api.policy import TPPlan, make_tp_plan
-from megatron.inference.api.proof import TPEquivalenceCheck
-from megatron.inference.api.quantise import check_scales, int8_layers, quantize_layers
-from megatron.inference.api.same import assert_weights_equal_across_ranks
+from megatron.inference.api.shard_module import (check_divisible, check_not_poisoned, check_scales, int8_layers,
+                                                 poison_on_failure, quantize_layers, shard_module)
 from megatron.inference.api.weights import HF_GPT2_CLASS, gpt2_from_hf_layers
 from megatron.inference.int8 import activation_dtype
-from megatron.launch import distributed, exits
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.init import groups_from_mpu
 from mpu import groups as mpu_groups
@@ -44,11 +44,11 @@ from mpu.groups import Groups
 def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
                    **kwargs: Any) -> InferenceEngine:
     """The engine of a model; docs/inference.md lists the arguments, which are DeepSpeed's."""
-    exits.install_excepthook()
+    exit_codes.install_excepthook()
     args = arguments.parse_arguments(config, kwargs)
-    env = distributed.init()
+    env = process_group.init()
     groups = _build_groups(args)
-    device = distributed.device_for(env)
+    device = process_group.device_for(env)
     notes = list(args.notes)
     if model is None or isinstance(model, GPT2):
         engine = _init_gpt2(model, args, groups, device)
@@ -70,7 +70,7 @@ def _build_groups(args: InferenceArguments) -> Groups:
     elif args.tp_group is not None:
         groups = mpu_groups.groups_from_process_groups(args.tp_group, None)
     else:
-        world = distributed.read_environment().world_size
+        world = process_group.read_environment().world_size
         require(world % (size or 1) == 0, f"init_inference: tensor_parallel.tp_size is {size}, and there are {world} "
                 f"ranks: start {size} of them, or a multiple (python -m megatron.launch --nproc-per-node {size} "
                 "SCRIPT)")
@@ -107,13 +107,13 @@ def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, dev
         found = weights.weights_of_gpt2(model)
     _check_token_limits(found.shape, args)
     dtype = args.dtype or _precision(model, found)
-    made = loading.build_model(found, groups, dtype, device)
+    made = load.build_model(found, groups, dtype, device)
     return _make_engine(made, made, args, groups)
 
 
-def _precision(model: GPT2 | None, opened: loading.OpenedModel) -> torch.dtype:
+def _precision(model: GPT2 | None, opened: load.OpenedModel) -> torch.dtype:
     """As the model is; without one, as it was trained."""
-    return loading.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype
+    return load.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype
 
 
 def _check_token_limits(shape: ModelConfig, args: InferenceArguments) -> None:

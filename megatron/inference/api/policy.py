@@ -1,15 +1,10 @@
-"""Which layers of a model are cut over tensor parallel ranks, and how: an injection policy, and the plan it gives.
+"""Injection policies: which layers of a module are sharded over tensor parallel ranks, and how.
 
-A *column* layer makes some of its output features on each rank, a *row* layer sums what the ranks made of theirs: so a
-row layer is what reads the output of column layers, and between the two every rank works on features, or heads, of its
-own. Numbers of the modules in between (how many heads, how wide) become those of a rank.
-
-DeepSpeed's form names the row layers of a class and no more:
-
-    {BertLayer: ("attention.output.dense", "output.dense")}
-
-Then all other linear layers in it are columns, and counts are found by the names that are usual. `Cut` says it all; a
-layer that it does not name stays whole. A name is a path in the layer, or the end of one.
+A column-parallel layer computes some of its output features on each rank; a row-parallel layer reads them and sums
+its outputs over the ranks. Attributes of the modules in between (number of heads, width) are divided by the number
+of ranks. DeepSpeed's form names the row-parallel layers of a class: {BertLayer: ("attention.output.dense",
+"output.dense")}; all other linear layers of the class are then column-parallel. `Cut` names both; layers that it
+leaves out are not sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from typing import Any, Literal, final
 
 from torch import nn
 
-from megatron.config.setting import require
+from megatron.config.schema import require
 
 
 @final

@@ -1,6 +1,6 @@
-"""Where the weights of a GPT-2 come from: a checkpoint folder, DeepSpeed's description of one, or a model in memory.
-
-All of them are read the same way (inference/loading.py), at any tensor parallel size and in any precision.
+"""Where `init_inference` takes the weights of a GPT-2 from: a checkpoint, DeepSpeed's JSON description of one, or a
+model in memory (ours or transformers'). All are read like a checkpoint, at any tensor parallel size and precision
+(load.py).
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import all_succeed_or_raise
-from megatron.checkpoint.interchange.foreign import ExternalCheckpoint, parameter_shapes
-from megatron.checkpoint.interchange.huggingface import REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
-from megatron.checkpoint.interchange.names import HUGGING_FACE
-from megatron.checkpoint.recognise import describe_format
-from megatron.config.ds_reader import to_plain_dicts
-from megatron.config.hf_shape import HF_CONFIG_FILE, HF_FIELDS, model_fields_of
-from megatron.config.loose_json import parse_loose_json
-from megatron.config.problems import ErrorList
-from megatron.config.setting import require
+from megatron.checkpoint.convert.detect_format import describe_format
+from megatron.checkpoint.convert.external_checkpoint import HUGGING_FACE, ExternalCheckpoint, parameter_shapes
+from megatron.checkpoint.convert.huggingface import REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
+from megatron.config.config_errors import ErrorList
+from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS, model_fields_of
+from megatron.config.schema import require
 from megatron.config.tree import ModelConfig
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError
-from megatron.inference.loading import OpenedModel, open_hf_folder, open_run_checkpoint
+from megatron.inference.load import OpenedModel, open_hf_folder, open_run_checkpoint
 from megatron.model.gpt2 import GPT2
 from mpu.groups import Group, Groups
 from mpu.partition import partition_of, set_partition
 
-COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size", "max_position_embeddings",
-                   "layernorm_epsilon")
+COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
+                   "max_position_embeddings", "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
 
-HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "known_vocab_size": "vocab_size"}
+HF_NAMES = {
+    **{ours: theirs
+       for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "known_vocab_size": "vocab_size"
+}
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:

@@ -1,9 +1,9 @@
-"""Engine: what a training script holds. The names that DeepSpeed's tutorials teach, over the mechanism of engine.py.
+"""`Engine`: DeepSpeed's training engine API over the ZeRO mechanism (megatron/zero/engine.py).
 
     loss = engine(batch);  engine.backward(loss);  engine.step()
     engine.save_checkpoint(folder, client_state={...});  path, client_state = engine.load_checkpoint(folder)
 
-It adds the learning rate schedule, checkpoints, and things to ask. `pretrain_gpt2.py` trains through it as well.
+It adds the learning rate schedule, checkpoints, monitoring and DeepSpeed's queries. `pretrain_gpt2.py` uses it as well.
 """
 
 from __future__ import annotations
@@ -23,34 +23,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import all_succeed_or_raise, assert_same_arguments, on_rank_0
-from megatron.checkpoint.background import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
-from megatron.checkpoint.choice import has_no_checkpoint
+from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import tag_of_iteration
+from megatron.checkpoint.deletion import BackgroundDeleter
+from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.trash import BackgroundDeleter
+from megatron.checkpoint.resolve_tag import has_no_checkpoint
 from megatron.checkpoint.writer import SaveReport, finish_save
 from megatron.config.tree import Config
+from megatron.distributed.collective_log import LOAD, SAVE
+from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
+from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
-from megatron.whereabouts import STATUS
-from megatron.zero.api.batching import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
-from megatron.zero.api.eigenvalues import EigenvalueEstimator
-from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.monitor import EngineMonitor, MonitorConfig
-from megatron.zero.api.names import COMPAT_NAMES, resolve_name
-from megatron.zero.api.profiled import ProfiledStep
-from megatron.zero.api.same import check_argument, to_folder
-from megatron.zero.api.saved import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict, load_engine,
-                                     restore_rng_streams, save_engine_protocol, write_state_dict)
-from megatron.zero.api.schedule import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
-from megatron.zero.api.status import EngineStatus, read_nvme_stats
-from megatron.zero.api.weights import MODULE_PREFIX, build_module_state_dict, load_module_weights
-from megatron.zero.aside import parse_offload_states
+from megatron.metrics.engine_monitor import EngineMonitor, MonitorConfig
+from megatron.zero.api.checkpoint_io import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict,
+                                             load_engine, restore_rng_streams, save_engine_protocol, write_state_dict)
+from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
+from megatron.zero.api.data_loader import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
+from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
+from megatron.zero.api.engine_status import EngineStatus, read_nvme_stats
+from megatron.zero.api.model_checks import check_argument, to_folder
+from megatron.zero.api.module_state_dict import MODULE_PREFIX, build_module_state_dict, load_module_weights
+from megatron.zero.api.optimizer import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.exchanges import LOAD, SAVE
-from megatron.zero.nested import map_tensors
+from megatron.zero.hooks import map_tensors
+from megatron.zero.state import parse_offload_states
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
 

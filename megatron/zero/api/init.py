@@ -1,13 +1,12 @@
-"""Models larger than one rank's memory: `zero.Init` splits parameters as they are made, `GatheredParameters` makes
-them whole for a while.
+"""Models larger than one rank's memory: `zero.Init` shards parameters as they are created, `zero.GatheredParameters` gathers them.
 
-    with zero.Init():                          # at most one layer's parameters are whole at a time
+    with zero.Init():                          # at most one layer's parameters are gathered at a time
         model = Model()
     with zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
-        model.head.weight.zero_()              # rank 0's edit becomes everyone's
+        model.head.weight.zero_()              # the edit of rank 0 reaches all ranks
 
-Inside `Init`, what a constructor writes in place to a parameter that is split already (`nn.init.xavier_uniform_(p)`)
-counts. `Module.apply`, inside and until there is an engine, makes each module's own parameters whole for the function.
+Inside `Init`, in-place initialization of a sharded parameter (`nn.init.xavier_uniform_(p)`) works. `Module.apply` gathers each
+module's own parameters for the function, until an engine exists.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatron.checkpoint.agree import all_succeed_or_raise
-from megatron.config import ds_file
+from megatron.config import ds_json
 from megatron.config.tree import Config
+from megatron.distributed import exit_codes
+from megatron.distributed.collective_log import assert_collective_call, owning_engine
+from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
+from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError, TrainerError
-from megatron.launch import exits
-from megatron.launch.distributed import read_environment
-from megatron.launch.exits import exit_reason_of, install_excepthook
-from megatron.zero.api.offload import command_hash
-from megatron.zero.holders import ParamOwner, param_owner
-from megatron.zero.homes.swapfolder import SwapDir, check_nvme_path, close_all_swap_dirs
-from megatron.zero.initial_params import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
-from megatron.zero.together import assert_collective_call, owning_engine
+from megatron.zero.api.offload_plan import command_hash
+from megatron.zero.deferred_init import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
+from megatron.zero.offload.swap_dir import SwapDir, check_nvme_path, close_all_swap_dirs
+from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
-from mpu.classic import current_groups
-from mpu.draws import initializer_of
 from mpu.groups import Group, Groups
+from mpu.parallel_state import current_groups
+from mpu.weight_init import initializer_of
 
 TRIM_AFTER_BYTES = 16 << 20
 """Bytes of whole parameters that are let go before the system is given the memory back."""
@@ -332,7 +331,7 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
     """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
-    found = None if source is None else ds_file.read_ds_json(source, "config_dict_or_path")
+    found = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
     device = None if found is None else found.keys.get(DEVICE_KEY)
     if found is not None and None not in (remote_device, device) and remote_device != device:
         raise ConfigError(
@@ -354,7 +353,7 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
 
 def open_nvme_arena(path: str) -> NvmeInitArena:
     """A folder of this rank's own below it."""
-    exits.before_exit(close_all_swap_dirs)
+    exit_codes.before_exit(close_all_swap_dirs)
     return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
 
 

@@ -1,4 +1,4 @@
-"""`zero.initialize`, an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
+"""`zero.initialize` builds an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
 
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -24,36 +24,36 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.checkpoint.agree import assert_equal_across_ranks
-from megatron.config import ds_file, ds_together
+from megatron.config import ds_cross_keys, ds_json
+from megatron.config.config_errors import ErrorCollector
+from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.ds_reader import DsKeyValues
-from megatron.config.ds_together import BATCH_SIZE_KEYS
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
-from megatron.config.problems import ErrorCollector
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.consistency import assert_equal_across_ranks
+from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS, Environment
+from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.launch import distributed, exits
-from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
+from megatron.metrics.engine_monitor import MonitorConfig, read_monitor_config
 from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, UpdateRule
-from megatron.optim.schedule import LRSchedule
+from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
+from megatron.zero.api.engine_features import check_forward_signature
 from megatron.zero.api.init import groups_from_mpu, init_placement_notes
-from megatron.zero.api.layer_drop import check_forward_signature
-from megatron.zero.api.monitor import MonitorConfig, read_monitor_config
-from megatron.zero.api.offload import create_engine_storage, offload_notes
-from megatron.zero.api.same import check_argument, check_parameters, check_same_model, claim_model
-from megatron.zero.api.schedule import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
+from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
+from megatron.zero.api.offload_plan import create_engine_storage, offload_notes
+from megatron.zero.api.optimizer import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
-from megatron.zero.hidden import muon_split_note, split_muon_groups
+from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.policy import ineffective_setting_notes as zero_notes
-from megatron.zero.precision import DTYPES
-from megatron.zero.settings import to_plain_values
-from megatron.zero.watch import start_watchdog
+from megatron.zero.stages import ineffective_setting_notes as zero_notes
+from megatron.zero.step_result import to_plain_values
+from megatron.zero.units import muon_split_note, split_muon_groups
 from mpu.groups import Groups
 
 DEFAULT_PORT = 29500
@@ -78,7 +78,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
     groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
     (default: this rank's) one by one, and to the working precision."""
-    exits.install_excepthook()
+    exit_codes.install_excepthook()
     check_argument("model", model, nn.Module, "an nn.Module")
     check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
     check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
@@ -89,7 +89,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     assert model is not None
     argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer's: it has met already
-        distributed.init()
+        process_group.init()
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_from_mpu(mpu)
@@ -100,7 +100,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     with config.key_names.translate_errors():
         assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
                                   "the ranks give zero.initialize different configurations")
-    device = device or distributed.device_for(distributed.read_environment())
+    device = device or process_group.device_for(process_group.read_environment())
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -215,9 +215,9 @@ def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSetting
     if isinstance(source, Config):
         return _EngineSettings(source)
     draft, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
-    found, _ = ds_file.parse_ds_json(source, argument)
+    found, _ = ds_json.parse_ds_json(source, argument)
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
-    config = ds_file.build_ds_config(source,
+    config = ds_json.build_ds_config(source,
                                      flags={"model_parallel_size": groups.tp.size},
                                      fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr},
                                      world_size=groups.world.size,
@@ -272,7 +272,7 @@ def _in_terms_of_config(config: Config, name: str, line: str) -> str:
 
 def _thread_notes(config: Config, device: torch.device) -> Iterator[str]:
     """What a rank has of the node's cores, where the host computes and a launcher has divided them."""
-    ranks, threads = distributed.read_environment().local_world_size, torch.get_num_threads()
+    ranks, threads = process_group.read_environment().local_world_size, torch.get_num_threads()
     if ranks > 1 and (device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
         yield f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each (OMP_NUM_THREADS)"
 
@@ -342,7 +342,7 @@ def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptim
         return scheduler
     if not settings.has_scheduler:
         return None
-    own_floor = ds_together.param_group_min_lr(settings.ds_config) if settings.ds_config else None
+    own_floor = ds_cross_keys.param_group_min_lr(settings.ds_config) if settings.ds_config else None
     return LRScheduleAdapter(optimizer, build_lr_schedule(settings.config), own_floor)
 
 
@@ -365,16 +365,16 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
     the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
     already."""
-    exits.install_excepthook()
+    exit_codes.install_excepthook()
     if dist_init_required is False:
         return
     env = _resolve_environment(rank, world_size, auto_mpi_discovery)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    with distributed.restore_variables_on_error():
+    with process_group.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
-                                       init_method=init_method, even_for_one_rank=True)
+        process_group.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                         init_method=init_method, even_for_one_rank=True)
     _export_environment(env)
 
 
@@ -394,4 +394,4 @@ def _resolve_environment(rank: int, world_size: int, accepts_any_launcher: bool)
         if environ.setdefault(name, str(number)) != str(number):
             raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
                               f"{environ[name]}; leave the argument out")
-    return distributed.read_environment(environ)
+    return process_group.read_environment(environ)

@@ -1,8 +1,8 @@
-"""DeepSpeed's module of this name; its class is in megatron/optim/cpu_adam.py."""
+"""DeepSpeed's module of this name; its class is in megatron/optim/torch_rule.py."""
 
 from typing import NoReturn
 
-from megatron.optim.cpu_adam import DeepSpeedCPUAdam
+from megatron.optim.torch_rule import DeepSpeedCPUAdam
 from megatron.zero.ops import raise_unsupported
 
 __all__ = ["DeepSpeedCPUAdam"]

@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from data.webtext.document import Document
-from data.webtext.shards import shard_name
+from data.webtext.documents import Document, shard_name
 
 EVALUATION = ("The lighthouse keeper counted eleven grey ships before breakfast and wrote their names, as she had "
               "every morning since the war, into a ledger that nobody would ever ask her to produce.")

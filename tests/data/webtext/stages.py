@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.storage import staged_file
-from data.webtext.counts import DocumentCounts
-from data.webtext.document import Document, DocumentFunction, DroppedDocument
+from data.webtext.documents import Document, DocumentCounts, DocumentFunction, DroppedDocument
 from data.webtext.runner import GlobalStage, MapStage
 
 

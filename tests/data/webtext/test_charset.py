@@ -8,12 +8,12 @@ import pytest
 
 from data.webtext import extract
 from data.webtext.__main__ import main
-from data.webtext.document import DocumentError
-from data.webtext.inputs import find_source_files, plan_units
-from data.webtext.reading import WebReadOptions, read_unit
-from data.webtext.record import read_stage_record
+from data.webtext.documents import DocumentError
+from data.webtext.readers import WebReadOptions, read_unit
 from data.webtext.report import summary_line
 from data.webtext.runner import MapStage, run_map_stage
+from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.stage_folder import read_stage_record
 
 RUSSIAN = "Кот спал весь день на тёплой крыше"
 WESTERN = "The “café” – naïve, 5 €"

@@ -14,8 +14,8 @@ import pytest
 from data.storage import DataError
 from data.webtext.decontaminate import (CUT_MARGIN, MIN_PART_CHARACTERS, NGRAM_WORDS, DecontaminateOptions,
                                         make_decontaminate, read_evaluation_ngrams, read_passages, shared_ngrams)
-from data.webtext.document import Document, DroppedDocument
-from data.webtext.words import hash_words
+from data.webtext.documents import Document, DroppedDocument
+from data.webtext.ngram_hashes import hash_words
 from tests.data.webtext.planted import EVALUATION, babble, plant
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.webtext.document import Document
+from data.webtext.documents import Document
 from tests.data.webtext.planted import plant, write
 from tests.data.webtext.test_dedup import deduplicate, visible
 
@@ -75,11 +75,11 @@ def test_a_run_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from data.webtext import shards
+from data.webtext import documents
 from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
-shards.cut.__defaults__ = (int(range_bytes),)
+documents.cut.__defaults__ = (int(range_bytes),)
 run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
 print(peak())
 """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext.document import Document, DocumentError, JsonKeys, parse_json_line, parse_shard_line
+from data.webtext.documents import Document, DocumentError, JsonKeys, parse_json_line, parse_shard_line
 
 # line, reason of the fault, part of the message, and the document that repairing gives (None: it cannot be repaired)
 DIRT: list[tuple[bytes, str, str, Document | None]] = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.webtext.external import LineBuckets, Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.external_sort import LineBuckets, Rows, RowSorter, iterate_rows, pairs_with_equal_keys
 
 
 def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:

@@ -13,11 +13,11 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import extract
-from data.webtext.document import Document, DroppedDocument
+from data.webtext.documents import Document, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
-from data.webtext.inputs import find_source_files
-from data.webtext.reading import WebReadOptions
+from data.webtext.readers import WebReadOptions
 from data.webtext.runner import MapStage, run_map_stage
+from data.webtext.source_files import find_source_files
 from tests.data.webtext.test_map_stages import GOOD
 
 pytest.importorskip("resiliparse")

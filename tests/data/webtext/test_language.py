@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from data.storage import UsageError
-from data.webtext import flags, language
+from data.webtext import language, stages
 from data.webtext.__main__ import build_parser, main
-from data.webtext.document import Document, DroppedDocument, parse_shard_line
+from data.webtext.documents import Document, DroppedDocument, parse_shard_line
 from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
                                    text_samples)
-from data.webtext.reading import WebReadOptions
+from data.webtext.readers import WebReadOptions
 from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
 
 ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
@@ -142,7 +142,7 @@ def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.Mo
 
 def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument]:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
-    stage = flags.build_language(args)
+    stage = stages.build_language(args)
     assert isinstance(stage, MapStage)
     return made(stage.options)
 
@@ -230,7 +230,7 @@ def test_the_same_twice_is_once() -> None:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", "--keep", "en,de",
                                       "--keep", "de"])
     pytest.importorskip("py3langid")
-    stage = flags.build_language(args)
+    stage = stages.build_language(args)
     assert isinstance(stage, MapStage) and stage.options.keep == ("en", "de")
 
 

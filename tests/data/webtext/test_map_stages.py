@@ -13,8 +13,7 @@ from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
 from data.webtext import clean, extract, language, urls
 from data.webtext.clean import CleanOptions
-from data.webtext.counts import DocumentCounts
-from data.webtext.document import Document, DroppedDocument
+from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.extract import ExtractOptions
 from data.webtext.urls import UniqueOptions, UrlOptions
 

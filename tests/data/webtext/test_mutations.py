@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from data.webtext.document import Document, DocumentError
-from data.webtext.inputs import find_source_files, plan_units
-from data.webtext.reading import ReadResult, WebReadOptions, read_unit
+from data.webtext.documents import Document, DocumentError
+from data.webtext.readers import ReadResult, WebReadOptions, read_unit
+from data.webtext.source_files import find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from data import recorded, split_json
-from data.cached import cached_corpus
-from data.inputs import find_text_files
+from data import input_files, split_json
+from data.input_files import find_text_files
 from data.preprocess import TextReadOptions, main as preprocess
+from data.sources import cached_corpus
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import folder as folders
+from data.webtext import stage_folder as folders
 from data.webtext.__main__ import main
-from data.webtext.folder import merge_shares, remove_stage
-from data.webtext.inputs import shards_of_stage
 from data.webtext.runner import run_global_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares, remove_stage
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE
 from tests.data.webtext.test_runner import contents, texts_in
@@ -315,4 +315,4 @@ def test_a_folder_of_the_users_with_such_names_is_read_as_it_is(raw: Path) -> No
     shutil.copy("raw/a.jsonl", "own/part-00005.jsonl")
     Path("own/stage.json").write_text('{"act": 1}')
     assert find_text_files(["own"]).files == ["own/part-00005.jsonl"]
-    assert recorded.shards_of_folder(Path("own")) is None
+    assert input_files.shards_of_folder(Path("own")) is None

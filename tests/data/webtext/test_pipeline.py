@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from data.corpora import open_datasets
 from data.indexed import IndexedCorpus
-from data.lock import hold_writer_lock
-from data.storage import DataError, StorageFault
+from data.sources import open_datasets
+from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main
-from data.webtext.pipeline import origin_file_of, tokenize_part
 from data.webtext.sample import build_sample as build_sample
+from data.webtext.stages import origin_file_of, tokenize_part
 from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_language import TEXTS

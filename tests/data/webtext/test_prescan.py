@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from data.webtext.prescan import declared_encoding
+from data.webtext.encoding import declared_encoding
 from tests.data.webtext.prescan_steps import prescan
 
 FRAGMENTS = [

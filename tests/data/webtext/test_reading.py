@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract, inputs
-from data.webtext.document import Document, DocumentError, parse_json_line
-from data.webtext.inputs import FileRange, find_source_files, plan_units
-from data.webtext.jsonarray import array_elements
-from data.webtext.reading import ReadResult, WebReadOptions, read_unit
-from data.webtext.shards import machine_share
+from data.webtext import extract, source_files
+from data.webtext.documents import Document, DocumentError, machine_share, parse_json_line
+from data.webtext.readers import ReadResult, WebReadOptions, array_elements, read_unit
+from data.webtext.source_files import FileRange, find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -100,7 +98,7 @@ def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) 
     units = plan_units(sources, 100)
     pieces = [piece for unit in units for piece in unit]
     assert [piece.source for piece in pieces if piece.start == 0] == sources
-    assert all(inputs.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
+    assert all(source_files.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
     assert pieces[-1] == FileRange(sources[-1]), "a compressed file is not cut"
     for count in (1, 3, 20):
         shares = [machine_share(len(units), index, count) for index in range(count)]
@@ -141,7 +139,7 @@ def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads(array.decode("utf-8-sig"))
     for size in range(1, len(array) + 2):
-        monkeypatch.setattr("data.webtext.jsonarray.ARRAY_READ_BYTES", size)
+        monkeypatch.setattr("data.webtext.readers.ARRAY_READ_BYTES", size)
         found = list(array_elements(io.BytesIO(array), 1000))
         assert [json.loads(content or b"") for _, _, content in found] == expected, size
         for offset, length, content in found:

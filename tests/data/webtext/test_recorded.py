@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from data import recorded
-from data.cached import cached_corpus
+from data import input_files
+from data.input_files import check_stage_shards
 from data.preprocess import TextReadOptions, build_corpus
-from data.recorded import check_stage_shards
 from data.sampling import parse_split
+from data.sources import cached_corpus
 from data.split_json import split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
-from data.webtext.folder import merge_shares
-from data.webtext.inputs import shards_of_stage
-from data.webtext.pipeline import tokenize_part
 from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares
+from data.webtext.stages import tokenize_part
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
 SMALL = StageRunOptions(shard_bytes=500)
@@ -127,8 +127,8 @@ def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(stage
 
 def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    really, original, made = recorded.sha256_file, runner.run_job, list[str]()
-    monkeypatch.setattr(recorded, "sha256_file", lambda path: (read.append(Path(path).name), really(path))[1])
+    really, original, made = input_files.sha256_file, runner.run_job, list[str]()
+    monkeypatch.setattr(input_files, "sha256_file", lambda path: (read.append(Path(path).name), really(path))[1])
 
     def four(job, stage, reading):  # type: ignore[no-untyped-def]
         if len(made) == 4:

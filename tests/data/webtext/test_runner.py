@@ -12,12 +12,11 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import runner
-from data.webtext.counts import DocumentCounts
-from data.webtext.folder import merge_shares
-from data.webtext.inputs import shards_of_stage
-from data.webtext.reading import WebReadOptions
-from data.webtext.record import read_stage_record
+from data.webtext.documents import DocumentCounts
+from data.webtext.readers import WebReadOptions
 from data.webtext.runner import StageRunOptions, run_global_stage, run_map_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares, read_stage_record
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 

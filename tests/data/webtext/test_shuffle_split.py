@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from data.storage import DataError
-from data.webtext import shuffle, split
-from data.webtext.counts import DocumentCounts
-from data.webtext.document import Document
-from data.webtext.shards import shard_name
+from data.webtext import split
+from data.webtext.documents import Document, DocumentCounts, shard_name
 
 
 def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
@@ -43,8 +41,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
     counts: list[DocumentCounts] = []
-    shuffle.run_shuffle(shards, tmp_path / "out", shuffle.ShuffleOptions(seed=5), 1, counts.append)
-    keys = list(islice(shuffle.shuffle_keys(5), 500))
+    split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(seed=5), 1, counts.append)
+    keys = list(islice(split.shuffle_keys(5), 500))
     assert len(set(keys)) == 500
     assert numbers_of(tmp_path / "out") == sorted(range(500), key=keys.__getitem__) != list(range(500))
     assert sum(c.documents_kept for c in counts) == sum(c.documents_in for c in counts) == 500
@@ -53,30 +51,30 @@ def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
 
 def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [200, 300])
-    shuffle.run_shuffle(shards, tmp_path / "a", shuffle.ShuffleOptions(), 1, lambda _: None)
-    shuffle.run_shuffle(shards, tmp_path / "b", shuffle.ShuffleOptions(memory=1000), 2, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "a", split.ShuffleOptions(), 1, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "b", split.ShuffleOptions(memory=1000), 2, lambda _: None)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    shuffle.run_shuffle(shards, tmp_path / "c", shuffle.ShuffleOptions(shards=7), 1, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "c", split.ShuffleOptions(shards=7), 1, lambda _: None)
     assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
     for machine in range(3):
-        options = shuffle.ShuffleOptions(shards=7, memory=9999, part=(machine, 3))
-        shuffle.run_shuffle(shards, tmp_path / "d", options, 1, lambda _: None)
+        options = split.ShuffleOptions(shards=7, memory=9999, part=(machine, 3))
+        split.run_shuffle(shards, tmp_path / "d", options, 1, lambda _: None)
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
 def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
-    shuffle.run_shuffle([], tmp_path / "none", shuffle.ShuffleOptions(), 1, lambda _: None)
+    split.run_shuffle([], tmp_path / "none", split.ShuffleOptions(), 1, lambda _: None)
     assert files_of(tmp_path / "none") == {shard_name(0): b""}
     shards = write_shards(tmp_path / "in", [5])
     for machine in range(3):
-        shuffle.run_shuffle(shards, tmp_path / "out", shuffle.ShuffleOptions(part=(machine, 3)), 1, lambda _: None)
+        split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(part=(machine, 3)), 1, lambda _: None)
     assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
     with pytest.raises(DataError, match="part-00007.jsonl: cannot read"):
-        shuffle.run_shuffle([tmp_path / shard_name(7)], tmp_path / "bad", shuffle.ShuffleOptions(), 1, lambda _: None)
+        split.run_shuffle([tmp_path / shard_name(7)], tmp_path / "bad", split.ShuffleOptions(), 1, lambda _: None)
 
 
 def test_every_place_is_equally_likely_and_seeds_differ() -> None:
-    places = np.array([np.argsort(np.argsort(list(islice(shuffle.shuffle_keys(seed), 100)))) for seed in range(300)])
+    places = np.array([np.argsort(np.argsort(list(islice(split.shuffle_keys(seed), 100)))) for seed in range(300)])
     assert len({tuple(row) for row in places.tolist()}) == 300
     # The mean place of each document over seeds: 49.5, deviation 28.9 / sqrt(300) = 1.67; five of them.
     assert abs(places.mean(axis=0) - 49.5).max() < 5 * 1.67

@@ -64,7 +64,7 @@ class Drive:
         self.fault, self.busy = fault, False
 
     def fails(self, first: Any) -> bool:
-        from megatron.whereabouts import STATUS
+        from megatron.distributed.rank_status import STATUS
         return not self.busy and STATUS.snapshot.step >= self.fault.step and self.is_meant(first)
 
     def is_meant(self, first: Any) -> bool:
@@ -160,7 +160,7 @@ def act_before_save(fault: Fault) -> None:
 
 def main() -> int:
     import pretrain_gpt2
-    from megatron.launch.distributed import read_environment
+    from megatron.distributed.process_group import read_environment
 
     fault, rank = Fault(**json.loads(os.environ["MEGATRON_DRIVE"])), read_environment().rank
     Path(os.environ["DRIVE_AT"]).with_suffix(f".{rank}").write_text(str(os.getpid()))

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron.checkpoint import tensorfile, writer
-from megatron.launch import exits
+from megatron.checkpoint import safetensors_io, writer
+from megatron.distributed import exit_codes
 from megatron.train.loop import TrainState
 from megatron.train.resume import RunCheckpoints
 from tests.megatron.helpers import train
@@ -93,7 +93,7 @@ def dying(death: Death) -> Iterator[None]:
 
     Blocks are small, so that a tiny model's files are written as large ones are: past the page cache, by a thread.
     """
-    made = tensorfile.ChecksummedWriter.__init__
+    made = safetensors_io.ChecksummedWriter.__init__
 
     def limited(new: Any, file: Any, *rest: Any) -> None:
         made(new, file, *rest)
@@ -102,8 +102,8 @@ def dying(death: Death) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(tensorfile.ChecksummedWriter, "__init__",
-                      limited), patch.object(tensorfile, "WRITE_BLOCK_BYTES", 1 << 14):
+    with patch.object(safetensors_io.ChecksummedWriter, "__init__",
+                      limited), patch.object(safetensors_io, "WRITE_BLOCK_BYTES", 1 << 14):
         yield
 
 
@@ -130,7 +130,7 @@ def save_under(rank: int, world: int, argv: Sequence[object], fault: Fault | Dea
             train(argv)
             return 0, ""
         except BaseException as error:
-            failure = exits.exit_reason_of(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text
 
 

@@ -18,17 +18,17 @@ from unittest import mock
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint import agree, writer
-from megatron.checkpoint.choice import latest_tag
-from megatron.checkpoint.cut import DPSharding
-from megatron.checkpoint.lineage import CommitRecord, Lineage
-from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, piece_key,
-                                          read_manifest)
-from megatron.checkpoint.part import rank_manifest_name, read_rank_manifest
-from megatron.checkpoint.piece import TensorPiece, tp_sharding_of
-from megatron.checkpoint.strict import checksum_ending, seal_record, unseal_record
+from megatron.checkpoint import writer
+from megatron.checkpoint.file_formats import checksum_ending, seal_record, unseal_record
+from megatron.checkpoint.manifest import (MANIFEST, CommitRecord, FileEntry, Lineage, Manifest, PieceEntry, TensorEntry,
+                                          piece_key, read_manifest)
+from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
+from megatron.checkpoint.rank_manifest import rank_manifest_name, read_rank_manifest
+from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.resolve_tag import latest_tag
+from megatron.checkpoint.safetensors_io import SafetensorsReader
 from megatron.checkpoint.tags import read_tag_manifest, verify_tag
-from megatron.checkpoint.tensorfile import SafetensorsReader
+from megatron.distributed import consistency
 from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.groups import SOLO, Group
@@ -135,8 +135,8 @@ class ThreadWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        with mock.patch.object(agree, "all_reduce_scalar", self.reduce_number), \
-                mock.patch.object(agree, "broadcast_json", self.broadcast_json):
+        with mock.patch.object(consistency, "all_reduce_scalar", self.reduce_number), \
+                mock.patch.object(consistency, "broadcast_json", self.broadcast_json):
             yield
 
 

@@ -26,21 +26,21 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.checkpoint import agree, writer
-from megatron.checkpoint.cut import DPSharding
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
-from megatron.checkpoint.piece import LazyData, TensorPiece, tp_sharding_of
+from megatron.checkpoint import writer
+from megatron.checkpoint.manifest import MANIFEST, Lineage, TensorEntry, read_manifest
+from megatron.checkpoint.pieces import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reshard import DPSharding
 from megatron.config.tree import ModelConfig
+from megatron.distributed import consistency
 from megatron.model import GPT2
+from megatron.zero.deferred_init import init_chunk
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.initial_params import init_chunk
 from megatron.zero.layout import FlatLayout, Slot
-from mpu import draws, groups
-from mpu.draws import initializer_of
+from mpu import groups, weight_init
 from mpu.groups import Group
 from mpu.partition import partition_of
+from mpu.weight_init import initializer_of
 from tests.megatron.counting import Calls, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
@@ -141,9 +141,9 @@ class Played:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, function in (("reduce_number", self.reduce_number), ("least", self.least),
+            for name, function in (("all_reduce_scalar", self.reduce_number), ("all_reduce_min", self.least),
                                    ("broadcast_json", self.broadcast_json)):
-                stack.enter_context(mock.patch.object(agree, name, function))
+                stack.enter_context(mock.patch.object(consistency, name, function))
             for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
                 stack.enter_context(mock.patch.object(owner, name, self._counting(name, getattr(owner, name))))
             stack.enter_context(mock.patch("io.open", builtins.open))
@@ -205,14 +205,14 @@ class Model:
 def start(size: int) -> Cost:
     """The initial weights of a rank in the middle."""
     model, cost = Model(size // TP, TP // 2), Cost()
-    rows = draws.fill_normal_rows
+    rows = weight_init.fill_normal_rows
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         cost.drawn += out.numel()
         rows(out, *places)
 
     begin = time.perf_counter()
-    with mock.patch.object(draws, "fill_normal_rows", counted):
+    with mock.patch.object(weight_init, "fill_normal_rows", counted):
         model.draw(size // TP // 2)
     cost.seconds, cost.kept = time.perf_counter() - begin, model.kept()
     return cost

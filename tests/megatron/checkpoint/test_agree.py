@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.checkpoint.agree import all_succeed_or_raise
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
                              TrainerError, exit_code)
 from mpu import groups as mpu_groups

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint import background, tensorfile, writer
-from megatron.checkpoint.background import AsyncSaver, HostSnapshot
-from megatron.checkpoint.piece import TensorPiece
+from megatron.checkpoint import async_save, safetensors_io, writer
+from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot
+from megatron.checkpoint.pieces import TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.checkpoint.tags import tag_names, verify_tag
-from megatron.checkpoint.tensorfile import FileTensor
 from megatron.checkpoint.writer import SaveReport, SaveSteps, finish_save, save_protocol
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
@@ -281,7 +281,7 @@ def memory(field: str) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
 def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_again(tmp_path: Path) -> None:
     plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
-    state, blocks, slack = 128 << 20, 2 * tensorfile.WRITE_BLOCK_BYTES, 8 << 20  # slack: half a piece
+    state, blocks, slack = 128 << 20, 2 * safetensors_io.WRITE_BLOCK_BYTES, 8 << 20  # slack: half a piece
     assert plain < blocks + slack
     assert state - slack < first < state + blocks + slack
     assert second < blocks + slack
@@ -309,7 +309,7 @@ def test_a_step_asks_nobody_about_the_save_under_way(side: str, tmp_path: Path) 
 
         engine.save_checkpoint(tmp_path, "t", in_background=True)
         with mock.patch.object(writer, "advance_save", side_effect=AssertionError), \
-                mock.patch.object(background, "advance_save", side_effect=AssertionError):
+                mock.patch.object(async_save, "advance_save", side_effect=AssertionError):
             step(), step()
         assert engine.is_saving
         go.set()
@@ -397,7 +397,7 @@ def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
 
     def full(staging: Path, share: Any) -> Any:
         if rank == culprit and "global_step4" in staging.name:
-            with mock.patch.object(tensorfile.ChecksummedWriter,
+            with mock.patch.object(safetensors_io.ChecksummedWriter,
                                    "write",
                                    side_effect=OSError(errno.ENOSPC, "No space left")):
                 return write(staging, share)
@@ -468,7 +468,7 @@ def test_a_second_ctrl_c_waits_for_no_save_and_nothing_of_it_comes_later(tmp_pat
     write_corpus(tmp_path / "corpus")
     said = broken_training(0, 1, flags(tmp_path, "s", "--async-save"), KeyboardInterrupt, None)
     assert said == "KeyboardInterrupt  the save under way is not complete; the tag before it is the newest"
-    assert not background._PENDING_SAVES and tag_names(tmp_path / "s") == []
+    assert not async_save._PENDING_SAVES and tag_names(tmp_path / "s") == []
 
 
 # ---- deaths ------------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_pa
         job_done = False
         with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
                                         for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
-                mock.patch.object(tensorfile.ChecksummedWriter, "write", dying(tensorfile.ChecksummedWriter.write, calls, last)):
+                mock.patch.object(safetensors_io.ChecksummedWriter, "write", dying(safetensors_io.ChecksummedWriter.write, calls, last)):
             try:
                 saver.start(save_of(root, step, torch.full((16,), 5.0), HostSnapshot(CPU)), lambda report: None)
                 saver.wait_for_save()
@@ -552,9 +552,10 @@ import os, sys, threading, time
 import torch
 from torch import nn
 from megatron import zero
-from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint import writer
+from megatron.checkpoint import safetensors_io
 
-tensorfile.BLOCK = 4096  # of several blocks each but the first waits for a thread
+safetensors_io.BLOCK = 4096  # of several blocks each but the first waits for a thread
 write = writer._write_rank_files
 def slowly(*args):
     time.sleep(1)
@@ -618,6 +619,7 @@ def test_after_an_error_of_the_only_rank_its_save_is_completed(tmp_path: Path) -
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: Path) -> None:
-    done = ended(tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank_files = slowly\n"
-                 "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
+    done = ended(
+        tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank_files = slowly\n"
+        "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
     assert done.returncode == 7 and "error: more of " in done.stderr and "No space left" in done.stderr

@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.choice import (PENDING_LATEST, find_tag_of_step, latest_tag, load_candidates,
-                                        manifests_in_commit_order, parse_checkpoint_path)
-from megatron.checkpoint.command import main
+from megatron.checkpoint import zero_to_fp32
+from megatron.checkpoint.cli import main
 from megatron.checkpoint.commit import Keep, clean_up_save_root, commit_tag, delete_old_tags
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint.file_formats import checksum_ending
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.strict import checksum_ending
+from megatron.checkpoint.resolve_tag import (PENDING_LATEST, find_tag_of_step, latest_tag, load_candidates,
+                                             manifests_in_commit_order, parse_checkpoint_path)
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import make_format_2, make_format_4, save_solo, saved

@@ -17,9 +17,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import commit, flock, tensorfile
-from megatron.checkpoint.commit import Keep, check_save_root_is_writable, clean_up_save_root, delete_old_tags
-from megatron.checkpoint.flock import exclusive_access
+from megatron.checkpoint import commit, safetensors_io
+from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, delete_old_tags,
+                                        exclusive_access)
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete_manifests, tag_names, verify_tag
 from megatron.errors import StorageError
@@ -49,7 +49,7 @@ def dying_at(call: int, die: Callable[[], None]) -> Iterator[list[int]]:
     with ExitStack() as stack:
         for name in CALLS:
             stack.enter_context(mock.patch.object(os, name, dying(getattr(os, name))))
-        sink = tensorfile.ChecksummedWriter
+        sink = safetensors_io.ChecksummedWriter
         stack.enter_context(mock.patch.object(sink, "write", dying(sink.write)))
         yield made
 
@@ -193,7 +193,7 @@ def test_one_at_a_time_renames_in_the_folder(work: Callable[[Path], None], tmp_p
         assert thread.is_alive() and not (tmp_path / "global_step1").exists()
     thread.join()
     assert value(tmp_path, "global_step1") == 1
-    with exclusive_access(tmp_path), mock.patch.object(flock, "LOCK_SECONDS",
+    with exclusive_access(tmp_path), mock.patch.object(commit, "LOCK_SECONDS",
                                                        0), pytest.raises(StorageError, match="another program"):
         work(tmp_path)
 

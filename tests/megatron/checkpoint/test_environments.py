@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.choice import load_candidates
 from megatron.checkpoint.commit import Keep, lock_save_root
-from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.manifest import Lineage
+from megatron.checkpoint.resolve_tag import load_candidates
 from megatron.checkpoint.tags import complete_manifests, tag_names, verify_tag
 from megatron.errors import ConfigError, StorageError
 from tests.distributed import run_ranks

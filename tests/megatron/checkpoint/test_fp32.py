@@ -14,12 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron import fsdp, zero
-from megatron.checkpoint import command
-from megatron.checkpoint.export import digest_lines, write_fp32_weights
-from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.interchange.fp32 import LazyStateDict
-from megatron.checkpoint.piece import TensorPiece
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint import cli, zero_to_fp32
+from megatron.checkpoint.convert.fp32_state_dict import LazyStateDict
+from megatron.checkpoint.pieces import TensorPiece
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
 from megatron.checkpoint.writer import save
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.model import GPT2
@@ -333,6 +331,6 @@ def test_nothing_is_written_over_the_checkpoint_itself(place: str, tmp_path: Pat
     save_grid(tmp_path, Grid(1, 1))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert zero_to_fp32.main([str(tmp_path), str(tmp_path / place)]) == 2
-    assert command.main(["merge", str(tmp_path), "--output", str(tmp_path / place)]) == 2
+    assert cli.main(["merge", str(tmp_path), "--output", str(tmp_path / place)]) == 2
     assert all("is a place of a checkpoint's own files" in line for line in capsys.readouterr().err.splitlines())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

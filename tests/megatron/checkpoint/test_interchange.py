@@ -17,17 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpoint.command import main
-from megatron.checkpoint.export import digest_lines
-from megatron.checkpoint.interchange import huggingface
-from megatron.checkpoint.interchange.convert import open_external_checkpoint
-from megatron.checkpoint.interchange.foreign import parameter_shapes
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.cli import main
+from megatron.checkpoint.convert import huggingface
+from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
+from megatron.checkpoint.convert.import_weights import open_external_checkpoint
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero.api.saved import load_external_weights
+from megatron.zero.api.checkpoint_io import load_external_weights
 from mpu.groups import build as build_groups
 from mpu.split import Partition
 from tests.distributed import run_ranks

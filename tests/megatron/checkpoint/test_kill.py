@@ -246,7 +246,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from tests.megatron.checkpoint.faults import Fault, armed
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 from pretrain_gpt2 import main
 victim, call, when, how, step, log = sys.argv[1:7]
 del sys.argv[1:7]

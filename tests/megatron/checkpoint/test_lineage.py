@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.choice import latest_tag, load_candidates, manifests_in_commit_order
-from megatron.checkpoint.command import main
+from megatron.checkpoint.cli import main
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import iteration_of_tag
+from megatron.checkpoint.manifest import Lineage, iteration_of_tag
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.resolve_tag import latest_tag, load_candidates, manifests_in_commit_order
 from megatron.checkpoint.tags import read_tag_manifest, tag_names
 from megatron.zero.api.engine import Engine
 from tests.megatron.checkpoint.made import save_solo

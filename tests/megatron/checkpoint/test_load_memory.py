@@ -10,7 +10,7 @@ import torch
 from megatron.config.tree import build_config
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import STEP, LiveBytes

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.cut import DPSharding, TPSharding
-from megatron.checkpoint.lineage import Ancestor, CommitRecord
-from megatron.checkpoint.manifest import (FileEntry, Manifest, PieceEntry, TensorEntry, check_safe_name,
-                                          iteration_of_tag, parse_manifest, read_commit_number, read_commit_record)
-from megatron.checkpoint.strict import checksum_ending
+from megatron.checkpoint.file_formats import checksum_ending
+from megatron.checkpoint.manifest import (Ancestor, CommitRecord, FileEntry, Manifest, PieceEntry, TensorEntry,
+                                          check_safe_name, iteration_of_tag, parse_manifest, read_commit_number,
+                                          read_commit_record)
+from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import format_2
 

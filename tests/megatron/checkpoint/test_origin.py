@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import command
-from megatron.checkpoint.export import digest_lines
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint import cli, zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.checkpoint.tags import verify_tag
 from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
 from mpu.groups import build
@@ -154,7 +152,7 @@ def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
     shutil.copytree(tags["ours"], tmp_path / TAG)
     shutil.copy(tags["another step"] / "shared.json", tmp_path / TAG)
     reseal(tmp_path / TAG)
-    assert command.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
+    assert cli.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
     said = capsys.readouterr().err
     assert said.startswith(f"error: tag {TAG}: file shared.json: is of another checkpoint: save_id expected ")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.command import main
-from megatron.checkpoint.recognise import describe_format
+from megatron.checkpoint.cli import main
+from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import save_solo
 from tests.megatron.helpers import TINY, train

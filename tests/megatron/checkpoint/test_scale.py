@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.manifest import Lineage
 from megatron.checkpoint.tags import verify_tag
 from tests.megatron.checkpoint import scale
 

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.state import decode_state, encode_state
-from megatron.checkpoint.tensorfile import FileTensor
+from megatron.checkpoint.json_state import decode_state, encode_state
+from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.errors import CheckpointError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import tensorfile, writer
-from megatron.checkpoint.background import HostSnapshot
-from megatron.checkpoint.piece import LazyData, TensorPiece
+from megatron.checkpoint import safetensors_io, writer
+from megatron.checkpoint.async_save import HostSnapshot
+from megatron.checkpoint.pieces import LazyData, TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import verify_tag
+from megatron.distributed import exit_codes
 from megatron.errors import TrainerError
-from megatron.launch import exits
 from mpu.groups import build
 from mpu.split import Partition
 from tests.distributed import run_ranks
@@ -89,9 +89,9 @@ def meeting(fault: Fault) -> Any:
         def opened(path: Path, *others: Any, **more: Any) -> Any:
             file = open(path, *others, **more)
             return Closes(file, fault.number) if fault.where in path.name else file
-        return mock.patch.object(tensorfile, "open", opened, create=True)
+        return mock.patch.object(safetensors_io, "open", opened, create=True)
     if fault.call == "open":
-        return mock.patch.object(tensorfile, "open", failing(open, fault), create=True)
+        return mock.patch.object(safetensors_io, "open", failing(open, fault), create=True)
     return mock.patch.object(os, fault.call, failing(getattr(os, fault.call), fault))
 
 
@@ -114,7 +114,7 @@ def under(fault: Fault, rank: int, world_size: int, root: str) -> tuple[int, str
         try:
             save(rank, world_size, root, 2)
         except TrainerError as error:
-            failure = exits.exit_reason_of(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text
     return 0, ""
 
@@ -179,7 +179,7 @@ def short_of_memory(kind: str, rank: int, world_size: int, root: str) -> tuple[i
         try:
             save(rank, world_size, root, 2, hold, no_tensor if (kind, rank) == ("tensor", 1) else None)
         except TrainerError as error:
-            failure = exits.exit_reason_of(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text, failure.is_peer_loss
     return 0, "", False
 

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import choice, command
+from megatron.checkpoint import cli, resolve_tag, zero_to_fp32
 from megatron.checkpoint.commit import Keep, clean_up_save_root, delete_old_tags
-from megatron.checkpoint.export import digest_lines
-from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.strangers import format_file_names
-from megatron.checkpoint.tags import read_tag_manifest, verify_tag
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
+from megatron.checkpoint.tags import format_file_names, read_tag_manifest, verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import Grid, save_grid, saved
 
@@ -46,8 +43,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "load by name": lambda root: open_checkpoint(root, "global_step2"),
     "verify": lambda root: verify_tag(root, "global_step2"),
     "manifest": lambda root: read_tag_manifest(root, "global_step2"),
-    "verify all": lambda root: command.verify_tags(root, None),
-    "list": lambda root: command.list_tags(root, "global_step2"),
+    "verify all": lambda root: cli.verify_tags(root, None),
+    "list": lambda root: cli.list_tags(root, "global_step2"),
     "digest": lambda root: digest_lines(open_checkpoint(root, "global_step2")),
     "zero_to_fp32.py": lambda root: zero_to_fp32.open_tag(root),
     "zero_to_fp32.py -t": lambda root: zero_to_fp32.open_tag(root, "global_step2"),
@@ -97,7 +94,8 @@ def test_neither_a_save_nor_its_pruning_touches_what_a_link_leads_to(keep: int, 
         save_grid(root, GRID, step=step, seed=step)
         delete_old_tags(root, Keep(keep), saved(root, f"global_step{step}"))
     assert content(other) == before
-    assert sorted(choice.tag_names(root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
+    assert sorted(resolve_tag.tag_names(
+        root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
     assert (root / "global_step2").is_symlink()
 
 
@@ -152,7 +150,7 @@ def test_a_save_root_with_nothing_but_such_a_latest_is_no_fresh_start(tmp_path: 
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "latest").symlink_to(tmp_path / "elsewhere" / "latest")
     with pytest.raises(CheckpointError, match=OUTSIDE):
-        choice.has_no_checkpoint(tmp_path / "root")
+        resolve_tag.has_no_checkpoint(tmp_path / "root")
 
 
 @pytest.mark.parametrize("name", ["latest", ".latest-pending", "zero_to_fp32.py"])
@@ -187,7 +185,7 @@ def test_a_file_of_nobodys_is_a_warning_and_stays(
     assert open_checkpoint(tmp_path, print_line=said.append).tag == "global_step1" and said == [expected]
     verify_tag(tmp_path, "global_step1", print_line=said.append)
     assert said == 2 * [expected]
-    command.verify_tags(tmp_path, None)
+    cli.verify_tags(tmp_path, None)
     shown = capfd.readouterr()
     assert shown.err == f"{expected}\n" and shown.out.startswith("global_step1: ok, ")
     assert own.read_bytes() == b"mine"

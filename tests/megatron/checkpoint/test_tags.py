@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST, read_commit_number, read_commit_record
-from megatron.checkpoint.part import rank_of_file
+from megatron.checkpoint.rank_manifest import rank_of_file
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete_manifests, read_tag_manifest, tag_names, verify_share, verify_tag
 from megatron.errors import CheckpointError

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.storage import crc32_file
-from megatron.checkpoint import tensorfile
-from megatron.checkpoint.tensorfile import DTYPES, READ_BYTES, FileTensor, SafetensorsReader, split_files, write_file
+from megatron.checkpoint import safetensors_io
+from megatron.checkpoint.safetensors_io import (DTYPES, READ_BYTES, FileTensor, SafetensorsReader, split_files,
+                                                write_file)
 from megatron.errors import CheckpointError
 
 
@@ -84,7 +85,7 @@ def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
     wanted = torch.arange(100.0)
     write_file(tmp_path / "f", [item("w", wanted)])
     file = SafetensorsReader(tmp_path / "f", "f")
-    with patch.object(tensorfile, "READ_BYTES", 7 * 4):
+    with patch.object(safetensors_io, "READ_BYTES", 7 * 4):
         for start, count in ((0, 100), (3, 7), (3, 8), (99, 1), (50, 0)):
             for dtype in (torch.float32, torch.float64, torch.int64):
                 spread = torch.full((2 * count,), -1, dtype=dtype)

@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 from data.sentencepiece_model import train_sentencepiece  # noqa: E402
 from data.storage import UsageError  # noqa: E402
 from data.tokenizer import build  # noqa: E402
-from megatron.checkpoint.command import main  # noqa: E402
-from megatron.checkpoint.interchange.tokenizers import TokenizerFiles, build_tokenizer_files  # noqa: E402
-from megatron.config.flags import parse_args  # noqa: E402
+from megatron.checkpoint.cli import main  # noqa: E402
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, build_tokenizer_files  # noqa: E402
+from megatron.config.cli import parse_args  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402

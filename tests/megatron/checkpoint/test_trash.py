@@ -21,17 +21,17 @@ import pytest
 import torch
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.checkpoint import commit, trash, writer
+from megatron.checkpoint import commit, deletion, writer
 from megatron.checkpoint.commit import Keep, clean_up_save_root
-from megatron.checkpoint.piece import TensorPiece
+from megatron.checkpoint.deletion import MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, delete_folder
+from megatron.checkpoint.pieces import TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names, verify_tag
-from megatron.checkpoint.trash import MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, delete_folder
-from megatron.config.flags import parse_args
-from megatron.launch import distributed
-from megatron.launch.signals import StopListener
+from megatron.config.cli import parse_args
+from megatron.distributed import process_group
+from megatron.distributed.rank_status import STATUS
+from megatron.distributed.signals import StopListener
 from megatron.train.resume import RunCheckpoints
-from megatron.whereabouts import STATUS
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY
@@ -68,7 +68,7 @@ def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
         assert go.wait(10)
         remove(*words, **more)
 
-    with mock.patch.object(trash.shutil, "rmtree", later):
+    with mock.patch.object(deletion.shutil, "rmtree", later):
         yield go
 
 
@@ -163,7 +163,7 @@ def test_without_a_trash_of_its_own_a_save_leaves_nothing(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 
-@pytest.mark.parametrize("leave", [distributed.run_shutdown_callbacks, distributed.shutdown])
+@pytest.mark.parametrize("leave", [process_group.run_shutdown_callbacks, process_group.shutdown])
 def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
     behind, events = BackgroundDeleter(), list[str]()
     save(tmp_path, 1, behind)
@@ -172,7 +172,7 @@ def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Call
         save(tmp_path, 2, behind)
         leaving = in_thread(leave)
         assert leaving.is_alive() and STATUS.snapshot.activity == "deletion of old checkpoints"
-        assert events == (["left"] if leave is distributed.shutdown else [])
+        assert events == (["left"] if leave is process_group.shutdown else [])
         go.set()
         leaving.join(60)
     assert in_trash(tmp_path) == []
@@ -182,14 +182,14 @@ def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Call
 def test_a_program_that_was_asked_to_stop_does_not_wait(when: str, tmp_path: Path) -> None:
     behind, stop = BackgroundDeleter(), StopListener()
     save(tmp_path, 1, behind)
-    distributed.register_stop_check(stop.is_stop_pending)
+    process_group.register_stop_check(stop.is_stop_pending)
     with slow_disk() as go:
         save(tmp_path, 2, behind)
         save(tmp_path, 3, behind)
         if when == "before":
             stop.is_stopping = True
             save(tmp_path, 4, behind)  # though they pile up
-        leaving = in_thread(distributed.run_shutdown_callbacks)
+        leaving = in_thread(process_group.run_shutdown_callbacks)
         stop.signal = signal.SIGTERM
         leaving.join(5)
         assert not leaving.is_alive() and len(in_trash(tmp_path)) == 2 + (when == "before")
@@ -262,7 +262,7 @@ def test_a_warning_that_nobody_can_be_told_ends_no_deletion(error: type[Exceptio
         assert go.wait(10)
         return OSError(errno.EIO, "x") if path == folders[0] else delete_folder(path)
 
-    with mock.patch.object(trash, "delete_folder", deleted):
+    with mock.patch.object(deletion, "delete_folder", deleted):
         for folder in folders[:2]:
             behind.delete(folder)
         go.set()
@@ -288,7 +288,7 @@ def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
         with behind._changed:  # as another thread has it where the fork comes
             child = os.fork()
             if child == 0:
-                trash.shutil.rmtree = lambda path, **more: os.rmdir(path)  # type: ignore[assignment]
+                deletion.shutil.rmtree = lambda path, **more: os.rmdir(path)  # type: ignore[assignment]
                 signal.alarm(20)
                 in_thread(behind.wait_for_deletions).join()
                 in_thread(lambda: behind.delete(tmp_path / f"{TRASH_PREFIX}b")).join()
@@ -333,7 +333,7 @@ def ranks_save(rank: int, world: int, root: str) -> bool:
         in_time.append(saved.wait(20))
         really(*words, **more)
 
-    with mock.patch.object(trash.shutil, "rmtree", wait):
+    with mock.patch.object(deletion.shutil, "rmtree", wait):
         for step in (1, 2):
             piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
             writer.save(root,
@@ -350,7 +350,7 @@ def ranks_save(rank: int, world: int, root: str) -> bool:
                         keep=Keep(1),
                         trash=behind)
         saved.set()
-        distributed.run_shutdown_callbacks()
+        process_group.run_shutdown_callbacks()
         behind.wait_for_deletions()
     return all(in_time) and bool(in_time) == (rank == 0)
 
@@ -363,7 +363,7 @@ def test_no_rank_waits_for_a_deletion(tmp_path: Path) -> None:
 KILLED = """
 import os, shutil, sys
 import pretrain_gpt2
-from megatron.checkpoint import trash
+from megatron.checkpoint import deletion
 
 def half(path, *words, **more):
     for name in sorted(os.listdir(path))[:2]:
@@ -371,7 +371,7 @@ def half(path, *words, **more):
     print("half deleted", path, flush=True)
     os.kill(os.getpid(), 9)
 
-trash.shutil.rmtree = half
+deletion.shutil.rmtree = half
 pretrain_gpt2.main()
 """
 

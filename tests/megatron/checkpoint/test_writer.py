@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint import safetensors_io, writer
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.piece import LazyData, TensorPiece
+from megatron.checkpoint.pieces import LazyData, TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.safetensors_io import SafetensorsReader
 from megatron.checkpoint.tags import tag_names, verify_tag
-from megatron.checkpoint.tensorfile import SafetensorsReader
 from megatron.errors import CheckpointError, NumericsError, StorageError, TrainerError
 from mpu.groups import SOLO, Group, build
 from mpu.split import Partition
@@ -48,7 +48,8 @@ class FullDisk:
 
 
 def patched(disk: FullDisk) -> Any:
-    return mock.patch.multiple(tensorfile.ChecksummedWriter, write=disk.patch(tensorfile.ChecksummedWriter.write))
+    return mock.patch.multiple(safetensors_io.ChecksummedWriter,
+                               write=disk.patch(safetensors_io.ChecksummedWriter.write))
 
 
 def check_untouched(root: Path) -> None:
@@ -76,7 +77,7 @@ def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
     for free, fits in ((needed // 2, False), (2 * needed, True)):
         disk = mock.Mock(total=1 << 40, free=free)
         with mock.patch.object(shutil, "disk_usage", lambda path, disk=disk: disk), \
-                mock.patch.object(tensorfile, "ChecksummedWriter", wraps=tensorfile.ChecksummedWriter) as sink:
+                mock.patch.object(safetensors_io, "ChecksummedWriter", wraps=safetensors_io.ChecksummedWriter) as sink:
             results = save_grid(tmp_path, Grid(2, 2), step=2)
         assert sink.called == fits
         if not fits:
@@ -199,7 +200,7 @@ def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
 
 
 def test_large_ranks_write_several_files(tmp_path: Path) -> None:
-    with mock.patch.object(tensorfile, "MAX_FILE_BYTES", 200):
+    with mock.patch.object(safetensors_io, "MAX_FILE_BYTES", 200):
         save_grid(tmp_path, Grid(1, 2))
     names = set(verify_tag(tmp_path, "global_step1").files)
     assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names

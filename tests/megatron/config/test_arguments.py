@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags import NO, YES, build_parser, normalise_switches, parse_args
-from megatron.config.foreign import FOREIGN_FLAGS
-from megatron.config.help import full_help, short_help
+from megatron.config.cli import NO, YES, build_parser, normalise_switches, parse_args
+from megatron.config.cli_help import FOREIGN_FLAGS, full_help, short_help
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
-from megatron.tune.words import config_to_flags
-from megatron.version import DISTRIBUTION, __version__
+from megatron.package import DISTRIBUTION, __version__
+from megatron.tune.trial import config_to_flags
 
 ROOT = Path(__file__).parents[3]
 

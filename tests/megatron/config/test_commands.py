@@ -10,15 +10,15 @@ import pytest
 
 from data.cli import suggest_spelling
 from data.webtext.__main__ import build_parser as webtext
-from megatron.checkpoint.command import parse_arguments as checkpoint
+from megatron.checkpoint.cli import parse_arguments as checkpoint
+from megatron.distributed.exit_codes import exit_reason_of
 from megatron.errors import ConfigError
-from megatron.evaluate.command import build_parser as evaluate
-from megatron.inference.command import build_parser as generate
-from megatron.launch.exits import exit_reason_of
-from megatron.plan.command import parse as plan
-from megatron.report.command import _parser as report
-from megatron.serve.command import build_parser as serve
-from megatron.tune.command import parse as tune
+from megatron.evaluate.cli import build_parser as evaluate
+from megatron.inference.cli import build_parser as generate
+from megatron.plan.cli import parse as plan
+from megatron.report.cli import _parser as report
+from megatron.serve.cli import build_parser as serve
+from megatron.tune.cli import parse as tune
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
     "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.ds_file import build_ds_config
-from megatron.config.flags import parse_args
-from megatron.config.problems import ConfigErrors, ErrorCollector, error_sentences
+from megatron.config.cli import parse_args
+from megatron.config.config_errors import ConfigErrors, ErrorCollector, FlagToKeyNames, error_sentences
+from megatron.config.ds_json import build_ds_config
 from megatron.config.tree import build_config
-from megatron.config.words import FlagToKeyNames
 from megatron.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, OptimConfig, ZeroConfig
-from megatron.config.ds_file import build_ds_config, read_ds_json
+from megatron.config.cli import parse_args
+from megatron.config.ds_cross_keys import solve_batch_sizes
+from megatron.config.ds_json import build_ds_config, read_ds_json
 from megatron.config.ds_keys import DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection
-from megatron.config.ds_together import solve_batch_sizes
-from megatron.config.flags import parse_args
-from megatron.config.setting import JsonKey, flag_name
+from megatron.config.schema import JsonKey, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.optim.schedule import LRSchedule
-from megatron.zero.api.schedule import build_lr_schedule
+from megatron.optim.schedulers import LRSchedule
+from megatron.zero.api.optimizer import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -1109,6 +1109,6 @@ def test_a_base64_text_stands_for_a_file():
 
 
 def test_reading_a_file_imports_no_torch(written):
-    program = ("import sys; from megatron.config.flags import parse_args; parse_args(sys.argv[1:]); "
+    program = ("import sys; from megatron.config.cli import parse_args; parse_args(sys.argv[1:]); "
                "sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-c", program, "--deepspeed_config", written({})], cwd=ROOT, check=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron.config import SECTIONS, Config
-from megatron.config.ds_file import build_ds_config
-from megatron.config.flags import parse_args
-from megatron.config.idle import OPTIMIZER_FIELDS, REQUIRED_SWITCH
-from megatron.config.optimizers import OPTIMIZERS
-from megatron.config.setting import flag_name
+from megatron.config.cli import parse_args
+from megatron.config.ds_json import build_ds_config
+from megatron.config.optimizer_config import OPTIMIZERS
+from megatron.config.schema import flag_name
+from megatron.config.tree import OPTIMIZER_FIELDS, REQUIRED_SWITCH
 from tests.megatron.config.test_published import ACCEPTED, BASE
 
 VALUES = {"quantize_rounding": "stochastic", "quantize_type": "asymmetric", "eigenvalue_layer_name": "h",

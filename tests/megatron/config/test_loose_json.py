@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron.config.loose_json import JsonPairs, parse_loose_json
+from megatron.config.ds_reader import JsonPairs, parse_loose_json
 from megatron.errors import ConfigError
 
 

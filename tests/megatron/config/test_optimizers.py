@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron.config import OptimConfig
-from megatron.config.ds_file import build_ds_config
-from megatron.config.optimizers import DEEPSPEED_TYPES, EXTRA_RANGES, OPTIMIZER_SWITCHES, OPTIMIZERS
+from megatron.config.ds_json import build_ds_config
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, EXTRA_RANGES, OPTIMIZER_SWITCHES, OPTIMIZERS
 from megatron.errors import ConfigError
 from tests.megatron.config.test_published import BASE
 

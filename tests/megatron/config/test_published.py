@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.ds_file import build_ds_config, read_ds_json
+from megatron.config.ds_json import build_ds_config, read_ds_json
 from megatron.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}

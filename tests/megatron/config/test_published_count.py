@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.config.ds_file import build_ds_config
-from megatron.config.problems import error_sentences
+from megatron.config.config_errors import error_sentences
+from megatron.config.ds_json import build_ds_config
 from megatron.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "ds_config.md"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
-from megatron.evaluate.request import EvalRequest
-from megatron.evaluate.scorer import Scorer
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.eval_context import prepare_task
+from megatron.evaluate.scoring import Scorer
 from megatron.evaluate.task import EvalModelInfo, EvalResult
-from megatron.evaluate.tasks import prepare_task
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from data.tokenizer import Tokenizer
-from megatron.checkpoint.command import main as convert
+from megatron.checkpoint.cli import main as convert
 from megatron.errors import ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.pieces import rolling_windows
+from megatron.evaluate.scoring import rolling_windows
 from megatron.evaluate.wikitext import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
@@ -74,8 +74,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_words(run: Path) -> list[str]:
     """Texts whose last word is the one the model takes for the likeliest."""
-    from megatron.evaluate.setting import EvalContext
-    from megatron.inference.source import ModelSource
+    from megatron.evaluate.eval_context import EvalContext
+    from megatron.inference.model_args import ModelSource
 
     setting = EvalContext.open(ModelSource(str(run), None), 1)
     model, tokenizer = setting.load_model(), setting.model_info.tokenizer

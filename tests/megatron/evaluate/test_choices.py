@@ -12,7 +12,7 @@ import pytest
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
 from megatron.evaluate import hellaswag, lambada
-from megatron.evaluate.request import EvalRequest
+from megatron.evaluate.eval_args import EvalRequest
 from megatron.evaluate.task import EvalModelInfo
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, SUBJECT, chain, logprob, outcome, write_lines

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.int8 import quantise_matrix
-from megatron.evaluate import scorer
-from megatron.evaluate.pieces import ScoringRequest
-from megatron.evaluate.scorer import Scorer, combine_target_stats, local_target_stats
+from megatron.checkpoint.int8_weights import quantise_matrix
+from megatron.evaluate import scoring
+from megatron.evaluate.scoring import Scorer, ScoringRequest, combine_target_stats, local_target_stats
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
+from mpu.chunked_loss import VocabShard
 from mpu.groups import SOLO
-from mpu.vocab_share import VocabShard
 from tests.distributed import run_ranks
 from tests.megatron.counting import Launches
 from tests.megatron.evaluate.models import LENGTH, SHAPE
@@ -88,7 +87,7 @@ def scored(rank: int, world: int, int8: bool) -> tuple[list[float], dict[str, in
         model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
     if int8:
         quantise(model)
-    with patch.object(scorer, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
+    with patch.object(scoring, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
         scores = Scorer(model, groups, 5)(pieces())
     return [score.logprob for score in scores], dict(counted.by_name)
 

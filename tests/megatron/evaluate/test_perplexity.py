@@ -13,9 +13,9 @@ from data.storage import DataError
 from data.writer import CorpusWriter
 from megatron.errors import ConfigError
 from megatron.evaluate import perplexity
-from megatron.evaluate.request import EvalRequest
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.eval_context import prepare_task
 from megatron.evaluate.task import EvalModelInfo
-from megatron.evaluate.tasks import prepare_task
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, logprob, outcome, write_lines
 

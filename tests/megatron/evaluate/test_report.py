@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-from data.facts import TokenizerFacts
-from megatron.evaluate.report import EvalReport
-from megatron.evaluate.request import EvalRequest
+from data.format import TokenizerFacts
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.eval_report import EvalReport
 from megatron.evaluate.task import EvalResult
 
 

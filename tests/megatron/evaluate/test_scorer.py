@@ -14,9 +14,8 @@ import torch
 
 from data.storage import DataError
 from megatron.errors import NumericsError
-from megatron.evaluate import scorer
-from megatron.evaluate.pieces import ScoringRequest, TargetScore, overlapping_windows, window_requests
-from megatron.evaluate.scorer import Scorer
+from megatron.evaluate import scoring
+from megatron.evaluate.scoring import Scorer, ScoringRequest, TargetScore, overlapping_windows, window_requests
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
@@ -77,7 +76,7 @@ def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
         rows.append(len(x))
         return made(x)
 
-    with patch.object(model, "local_logits", logits), patch.object(scorer, "CPU_LOGITS_BYTES", 4 * 257 * 5):
+    with patch.object(model, "local_logits", logits), patch.object(scoring, "CPU_LOGITS_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
 

@@ -8,7 +8,7 @@ from math import ceil
 
 import pytest
 
-from megatron.evaluate.pieces import TokenWindow, overlapping_windows, rolling_windows
+from megatron.evaluate.scoring import TokenWindow, overlapping_windows, rolling_windows
 
 SHAPES = [(tokens, length) for tokens, length in product((0, 1, 2, 3, 7, 8, 9, 16, 17, 40), (1, 2, 3, 8))]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.choice import load_candidates
 from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.resolve_tag import load_candidates
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron import fsdp
-from megatron.fsdp.rectangles import split_into_boxes
+from megatron.fsdp.sharded_tensor import split_into_boxes
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, train
 from tests.megatron.fsdp.test_state import equal_state

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import clip_grad_norm_
-from megatron.fsdp.agreement import INITIAL_SCALE
-from megatron.fsdp.shard import local_tensor
+from megatron.fsdp.grad_sync import INITIAL_SCALE
+from megatron.fsdp.sharded_tensor import local_tensor
 from megatron.fsdp.sharding import require_fsdp_state
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, by_shards, mixed, whole

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.distributed import watchdog
 from megatron.errors import TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
-from megatron.fsdp.shard import ShardedParam
-from megatron.zero import watch
+from megatron.fsdp.sharded_tensor import ShardedParam
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
@@ -133,7 +133,7 @@ def test_a_part_is_not_taken_for_the_whole(mistake: Callable[[int], Any]) -> Non
 def a_state_dict_on_one_rank(rank: int, world: int) -> list[str]:
     """The other is in a barrier of the script's own, as most scripts have it; here it comes after a while."""
     said: list[bytes] = []
-    with patch.multiple(watch, LOOK_SECONDS=0.02, write_lines=said.append):
+    with patch.multiple(watchdog, CHECK_SECONDS=0.02, write_lines=said.append):
         model = around(Net(), "nested")
         model(batch(rank, 0)).backward()
         if rank == 1:

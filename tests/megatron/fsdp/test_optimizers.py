@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp import FSDP, FSDPModule
-from megatron.fsdp.shard import local_tensor, segment_location
+from megatron.fsdp.sharded_tensor import local_tensor, segment_location
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import around, batch, whole
 from tests.megatron.zero.models import Net

@@ -14,9 +14,9 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
                            set_optimizer_state_dict, set_state_dict)
-from megatron.fsdp.shard import ShardedParam
+from megatron.fsdp.full_params import gather_masters
+from megatron.fsdp.sharded_tensor import ShardedParam
 from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict, summon_full_params
-from megatron.fsdp.whole import gather_masters
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
 from tests.megatron.zero.models import Buffers, Net, OddSizes, Words

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.shard import local_tensor
+from megatron.fsdp.sharded_tensor import local_tensor
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import EPS, batch
 from tests.megatron.helpers import ROOT

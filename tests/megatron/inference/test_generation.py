@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
-from megatron.inference import decoder as decoders, generation, loading
+from megatron.inference import decoder as decoders, generation, load
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import GeneratedSequence, Generator, texts_of
 from megatron.inference.request import Request, Sampling
@@ -200,8 +200,8 @@ def trained(rank: int, world: int, tp: int, folder: Path) -> None:
 def texts(rank: int, world: int, folders: Sequence[Path], dtype: str = "fp32") -> list[list[list[int]]]:
     grid, found = groups.build(world), []
     for folder in folders:
-        model = loading.build_model(loading.open_run_checkpoint(str(folder), grid), grid, loading.DTYPES[dtype],
-                                    torch.device("cpu"))
+        model = load.build_model(load.open_run_checkpoint(str(folder), grid), grid, load.DTYPES[dtype],
+                                 torch.device("cpu"))
         for rows in (1, 8):
             generator = Generator(Decoder(model, rows), vocabulary=257, eod=256)
             found.append([text.tokens for text in texts_of(generator, PROMPTS, 9, GREEDY, 1)])
@@ -238,7 +238,7 @@ def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dty
     train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000, *more])
     grid = groups.build(1)
     with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
-        model = loading.build_model(loading.open_run_checkpoint(str(tmp_path), grid), grid, loading.DTYPES[dtype],
-                                    torch.device("cpu"))
+        model = load.build_model(load.open_run_checkpoint(str(tmp_path), grid), grid, load.DTYPES[dtype],
+                                 torch.device("cpu"))
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert held <= live.peak < 1.01 * held + 3 * 4 * loading.READ_ELEMENTS, (live.peak, held, live.largest)
+    assert held <= live.peak < 1.01 * held + 3 * 4 * load.READ_ELEMENTS, (live.peak, held, live.largest)

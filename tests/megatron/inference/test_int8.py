@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.indexed import IndexedCorpus
-from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.int8 import BLOCK_ELEMENTS, is_quantised, quantise_matrix
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.checkpoint.int8_weights import BLOCK_ELEMENTS, is_quantised, quantise_matrix
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.config.presets import PRESETS
+from megatron.config.model_config import PRESETS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference import int8, loading
+from megatron.inference import int8, load as loading
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.int8 import Int8

@@ -15,7 +15,7 @@ import torch
 
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api import answer
+from megatron.inference.api import engine
 from megatron.inference.decoder import KVCache
 from tests.megatron.inference.gpt2s import PROMPTS, ours, theirs
 
@@ -56,23 +56,23 @@ def test_calls_share_one_cache_and_a_larger_one_takes_its_place() -> None:
 
 def test_a_cache_has_room_for_what_is_asked_and_no_more_than_is_allowed() -> None:
     sizes = []
-    real = answer.Decoder
+    real = engine.Decoder
 
     def noted(model: Any, rows: int, positions: int) -> Any:
         sizes.append((rows, positions))
         return real(model, rows, positions)
 
-    with patch.object(answer, "Decoder", noted):
-        engine = init_inference(ours(max_position_embeddings=LONG), max_out_tokens=150)
+    with patch.object(engine, "Decoder", noted):
+        made = init_inference(ours(max_position_embeddings=LONG), max_out_tokens=150)
         for given in ({"max_new_tokens": 2}, {"max_new_tokens": 140}, {"num_return_sequences": 30}):
-            engine.generate(PROMPTS, **given)
+            made.generate(PROMPTS, **given)
     assert sizes == [(4, 128), (4, 150), (32, 150)]
 
 
 def test_more_texts_than_rows_take_turns() -> None:
     model, drawn = ours(), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 5, "seed": 3}
     expected = init_inference(model).generate(PROMPTS, **drawn)
-    with patch.object(answer, "MAX_ROWS", 4):
+    with patch.object(engine, "MAX_ROWS", 4):
         assert torch.equal(init_inference(model).generate(PROMPTS, **drawn), expected)
 
 
@@ -123,7 +123,7 @@ def test_threads_do_not_write_into_one_cache() -> None:
 
 def test_an_answer_that_breaks_off_leaves_no_cache() -> None:
     engine = init_inference(ours())
-    with caches() as made, patch("megatron.inference.api.answer._stop_at_eos", lambda ends: lambda text: 1 // 0), \
+    with caches() as made, patch("megatron.inference.api.engine._stop_at_eos", lambda ends: lambda text: 1 // 0), \
             pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS)
     assert len(made) == 1 and engine._decoder_cache._cached is None

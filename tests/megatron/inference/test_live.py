@@ -16,7 +16,7 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, texts_of
 from megatron.inference.live import EngineDecoder, engine_decoder, from_engine, has_unsharded_params
 from megatron.inference.request import Sampling
-from megatron.train import sample
+from megatron.train import evaluation
 from megatron.train.loop import Trainer
 from mpu.random import capture_rng
 from tests.distributed import run_ranks
@@ -79,7 +79,7 @@ def test_the_sample_of_a_run_is_what_its_checkpoint_says(stage: int, tp: int, tm
     printed = run_ranks(train_all, 2, [flags])[0][0].partition(" sample: ")[2].splitlines()[0]
     text = said("--load", tmp_path / "s", "one", "--max-new-tokens", 30, "--past-the-end", "slide")[0]
     assert ast.literal_eval(printed.partition(" (\\ufffd")[0]) == text.removesuffix("\n") and len(text) > 10
-    assert sample.printable(text.removesuffix("\n")) == printed
+    assert evaluation.printable(text.removesuffix("\n")) == printed
 
 
 def test_only_our_models_are_read() -> None:

@@ -15,12 +15,12 @@ from torch import nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
-from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.interchange.huggingface import open_huggingface
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.checkpoint.convert.huggingface import open_huggingface
 from megatron.errors import CheckpointError, ConfigError, TrainerError
-from megatron.evaluate.command import main as evaluate
+from megatron.evaluate.cli import main as evaluate
 from megatron.inference import init_inference
-from megatron.inference.command import main as generate
+from megatron.inference.cli import main as generate
 from megatron.model import GPT2, ModelConfig
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.tree import ModelConfig
-from megatron.inference import decoder as decoders, recorded
-from megatron.inference.decoder import Decoder
+from megatron.inference import decoder, decoder as decoders
+from megatron.inference.decoder import CudaGraphRunner, Decoder
 from megatron.inference.generation import Generator, texts_of
-from megatron.inference.recorded import CudaGraphRunner
 from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 
@@ -46,7 +45,7 @@ def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyP
         return [text.tokens for text in found]
     expected = texts()
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
-    monkeypatch.setattr(recorded, "MIN_GRAPH_POSITIONS", 8)
+    monkeypatch.setattr(decoder, "MIN_GRAPH_POSITIONS", 8)
     with patch.object(decoders,
                       "CudaGraphRunner",
                       side_effect=lambda *of: CudaGraphRunner(*of, capture=device_of_recordings)) as made:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.command import main as checkpoint
-from megatron.inference import loading
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.inference import load
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.saved import gather_full_state_dict
-from megatron.zero.quantise import MoQState
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.moq import MoQState
 from mpu import groups
 from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
@@ -48,7 +48,7 @@ def trained(folder: Path, **values: Any) -> dict[str, Tensor]:
 def loaded(rank: int, world: int, folder: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The logical tensors; of int8 matrices levels and scales."""
     grid = groups.build(world)
-    model = loading.build_model(loading.open_run_checkpoint(folder, grid), grid, dtype, CPU, torch.float32)
+    model = load.build_model(load.open_run_checkpoint(folder, grid), grid, dtype, CPU, torch.float32)
     found = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Int8):

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
+from megatron.inference.generation import candidate_probabilities, gumbel_noise, sample_tokens
 from megatron.inference.request import Sampling
-from megatron.inference.sampling import candidate_probabilities, gumbel_noise, sample_tokens
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 

@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.inference.loading import LoadedModel
+from megatron.inference.frontends import InteractiveSession
+from megatron.inference.load import LoadedModel
+from megatron.inference.prompts import Terminal
 from megatron.inference.request import GenerationConfig, Sampling
-from megatron.inference.session import InteractiveSession
-from megatron.inference.terminal import Terminal
 from megatron.model.gpt2 import GPT2
 from mpu import groups
 from tests.distributed import run_ranks

@@ -15,13 +15,13 @@ import pytest
 from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
+from megatron.inference.detokenizer import DECODE_WINDOW, Detokenizer, SequenceDetokenizer
 from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
-from megatron.inference.wording import DECODE_WINDOW, Detokenizer, SequenceDetokenizer
-from megatron.serve.asked import ServedModel
-from megatron.serve.completions import parse_completion
-from megatron.serve.leader import SequenceLogprobs
-from megatron.serve.limits import ServerLimits
+from megatron.serve.admission import ServerLimits
+from megatron.serve.api_request import ServedModel
+from megatron.serve.openai_api import parse_completion
+from megatron.serve.scheduler import SequenceLogprobs
 
 WORDS = "the cat sat on the mat é ü 日本語"
 BYTES = bytes((0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC, 0xEF, 0xBF, 0xBD, 0xC3, 0x41))

@@ -39,9 +39,9 @@ PHASES = ("start-up", "index", "forward", "backward", "exchange", "optimizer ste
 
 def main() -> int:
     import pretrain_gpt2
-    from megatron.launch.distributed import read_environment
-    from megatron.launch.signals import StopListener
-    from megatron.whereabouts import STATUS
+    from megatron.distributed.process_group import read_environment
+    from megatron.distributed.rank_status import STATUS
+    from megatron.distributed.signals import StopListener
 
     kind, phase, rank = os.environ["MEGATRON_FAULT"].split("|")
     is_faulty = read_environment().rank == int(rank)
@@ -71,8 +71,8 @@ def main() -> int:
     if is_faulty and phase == "start-up":
         before(pretrain_gpt2, "check_package_shadowing")
     elif is_faulty:
-        import mpu.wire.gloo
-        from megatron.model.block import Block
+        import mpu.backends
+        from megatron.model.transformer import Block
         from megatron.train import build
         from megatron.zero.api import engine
         from megatron.zero.update import OptimizerUpdate
@@ -95,7 +95,7 @@ def main() -> int:
             Block.forward = with_hook  # type: ignore[method-assign]
         elif phase == "exchange":
             for name in ("_pieces", "_exchange"):
-                before(mpu.wire.gloo, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
+                before(mpu.backends, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
@@ -104,5 +104,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from megatron.launch.exits import run
+    from megatron.distributed.exit_codes import run
     sys.exit(run(main, is_job=True))

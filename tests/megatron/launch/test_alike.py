@@ -22,13 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.setting import flag_name, setting_of
+from megatron.config.schema import flag_name, setting_of
 from megatron.config.tree import SECTIONS, Config, DataConfig
+from megatron.distributed import preflight
+from megatron.distributed.preflight import _modules, check_ranks_match, code_digest, mismatch_message
+from megatron.distributed.rank_text import describe_differences, format_ranks
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.inference.source import ModelArgumentParser, flags_to_compare
-from megatron.launch import alike, link
-from megatron.launch.alike import _modules, check_ranks_match, code_digest, mismatch_message
-from megatron.ranges import describe_differences, format_ranks
+from megatron.inference.model_args import ModelArgumentParser, flags_to_compare
+from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 from tests.megatron.launch.processes import begin
@@ -90,7 +91,7 @@ def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
     text = mismatch_message(told)
     assert text.count(" and 3992 other values") == 12 and "; and 14 more. Start all" in text
     assert "lr of param group 0 is 0.1 on rank 0, 1.1 on rank 1, " in text
-    assert len(json.dumps({"said": text})) < 20_000 < link.MAX_MESSAGE_BYTES
+    assert len(json.dumps({"said": text})) < 20_000 < node_monitor.MAX_MESSAGE_BYTES
     pairs = describe_differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
     assert "odd is 0 on ranks 0, 2, 4, " in pairs and "1 on ranks 1, 3, 5, " in pairs and len(pairs) < 300
     long = describe_differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
@@ -103,7 +104,7 @@ def test_as_many_kinds_as_ranks_are_read_of_some() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.2)
     began = time.monotonic()
     found = compare([FACTS] * 3, limit=0.5, ranks=7)
     assert time.monotonic() - began < 30 and len(set(found)) == 1 and found[0] is not None
@@ -127,7 +128,7 @@ def test_a_rank_that_was_given_twice_is_sent_away_and_the_others_begin(rank: int
 
 
 def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "REPORT_SLACK", timedelta(0))
+    monkeypatch.setattr(preflight, "REPORT_SLACK", timedelta(0))
     with pytest.raises(PeerError, match="rank 0 did not say within 0.3 s"):
         check_ranks_match(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
 
@@ -136,7 +137,7 @@ def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     """Nobody waits for a rank that one of them knows nothing of."""
-    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.5)
     store, found = dist.HashStore(), [""] * len(sizes)
     are_there = threading.Barrier(len(sizes))
 
@@ -192,11 +193,11 @@ def test_a_rank_that_is_left_by_rank_0_does_not_say_that_it_waited() -> None:
 def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_digest()
     assert before == code_digest()
-    for package in alike.COMPARED_PACKAGES:
+    for package in preflight.COMPARED_PACKAGES:
         (tmp_path / package / "x").mkdir(parents=True)
         (tmp_path / package / "x" / "__init__.py").touch()
         (tmp_path / package / "x" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
+    monkeypatch.setattr(preflight, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
     seen = {before, code_digest()}
     for change in (lambda: (tmp_path / "mpu" / "x" / "a.py").write_text("a = 2\n"),
                    lambda: (tmp_path / "data" / "x" / "a.py").rename(tmp_path / "data" / "x" / "b.py"),
@@ -512,7 +513,7 @@ def test_code_is_its_modules_and_nothing_that_lies_among_them(tmp_path: Path) ->
     (tmp_path / "gone.py").symlink_to("nowhere.py")
     assert [str(path.relative_to(tmp_path)) for path in _modules(tmp_path)] == [
         "a.py", "gone.py", "room/__init__.py", "room/b.py"]
-    with patch.object(alike, "_modules", lambda package: [tmp_path / "gone.py"]), \
-            patch.object(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py")), \
+    with patch.object(preflight, "_modules", lambda package: [tmp_path / "gone.py"]), \
+            patch.object(preflight, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py")), \
             pytest.raises(ConfigError, match=r"gone\.py: cannot be read \(No such file or directory\)"):
-        alike.code_digest()
+        preflight.code_digest()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.distributed import exit_codes
+from megatron.distributed.rank_status import (FAILED, RUNNING, SLOT_BYTES, UNKNOWN, RankStatus, StatusFile,
+                                              StatusSnapshot)
 from megatron.errors import ConfigError
-from megatron.launch import exits
-from megatron.launch.blame import Straggler, StragglerMonitor
-from megatron.whereabouts import FAILED, RUNNING, SLOT_BYTES, UNKNOWN, RankStatus, StatusFile, StatusSnapshot
+from megatron.launch.stragglers import Straggler, StragglerMonitor
 from tests.covering import cells
 from tests.megatron.launch import faulty
 from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
@@ -27,9 +28,9 @@ HOST = socket.gethostname()
 
 TRAINING = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import publish_status
-from megatron.whereabouts import STATUS, COLLECTIVE
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS, COLLECTIVE
 def main():
     publish_status()
     STATUS.do("training")
@@ -41,7 +42,7 @@ def main():
     STATUS.waits[0] = 2
     time.sleep({patience})
     raise PeerError("rank 0 waited in vain")
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 AT = "at step 7: backward, blocks.1"
 HANGS = ["time.sleep(60)", "while True: pass", "__import__('ctypes').PyDLL(None).sleep(60)",
@@ -168,7 +169,7 @@ def test_a_file_that_cannot_be_mapped_changes_nothing(path):
 
 
 def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.launch.blame.STRAGGLER_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.launch.stragglers.STRAGGLER_SECONDS", 0.05)
     path = str(tmp_path / "places")
     ranks = [RankStatus() for _ in range(3)]
     sight = StragglerMonitor(StatusFile(path, 3), 3)
@@ -203,9 +204,10 @@ def test_one_that_hangs_after_an_error_it_caught_is_named_with_its_place():
 def test_errors_of_a_device_that_come_out_of_an_exchange_are_its_own(monkeypatch):
     mine = RankStatus()
     mine.collective_counters[0] = 1
-    monkeypatch.setattr(exits, "STATUS", mine)
-    assert exits.is_peer_loss(RuntimeError("what is this")) and not exits.is_peer_loss(ValueError("what is this"))
-    assert not exits.is_peer_loss(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(exit_codes, "STATUS", mine)
+    assert exit_codes.is_peer_loss(
+        RuntimeError("what is this")) and not exit_codes.is_peer_loss(ValueError("what is this"))
+    assert not exit_codes.is_peer_loss(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------

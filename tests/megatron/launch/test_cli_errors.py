@@ -19,9 +19,8 @@ import pytest
 import pretrain_gpt2
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
-from megatron.checkpoint.export import digest_lines, read_logical
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.launch import exits
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
+from megatron.distributed import exit_codes
 from tests.megatron.helpers import ROOT, TINY, own_signals, steps, train, write_corpus
 
 Cli = Callable[[Sequence[object]], tuple[int, str]]
@@ -35,7 +34,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *map(str, argv)])
         with own_signals():
-            code = exits.run(pretrain_gpt2.main)
+            code = exit_codes.run(pretrain_gpt2.main)
         return code, capfd.readouterr().err
     gc.disable()
     yield call
@@ -90,8 +89,9 @@ def test_no_text_at_all_is_a_config_error(cli: Cli) -> None:
 def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torch(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("some text " * 99)
-    program = ("import sys, pretrain_gpt2; from megatron.launch import exits; code = exits.run(pretrain_gpt2.main); "
-               "sys.exit('torch' if 'torch' in sys.modules else code)")
+    program = (
+        "import sys, pretrain_gpt2; from megatron.launch import exits; code = exit_codes.run(pretrain_gpt2.main); "
+        "sys.exit('torch' if 'torch' in sys.modules else code)")
     for kind, flag in (("sentencepiece", "--tokenizer-path"), ("gpt2", "--merge-file"), ("character", "--vocab-file")):
         done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
                                flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)

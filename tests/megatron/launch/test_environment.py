@@ -23,8 +23,8 @@ import pytest
 
 from data import cli
 from data.storage import DataError
+from megatron.distributed import exit_codes
 from megatron.inference.prompts import prompts_from_args, prompts_from_file
-from megatron.launch import exits
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest, train, write_corpus
 
 TEXT = "Grüße, 你好, 😀 and a \u2028 line"
@@ -247,7 +247,7 @@ def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, ca
     def fail() -> None:
         raise error
 
-    failure = exits.exit_reason_of(error, {})
+    failure = exit_codes.exit_reason_of(error, {})
     assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
     with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_on_stop_signals"):
         cli.run_command(fail)

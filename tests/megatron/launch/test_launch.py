@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.distributed.rank_status import StatusFile
+from megatron.distributed.signals import STOP_SIGNALS
 from megatron.errors import ConfigError
-from megatron.launch import command as launch, supervise
-from megatron.launch.blame import StragglerMonitor
-from megatron.launch.leaving import STOP_SIGNALS
-from megatron.launch.nodes import NodeInfo, NodeMonitor
-from megatron.launch.supervise import RankExit, RankProcess, Supervisor
-from megatron.whereabouts import StatusFile
+from megatron.launch import launcher as launch, supervisor
+from megatron.launch.node_monitor import NodeInfo, NodeMonitor
+from megatron.launch.stragglers import StragglerMonitor
+from megatron.launch.supervisor import RankExit, RankProcess, Supervisor
 from tests.megatron.launch.processes import MEET, PATIENCE, begin, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,7 +99,7 @@ def stop(number, frame):
     with open(os.path.join(here, f"got{rank}"), "w") as f:
         f.write(str(number))
     sys.exit(0)
-from megatron.launch.leaving import STOP_SIGNALS
+from megatron.distributed.signals import STOP_SIGNALS
 for number in STOP_SIGNALS:
     signal.signal(number, stop)
 open(os.path.join(here, f"ready{rank}"), "w").close()
@@ -152,7 +152,7 @@ def test_standard_input_is_that_of_the_first_rank_alone(start, tmp_path):
 
 
 TAKES_INTERRUPTS = """
-from megatron.launch.signals import own_interrupts
+from megatron.distributed.signals import own_interrupts
 count = 0
 def note(number, frame):
     global count
@@ -237,8 +237,8 @@ def test_a_line_of_a_job_that_succeeds_is_not_swallowed(start):
 
 def test_who_fails_is_followed_by_all_others_in_time():
     """Of the jobs below, that run on machines with other work, twice as long is asked."""
-    assert supervise.GRACE_SECONDS + supervise.TERM_SECONDS + 1 <= LIMIT
-    assert supervise.STOP_PATIENCE_SECONDS + supervise.GRACE_SECONDS + 1 <= LIMIT
+    assert supervisor.GRACE_SECONDS + supervisor.TERM_SECONDS + 1 <= LIMIT
+    assert supervisor.STOP_PATIENCE_SECONDS + supervisor.GRACE_SECONDS + 1 <= LIMIT
 
 
 def test_a_killed_rank_is_named_and_nobody_is_left(start):
@@ -301,7 +301,7 @@ def test_a_short_stop_is_no_failure(start, tmp_path):
     wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     os.kill(job.pid(0), signal.SIGSTOP)
     wait_until(lambda: state(job.pid(0)) == "T")
-    time.sleep(supervise.STOP_PATIENCE_SECONDS / 4)
+    time.sleep(supervisor.STOP_PATIENCE_SECONDS / 4)
     os.kill(job.pid(0), signal.SIGCONT)
     job.process.terminate()
     assert job.end() == (0, "", [])
@@ -365,12 +365,12 @@ def ended(rank: RankProcess, options: int = 0) -> object:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_stop_waits_for_ranks_that_have_just_been_started(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 1000.0)
+    monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 1000.0)
     with started(tmp_path, "sleep", "60") as (job, rank):
         job._on_signal(number)
         job._forward_signals()
         assert not ended(rank, os.WNOHANG)
-        monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 0.0)
+        monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 0.0)
         job._forward_signals()
         assert ended(rank).si_status == number
         job._poll_rank(rank)
@@ -379,11 +379,11 @@ def test_a_request_to_stop_waits_for_ranks_that_have_just_been_started(tmp_path,
 
 @pytest.mark.parametrize("takes_interrupts", [False, True])
 def test_a_rank_that_ends_just_before_a_request_is_passed_on_ends_as_it_did(tmp_path, monkeypatch, takes_interrupts):
-    monkeypatch.setattr(supervise, "SIGNAL_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 0.0)
     with started(tmp_path, "true") as (job, rank):
         assert ended(rank)
         if takes_interrupts:
-            job._on_signal(supervise.SIGNAL_INTERRUPTS_OWNED_BY_RANK0)
+            job._on_signal(supervisor.SIGNAL_INTERRUPTS_OWNED_BY_RANK0)
         job._on_signal(signal.SIGINT if takes_interrupts else signal.SIGTERM)
         job._forward_signals()
         job._poll_rank(rank)
@@ -404,7 +404,7 @@ def test_the_second_interrupt_ends_at_once(start):
     job = start(deaf + "open(here + f'/ready{rank}', 'w').close()\n" + SLEEP)
     wait_until(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(2)))
     job.process.send_signal(signal.SIGINT)
-    assert job.process.stderr.readline() == supervise.STOPPING_LINE.decode()
+    assert job.process.stderr.readline() == supervisor.STOPPING_LINE.decode()
     job.process.send_signal(signal.SIGINT)
     code, _, lines = job.end()
     assert code == 130 and [line for line in lines if line.startswith("error:")] == lines[-1:]
@@ -430,7 +430,7 @@ def test_a_killed_launcher_leaves_no_ranks(start):
     (["-m"], "no script given"),
     (["-m", "no_such_module"], "finds no module 'no_such_module' to run"),
     (["-m", "no_such_package.part"], "finds no module 'no_such_package.part' to run"),
-    (["--module", "megatron.launch.command.nothing"], "finds no module"),
+    (["--module", "megatron.launch.launcher.nothing"], "finds no module"),
     (["-m", "megatron.train"], "finds no module 'megatron.train' to run"),  # a package without __main__
     (["-m", __file__], "finds no module"),
     (["--gpus", "2", __file__], "--gpus"),
@@ -489,9 +489,10 @@ def test_check_names_what_was_expected():
 
 
 TWO_RANKS_OVER_GLOO = """
-from megatron.launch import distributed, exits
+from megatron.distributed import exit_codes
+from megatron.distributed import process_group
 def main():
-    env = distributed.init(timeout_seconds=60)
+    env = process_group.init(timeout_seconds=60)
     import torch
     x = torch.ones(1)
     torch.distributed.all_reduce(x)
@@ -499,11 +500,11 @@ def main():
         raise ValueError("on purpose")
     if "fail" in sys.argv:
         torch.distributed.all_reduce(x)
-    distributed.init()
-    distributed.shutdown()
+    process_group.init()
+    process_group.shutdown()
     if rank == 0:
         print(int(x), env.world_size)
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 
@@ -532,7 +533,7 @@ time.sleep(0.2)
 def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(ranks, tmp_path):
     """By the launcher, or by the program itself (0), in the place of the progress bar."""
     program = tmp_path / "program.py"
-    listen = "from megatron.launch.signals import StopListener\nrequest = StopListener().listen()\n"
+    listen = "from megatron.distributed.signals import StopListener\nrequest = StopListener().listen()\n"
     wait = BAR_AND_A_STEP
     if not ranks:
         wait = wait.replace("signal.signal(", "(").replace("not stopped", "not request")

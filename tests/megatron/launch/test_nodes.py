@@ -21,9 +21,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, PeerError
-from megatron.launch import meeting, pulse
-from megatron.launch.link import JsonConnection
-from megatron.launch.nodes import NodeInfo, NodeMonitor
+from megatron.launch import node_monitor, rendezvous
+from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
 from tests.megatron.launch.processes import MEET, PATIENCE, begin, catches, wait_until
 
@@ -130,7 +129,8 @@ def test_nodes_that_come_after_a_difference_was_found_hear_of_it(port: int) -> N
     def come(node: int) -> None:
         time.sleep(0.05 * (node % 8))
         with pytest.raises(ConfigError) as caught:
-            meeting.meet_nodes(NodeInfo(node, nodes, 4 if node == 1 else 8, f"host{node}"), "127.0.0.1", port, 20, list)
+            rendezvous.meet_nodes(NodeInfo(node, nodes, 4 if node == 1 else 8, f"host{node}"), "127.0.0.1", port, 20,
+                                  list)
         words.append(str(caught.value))
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
@@ -245,7 +245,7 @@ STRANGERS = {"mute": None, "closes": b"", "http": b"HTTP/1.1 400 Bad Request\r\n
 
 @pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
 def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.4)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as other:
         def serve() -> None:
             connection, _ = other.accept()
@@ -260,7 +260,7 @@ def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatc
         thread.start()
         began = time.monotonic()
         with pytest.raises(ConfigError, match="is no launcher that waits for node 1"):
-            meeting.meet_nodes(NodeInfo(1, 2, 1, "b"), "127.0.0.1", other.getsockname()[1], 30, lines()[1])
+            rendezvous.meet_nodes(NodeInfo(1, 2, 1, "b"), "127.0.0.1", other.getsockname()[1], 30, lines()[1])
         assert time.monotonic() - began < 5
         thread.join()
 
@@ -271,11 +271,11 @@ def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatc
     b'"host": "x"}\n', b'{"greeting": "megatron.launch 1", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
 def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: bytes | None,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
     found: dict[int, NodeMonitor] = {}
 
     def come(node: int) -> None:
-        found[node] = meeting.meet_nodes(NodeInfo(node, 2, 1, f"host{node}"), "127.0.0.1", port, 10, lines()[1])
+        found[node] = rendezvous.meet_nodes(NodeInfo(node, 2, 1, f"host{node}"), "127.0.0.1", port, 10, lines()[1])
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(2)]
     threads[0].start()
@@ -295,23 +295,23 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: b
 
 
 def test_who_waits_is_told_for_whom(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "WAIT_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "WAIT_NOTE_SECONDS", 0.2)
     for node, line in ((0, f"waiting at 127.0.0.1:{port} for nodes 1-2 of 3"),
                        (1, f"waiting for node 0 at 127.0.0.1:{port} (Connection refused)")):
         said, say = lines()
         with pytest.raises(PeerError):
-            meeting.meet_nodes(NodeInfo(node, 3, 1, "a"), "127.0.0.1", port, 1.6, say)
+            rendezvous.meet_nodes(NodeInfo(node, 3, 1, "a"), "127.0.0.1", port, 1.6, say)
         assert line in said and len(said) < 4
 
 
 def test_a_warning_comes_only_where_others_can_reach_the_port(port: int) -> None:
     said, say = lines()
-    meeting.open_listener("127.0.0.1", port, say).close()
+    rendezvous.open_listener("127.0.0.1", port, say).close()
     assert said == []
-    listener = meeting.open_listener("localhost", port, say)
+    listener = rendezvous.open_listener("localhost", port, say)
     assert said == [] and listener.getsockname()[0] in ("127.0.0.1", "::1")
     listener.close()
-    listener = meeting.open_listener("192.0.2.1", port, say)  # of nobody: kept for documentation
+    listener = rendezvous.open_listener("192.0.2.1", port, say)  # of nobody: kept for documentation
     assert "is no address of this machine" in said[0] and "open to whoever reaches this machine" in said[1]
     listener.close()
 
@@ -363,9 +363,9 @@ def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, po
 
 IN_A_STEP = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import publish_status
-from megatron.whereabouts import STATUS
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS
 def main():
     publish_status()
     STATUS.do("training")
@@ -373,7 +373,7 @@ def main():
     STATUS.enter("backward", "blocks.1")
     meet(r"{folder}")
     {then}
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 WAITS = "HERE.waits[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
 
@@ -431,7 +431,8 @@ def members(port: int, nodes: int) -> tuple[list[NodeMonitor], list[list[str]]]:
     said = [lines() for _ in range(nodes)]
 
     def come(node: int) -> None:
-        found[node] = meeting.meet_nodes(NodeInfo(node, nodes, 1, f"host{node}"), "127.0.0.1", port, 10, said[node][1])
+        found[node] = rendezvous.meet_nodes(NodeInfo(node, nodes, 1, f"host{node}"), "127.0.0.1", port, 10,
+                                            said[node][1])
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
     for thread in threads:
@@ -448,7 +449,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(pulse, "boot_clock", lambda: self.now)
+        monkeypatch.setattr(node_monitor, "boot_clock", lambda: self.now)
 
     def run(self, seconds: float, alive: list[NodeMonitor]) -> None:
         until = self.now + seconds
@@ -509,9 +510,9 @@ def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_sil
 
 STANDS_STILL = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import publish_status
-from megatron.whereabouts import STATUS
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS
 def main():
     publish_status()
     STATUS.do("training")
@@ -521,7 +522,7 @@ def main():
     open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
     time.sleep({seconds})
     raise PeerError('waited in vain')
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 

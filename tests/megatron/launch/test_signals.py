@@ -15,9 +15,9 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, 
 
 import pytest
 
-from megatron.checkpoint.command import main as checkpoint
-from megatron.launch import folders
-from megatron.launch.folders import LOCK_NAME, private_temp_dir
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.launch import launcher
+from megatron.launch.launcher import LOCK_NAME, private_temp_dir
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import begin
@@ -225,7 +225,7 @@ def train_on_two(argv: list[object]) -> str:
 def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, pathlib, time\nrank = os.environ['RANK']\n"
-                       f"from megatron.launch.signals import StopListener\nstop = StopListener().listen()\n"
+                       f"from megatron.distributed.signals import StopListener\nstop = StopListener().listen()\n"
                        f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
                        f"while not stop and not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.01)\n"
                        "raise SystemExit(3 if stop else 0)\n")
@@ -301,7 +301,7 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("home", ["megatron.launch.exits", "data.cli"])
+@pytest.mark.parametrize("home", ["megatron.distributed.exit_codes", "data.cli"])
 @pytest.mark.parametrize("number", ENDING)
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, number, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -320,7 +320,7 @@ def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, 
 
 AT_THE_END = """
 import atexit, pathlib, sys, threading, time
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 def wait(name):
     pathlib.Path(name).touch()
     while not pathlib.Path(f"{{name}}-enough").exists():
@@ -334,7 +334,8 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("listen", ["pass", "from megatron.launch.signals import StopListener; StopListener().listen()"])
+@pytest.mark.parametrize("listen",
+                         ["pass", "from megatron.distributed.signals import StopListener; StopListener().listen()"])
 def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     """While the interpreter waits for a thread, and in a callback of atexit."""
     process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,
@@ -407,7 +408,7 @@ def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
     yield tmp_path
 
 
@@ -438,13 +439,13 @@ def test_a_folder_of_another_user_is_not_touched(temporary, monkeypatch):
     left = temporary / "megatron-launch-left"
     left.mkdir()
     (left / LOCK_NAME).touch()
-    monkeypatch.setattr(folders.os, "geteuid", lambda: os.stat(left).st_uid + 1)
+    monkeypatch.setattr(launcher.os, "geteuid", lambda: os.stat(left).st_uid + 1)
     with private_temp_dir():
         assert left.exists()
 
 
 def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, monkeypatch):
-    made = folders.tempfile.mkdtemp
+    made = launcher.tempfile.mkdtemp
 
     def swept(**options: object) -> str:
         path = made(**options)
@@ -453,7 +454,7 @@ def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, mon
             os.rmdir(path)
         return path
 
-    monkeypatch.setattr(folders.tempfile, "mkdtemp", swept)
+    monkeypatch.setattr(launcher.tempfile, "mkdtemp", swept)
     with private_temp_dir() as found:
         assert (Path(found) / LOCK_NAME).exists()
 
@@ -466,7 +467,7 @@ def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    monkeypatch.setattr(launcher.fcntl, "flock", no_locks)
     with private_temp_dir() as found:
         assert left.exists() and os.path.isdir(found)
 

@@ -14,7 +14,7 @@ from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.rule import UpdateSegment
-from megatron.optim.schedule import LRSchedule
+from megatron.optim.schedulers import LRSchedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
 from tests.distributed import run_ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.optim.grid import (MagnitudeUnit, binary_quantizer, quantize_to_levels, ternary_quantizer,
-                                 ternary_threshold, uniform_quantizer)
+from megatron.optim.quantizer import (MagnitudeUnit, binary_quantizer, quantize_to_levels, ternary_quantizer,
+                                      ternary_threshold, uniform_quantizer)
 
 GROUPS, ROWS, COLUMNS = 4, 8, 50
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizer_config import OPTIMIZERS
 from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import MAX_TILE_NUMEL, AdamW

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from megatron.config.tree import build_config
-from megatron.optim.schedule import EXPONENTIAL_FLOOR_RATIO, LR_STYLES, STYLES_WITHOUT_WARMUP, LRSchedule
-from megatron.zero.api.schedule import build_lr_schedule
+from megatron.optim.schedulers import EXPONENTIAL_FLOOR_RATIO, LR_STYLES, STYLES_WITHOUT_WARMUP, LRSchedule
+from megatron.zero.api.optimizer import build_lr_schedule
 
 
 def schedule(style: str, *, lr: float = 1e-3, min_lr: float = 1e-4, warmup: float = 0.1, decay_iters: int = 100):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.optim.schedule import LRSchedule
-from megatron.optim.schedulers import DeepSpeedScheduler, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from megatron.optim.schedulers import (DeepSpeedScheduler, LRRangeTest, LRSchedule, OneCycle, WarmupCosineLR,
+                                       WarmupDecayLR, WarmupLR)
 
 STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
 

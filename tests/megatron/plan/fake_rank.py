@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megatron.checkpoint.agree
+import megatron.distributed.consistency
 import megatron.zero.api.engine
-import mpu.draws
+import mpu.weight_init
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.zero.verdict import HostStepResult, StepResult
+from megatron.zero.step_result import HostStepResult, StepResult
 from mpu import groups
 from mpu.random import get_rng_tracker
 from tests.megatron.live_bytes import LiveBytes
@@ -57,9 +57,9 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
         patch.setattr(StepResult, "to_host", lambda verdict: HostStepResult(1.0, 0.5, True, False))
         patch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         patch.setattr(torch.Tensor, "data_ptr", _place)
-        patch.setattr(mpu.draws, "fill_normal_rows", lambda out, *places: None)
+        patch.setattr(mpu.weight_init, "fill_normal_rows", lambda out, *places: None)
         patch.setattr(megatron.zero.api.engine, "broadcast_json", lambda value, group: value)
-        patch.setattr(megatron.checkpoint.agree, "all_reduce_min", lambda numbers, group: list(numbers))
+        patch.setattr(megatron.distributed.consistency, "all_reduce_min", lambda numbers, group: list(numbers))
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
             stack.callback(dist.destroy_process_group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.plan.rates import NUM_COLLECTIVE_COSTS, Curve, MachineRates, Surface, Where
+from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, Curve, MachineRates, Surface, Where
 
 FLOPS, BYTES = 1e11, 1e9
 

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.plan import sizes as sizes_of_probe, small_models, stopwatch
+from megatron.plan import probe, probe_fit as sizes_of_probe
 from megatron.plan.activations import Device
-from megatron.plan.derived import fit_rates
-from megatron.plan.probe import MOST_SWEEPS, Probe
-from megatron.plan.rates import NUM_COLLECTIVE_COSTS, QUIET_SPREAD, MachineRates, Where
-from megatron.plan.sighting import (CollectiveTimings, OverlapTimings, PassTimings, ProbeResult, StepTimings,
-                                    VariantTimings, elementwise_min, spread)
-from megatron.plan.sizes import MORE_LAYERS, SIZES, ProbeModelShape
-from megatron.plan.stopwatch import ProbeTimer
-from megatron.plan.time import step_time
+from megatron.plan.machine_rates import NUM_COLLECTIVE_COSTS, QUIET_SPREAD, MachineRates, Where
+from megatron.plan.probe import MOST_SWEEPS, Probe, ProbeTimer
+from megatron.plan.probe_fit import (MORE_LAYERS, SIZES, CollectiveTimings, OverlapTimings, PassTimings,
+                                     ProbeModelShape, ProbeResult, StepTimings, VariantTimings, elementwise_min,
+                                     fit_rates, spread)
+from megatron.plan.step_time import step_time
 from mpu import groups
 from mpu.groups import SOLO, Groups
 from tests.distributed import run_ranks
@@ -175,15 +173,15 @@ def sweep(rank: int, world: int) -> tuple[ProbeResult, int]:
     sizes, one = SIZES["cpu"], ProbeModelShape(128, 1, 8)
     SIZES["cpu"] = replace(sizes, rows=(8,), widths=(8,), lengths=((8, 1),), elements=(8,), logits=((8, 8),),
                            bytes=(64, 128), shapes=(one,), largest=one)
-    setattr(stopwatch, "SECONDS", 0.0)
-    setattr(small_models, "MODEL_SECONDS", 0.0)
+    setattr(probe, "SECONDS", 0.0)
+    setattr(probe, "MODEL_SECONDS", 0.0)
     setattr(sizes_of_probe, "STEPS_IN_TRAINING", 5)
     data_parallel = groups.build(1)
     found = Probe(ProbeTimer(CPU, data_parallel.world), "fp32", data_parallel, groups.build(2))
     with counted() as sent:
         found.watch.collective_seconds(lambda: None)
         before = len(sent)
-        small_models.seconds_in_training(one, "fp32", found.watch, data_parallel)
+        probe.seconds_in_training(one, "fp32", found.watch, data_parallel)
     return found.sweep(), len(sent) - before
 
 

@@ -14,15 +14,13 @@ import pytest
 
 import pretrain_gpt2
 from megatron import host_memory
-from megatron.config.flags import is_dry_run
+from megatron.config.cli import is_dry_run
 from megatron.errors import ConfigError
-from megatron.plan import command as plan
-from megatron.plan.cheapest import all_choices, cheapest_fit
+from megatron.plan import cli as plan
+from megatron.plan.alternatives import all_choices, cheapest_fit, suggest_changes
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import peak_memory
-from megatron.plan.needs import KINDS, describe_requirements
-from megatron.plan.remedies import suggest_changes
-from megatron.plan.report import TargetMachine
+from megatron.plan.plan_report import KINDS, TargetMachine, describe_requirements
 from tests.megatron.helpers import ROOT
 
 BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]

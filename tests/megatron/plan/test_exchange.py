@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megatron.config.tree import Config, build_config
-from megatron.plan.exchange import num_collectives, num_tp_collectives
 from megatron.plan.footprint import PlannedRun
+from megatron.plan.step_time import num_collectives, num_tp_collectives
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
-from mpu import groups
-from mpu.wire import functional
+from mpu import backends, groups
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side, counted
 
@@ -64,7 +63,7 @@ def inside() -> Iterator[list[tuple[str, int]]]:
 
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(patch.object(functional, kind, noted(kind, getattr(functional, kind))))
+            stack.enter_context(patch.object(backends, kind, noted(kind, getattr(backends, kind))))
         yield sent
 
 

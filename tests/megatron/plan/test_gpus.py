@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.plan import gpus, kept_rates
+from megatron.plan import gpus, rate_cache
 from megatron.plan.gpus import Gpu, apply_visible_devices
 
 EIGHT = [Gpu("H100", f"GPU-{number}{number}aa") for number in range(8)]
@@ -41,10 +41,10 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_driver_lists_them_and_the_variable_chooses(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.visible_gpus() == [Gpu("NVIDIA L4", "GPU-02"), Gpu("NVIDIA H100", "GPU-0a"),
                                    Gpu("NVIDIA H100", "GPU-0b")]
-    assert kept_rates.num_local_ranks("cuda") == 3
+    assert rate_cache.num_local_ranks("cuda") == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a,0")
     assert [gpu.model for gpu in gpus.visible_gpus()] == ["NVIDIA H100", "NVIDIA L4"]
-    assert kept_rates.num_local_ranks("cuda") == 2
+    assert rate_cache.num_local_ranks("cuda") == 2
 
 
 def test_where_the_driver_shows_no_files_its_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
-import mpu.draws
 import mpu.loss_accelerator
 import mpu.loss_cpu
-from megatron.config.flags import parse_args
+import mpu.weight_init
+from megatron.config.cli import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
@@ -227,8 +227,8 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         loss._CHUNK_BYTES, loss._BLOCK_ROWS, loss._SLAB_COLUMNS)
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
         assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
-    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
-    assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
+    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.backends.SUM_BLOCK
+    assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
     assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
     assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)

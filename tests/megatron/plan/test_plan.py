@@ -13,17 +13,16 @@ import pytest
 import torch
 
 import megatron.train.loop
-from megatron.config.optimizers import ONE_BIT_OPTIMIZERS, OPTIMIZERS
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS, OPTIMIZERS
 from megatron.config.tree import build_config
+from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.launch import exits
-from megatron.plan import command as plan
-from megatron.plan.cheapest import all_choices, cheapest_fit
+from megatron.plan import cli as plan
+from megatron.plan.alternatives import (all_choices, cheapest_fit, largest_micro_batches, suggest_changes, with_batch,
+                                        with_stage)
 from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.plan.memory import peak_memory, persistent_memory
-from megatron.plan.remedies import largest_micro_batches, suggest_changes, with_batch
-from megatron.plan.shortage import ExplainedMemoryError, oom_hint
-from megatron.plan.ways import with_stage
+from megatron.plan.oom_hint import ExplainedMemoryError, oom_hint
 from tests.megatron.helpers import ROOT, TINY, train
 
 FLAGS = ["--preset", "345M", "--bf16", "--batch-size", "8", "--ranks", "8", "--zero-stage", "2"]
@@ -284,7 +283,7 @@ def test_a_node_holds_its_ranks(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_a_plan_needs_no_torch() -> None:
-    program = ("import sys; from megatron.plan.command import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
+    program = ("import sys; from megatron.plan.cli import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
                "sys.exit('torch' in sys.modules)")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env=environ,
@@ -406,7 +405,7 @@ def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
 
     monkeypatch.setattr(megatron.train.loop, "forward_loss", exhausted)
     argv = [*TINY, "--mock-data", "--batch-size", "64", "--train-iters", "2"]
-    assert exits.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
+    assert exit_codes.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
     shown, error = capfd.readouterr().err.splitlines()
     run = planned(*[word for word in argv if word != "--mock-data"], "--device", "cpu")
     assert shown.startswith(" rank 0 needs ") and f"({peak_memory(run).name})" in shown
@@ -426,11 +425,11 @@ def test_other_errors_pass_and_a_shortage_is_explained_once() -> None:
 LIMITED = """
 import resource, sys
 import pretrain_gpt2, torch
-from megatron.launch import exits
+from megatron.distributed import exit_codes
 from megatron.train import build, sample as generate, loop as training  # what is imported counts as well
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (600 << 20),) * 2)
-sys.exit(exits.run(pretrain_gpt2.main))
+sys.exit(exit_codes.run(pretrain_gpt2.main))
 """
 
 

@@ -12,9 +12,8 @@ import torch
 from megatron.errors import ConfigError
 from megatron.plan import probe
 from megatron.plan.memory import peak_memory
-from megatron.plan.probe import Probe
-from megatron.plan.sizes import SIZES
-from megatron.plan.stopwatch import ProbeTimer
+from megatron.plan.probe import Probe, ProbeTimer
+from megatron.plan.probe_fit import SIZES
 from mpu import groups
 from mpu.groups import SOLO, Groups
 from tests.distributed import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.plan.rates import Curve, MachineRates, Surface
+from megatron.plan.machine_rates import Curve, MachineRates, Surface
 from tests.megatron.plan.machines import machine
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.plan.footprint import PlannedRun
 from megatron.train import build
 from megatron.train.batches import Batch

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.plan import command as plan
+from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
-from megatron.plan.rates import Curve
-from megatron.plan.time import step_time
+from megatron.plan.machine_rates import Curve
+from megatron.plan.step_time import step_time
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss

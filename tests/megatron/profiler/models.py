@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config.tree import PRESETS, ModelConfig, build_config
 from megatron.model import GPT2
+from megatron.profiler.flop_recorder import FlopRecording
 from megatron.profiler.profile import ModelProfile, ModuleRow, build_profile, walk_rows
-from megatron.profiler.recording import FlopRecording
 from tests.megatron.helpers import tiny_model
 
 

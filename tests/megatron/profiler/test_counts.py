@@ -16,8 +16,8 @@ from torch.nn.modules import module as torch_module
 
 from megatron import recompute
 from megatron.model import GPT2
+from megatron.profiler.flop_recorder import FlopRecording
 from megatron.profiler.profile import Macs, ModelProfile, build_profile
-from megatron.profiler.recording import FlopRecording
 from megatron.train.flops import flops_per_token
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from megatron.profiler.counting import FlopCountingMode
+from megatron.profiler.flop_recorder import FlopCountingMode
 
 
 def macs(run: Callable[[], Any]) -> int:

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import StorageError
-from megatron.profiler.numbers import format_count, format_seconds, format_share
-from megatron.profiler.output import write_profile
-from megatron.profiler.page import flame_bars, profile_page
 from megatron.profiler.profile import Macs, ModelProfile, ModuleRow, ProfiledJob
-from megatron.profiler.text import aggregated_lines, format_profile, summary, tree_lines
+from megatron.profiler.profile_report import (aggregated_lines, flame_bars, format_count, format_profile,
+                                              format_seconds, format_share, profile_page, summary, tree_lines,
+                                              write_profile)
 from tests.megatron.profiler.models import gpt2, recorded, tokens
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, StorageError
 from megatron.profiler.profile import Macs
-from megatron.zero.api.profiled import ProfiledStep
+from megatron.zero.api.engine_features import ProfiledStep
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, tiny_model, train, train_all
 from tests.megatron.profiler.closed_form import step_macs

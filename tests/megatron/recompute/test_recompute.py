@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mpu
 from megatron import recompute
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import RecomputeConfig, TrainConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.recompute import Recomputation, deepspeed as facade, keep, notes
+from megatron.recompute import Recomputation, activation_checkpoint, deepspeed_api as facade, notes
 from megatron.train import build
 from mpu.groups import SOLO, Group, Groups, build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
@@ -136,8 +136,8 @@ def waiting(tp: Group, switches: RecomputeConfig, chunk: int = 1) -> tuple[int, 
     model.run_blocks = recompute.in_chunks(
         chunk, lambda function, x, *args: again.checkpoint(function, inputs.add(x), *args))
     rows = torch.zeros(1, 16, dtype=torch.long)
-    make = keep._allocate_like
-    with patch.object(keep, "_allocate_like", lambda *args: homes.add(make(*args))):
+    make = activation_checkpoint._allocate_like
+    with patch.object(activation_checkpoint, "_allocate_like", lambda *args: homes.add(make(*args))):
         loss = model(rows[:, :-1], rows[:, 1:])
     found = sum(inputs.alive()), sum(homes.alive()), len(homes.alive())
     loss.backward()
@@ -350,7 +350,8 @@ def test_configure_refuses_what_it_cannot_honour(arguments: dict[str, Any], told
 def split_by_configure(rank: int, world: int) -> None:
     mpu.initialize_model_parallel(world)
     x = torch.arange(6.0, requires_grad=True)
-    with patch.object(keep, "all_gather_into", wraps=keep.all_gather_into) as gathered:
+    with patch.object(activation_checkpoint, "all_gather_into",
+                      wraps=activation_checkpoint.all_gather_into) as gathered:
         recompute.checkpoint(torch.square, x).sum().backward()
         assert not gathered.called and not recompute.is_configured()
         recompute.configure(mpu, {"activation_checkpointing": {"partition_activations": True}})

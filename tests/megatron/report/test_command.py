@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from megatron.launch import exits
-from megatron.report.command import main
+from megatron.distributed import exit_codes
+from megatron.report.cli import find_metrics_file, main
 from megatron.report.page import html_document
-from megatron.report.source import find_metrics_file
-from megatron.train.log import RunLog
+from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 from tests.megatron.report.test_page import Parsed
 from tests.megatron.report.written import CONFIG, step, write
@@ -31,7 +30,7 @@ Cli = Callable[..., tuple[int, str]]
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     """(exit code, standard error)"""
     def call(*argv: object) -> tuple[int, str]:
-        code = exits.run(lambda: main(list(map(str, argv))))
+        code = exit_codes.run(lambda: main(list(map(str, argv))))
         return code, capfd.readouterr().err
     return call
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.report.history import RunHistory, RunPosition
-from megatron.report.read import MetricsFileReader
-from megatron.report.tables import history_notes
+from megatron.report.history import MetricsFileReader, RunHistory, RunPosition
+from megatron.report.page import history_notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step
 
 

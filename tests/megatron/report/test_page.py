@@ -15,10 +15,8 @@ import pytest
 
 from data.storage import escape_to_one_line
 from megatron.report import page as page_module
-from megatron.report.charts import MOST_POINTS, chart_data
-from megatron.report.history import RunHistory
-from megatron.report.page import report_page
-from megatron.report.read import MetricsFileReader
+from megatron.report.history import MetricsFileReader, RunHistory
+from megatron.report.page import MOST_POINTS, chart_data, report_page
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.storage import DataError
-from megatron.report.read import MetricsFileReader
+from megatron.report.history import MetricsFileReader
 from tests.megatron.report.written import CONFIG, start, step, write
 
 

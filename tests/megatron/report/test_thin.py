@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from megatron.report.charts import MOST_POINTS, bucket_ends, downsample
+from megatron.report.page import MOST_POINTS, bucket_ends, downsample
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS - 1, 10**5])

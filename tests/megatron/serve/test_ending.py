@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference import loading
+from megatron.inference import load
 from megatron.inference.decoder import Decoder
-from megatron.inference.source import ModelSource
-from megatron.serve import command
-from megatron.serve.command import bind_listener, main
-from megatron.serve.front import run_server
-from megatron.serve.limits import ServerLimits
+from megatron.inference.model_args import ModelSource
+from megatron.serve import cli
+from megatron.serve.admission import ServerLimits
+from megatron.serve.app import run_server
+from megatron.serve.cli import bind_listener, main
 from mpu import groups
 from tests.megatron.helpers import ROOT, own_signals
 from tests.megatron.serve.server import JSON, Server, served, trained
@@ -169,7 +169,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         world = groups.build(1)
-        loaded = loading.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
+        loaded = load.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
         listener, ready = bind_listener("127.0.0.1", 0), threading.Event()
         self.host, self.port = listener.getsockname()
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -224,7 +224,7 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
 @pytest.mark.parametrize("fails_at", ["start", "work"])
 def test_an_interrupted_server_gives_back_its_port_and_its_thread(folder: Path, fails_at: str) -> None:
     world = groups.build(1)
-    loaded = loading.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
+    loaded = load.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
 
     def interrupt() -> bool:
         raise KeyboardInterrupt
@@ -238,7 +238,7 @@ def test_an_interrupted_server_gives_back_its_port_and_its_thread(folder: Path, 
 
 def test_a_model_that_cannot_be_loaded_leaves_port_and_signals_to_others(tmp_path: Path) -> None:
     listener, handler = bind_listener("127.0.0.1", 0), signal.getsignal(signal.SIGINT)
-    with own_signals(), patch.object(command, "bind_listener", return_value=listener), \
+    with own_signals(), patch.object(cli, "bind_listener", return_value=listener), \
             pytest.raises(CheckpointError) as kept:
         try:
             main(["--load", str(tmp_path)])

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron.serve.limits import ServerLimits
-from megatron.serve.message import HttpConnection
+from megatron.serve.admission import ServerLimits
+from megatron.serve.http_connection import HttpConnection
 
 
 @asynccontextmanager

@@ -16,8 +16,9 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
-from megatron.serve import leader
-from megatron.serve.leader import CancelSequences, LogprobScorer, QueueClosed, ScoreSequence, StartSequences, TokenEvent
+from megatron.serve import scheduler
+from megatron.serve.scheduler import (CancelSequences, LogprobScorer, QueueClosed, ScoreSequence, StartSequences,
+                                      TokenEvent)
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
@@ -39,25 +40,25 @@ def lead(rank: int, world: int) -> tuple[int, list[object]]:
     times that they go on."""
     made = groups.build(world)
     model = GPT2(tiny_model(), made.tp)
-    hands = leader.StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), LogprobScorer(model, 257))
-    inbox, told, words = leader.Inbox(), [], 0
-    say = leader.broadcast_json
+    hands = scheduler.StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), LogprobScorer(model, 257))
+    inbox, told, words = scheduler.Inbox(), [], 0
+    say = scheduler.broadcast_json
 
     def counted(*arguments: object) -> object:
         nonlocal words
         words += 1
         return say(*arguments)  # type: ignore[arg-type]
 
-    with patch.object(leader, "HEARTBEAT_SECONDS", 0.1), patch.object(leader, "POLL_SECONDS", 0.02), \
-            patch.object(leader, "broadcast_json", counted):
+    with patch.object(scheduler, "HEARTBEAT_SECONDS", 0.1), patch.object(scheduler, "POLL_SECONDS", 0.02), \
+            patch.object(scheduler, "broadcast_json", counted):
         if rank > 0:
-            leader.run_worker(hands, made.world)
+            scheduler.run_worker(hands, made.world)
             return words, []
         texts = [Request(number, (5, 6), 4, Sampling(greedy=True)) for number in range(3)]
         for order in (StartSequences(tuple(texts)), ScoreSequence(7, (5, 6, 7), 2), CancelSequences((2, 99))):
             inbox.put(order)
         began = time.monotonic()
-        finished = leader.GenerationScheduler(hands, made.world, inbox, told.extend).run(
+        finished = scheduler.GenerationScheduler(hands, made.world, inbox, told.extend).run(
             lambda: words >= TURNS + BEATS or time.monotonic() - began > 30, lambda: inbox.put(QueueClosed()), 5)
         beats = words - TURNS - 1
         assert finished and 0.1 * beats < time.monotonic() - began < 30
@@ -88,7 +89,8 @@ def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
             next(events)
             events.close()  # type: ignore[attr-defined]
             server.wait_for("texts_running", 0)
-            time.sleep(1.2 * leader.HEARTBEAT_SECONDS * (ranks - 1))  # with nothing to do, ranks hear that they go on
+            time.sleep(1.2 * scheduler.HEARTBEAT_SECONDS *
+                       (ranks - 1))  # with nothing to do, ranks hear that they go on
             assert server.complete(prompt="x", max_tokens=1)
             assert server.stop() == 0
     assert texts[0] == texts[1]

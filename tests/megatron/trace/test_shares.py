@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.trace.events import ATTENTION, LOSS, PRODUCTS, operation_kind
-from megatron.trace.memory import MemoryLevel, downsample_levels, memory_levels
-from megatron.trace.page import trace_page
-from megatron.trace.recorder import CollectiveSpan, StateTimeline, TraceRecorder
-from megatron.trace.shares import format_breakdown, time_breakdown
-from megatron.trace.stretches import Interval, merge_spans, time_by_kind
-from megatron.whereabouts import ACTIVITY, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
+from megatron.distributed.rank_status import ACTIVITY, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
+from megatron.trace.export import MemoryLevel, downsample_levels, memory_levels, trace_page
+from megatron.trace.recorder import CollectiveSpan, Interval, StateTimeline, TraceRecorder, merge_spans, time_by_kind
+from megatron.trace.time_breakdown import ATTENTION, LOSS, PRODUCTS, format_breakdown, operation_kind, time_breakdown
 
 
 def moments(stretches: list[Interval], moment: int) -> bool:
@@ -38,8 +35,10 @@ def test_each_moment_belongs_to_the_first_kind_that_has_it(seed: int) -> None:
 @pytest.mark.parametrize("kind, names", [
     (PRODUCTS, "aten::mm aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise aten::_scaled_mm"),
     (ATTENTION, "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu_backward "
-                "aten::_flash_attention_forward aten::_efficient_attention_backward"),
-    (LOSS, "_LinearCrossEntropyMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax_loss"),
+     "aten::_flash_attention_forward aten::_efficient_attention_backward"),
+    (LOSS,
+     "_LinearCrossEntropyMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax_loss"
+     ),
     ("", "aten::add aten::native_layer_norm aten::gelu aten::mmean aten::addcmul_ aten::t aten::copy_ aten::_softmax"),
 ])
 def test_operations_are_known_by_name(kind: str, names: str) -> None:

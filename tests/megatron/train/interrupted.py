@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from megatron.launch.leaving import exit_on_stop_signal
+from megatron.distributed.signals import exit_on_stop_signal
 
 SLOW = 0.02
 """Seconds that a file of a save takes more."""

@@ -10,8 +10,8 @@ from typing import Any
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 import pretrain_gpt2
-from megatron.launch.exits import run
-from megatron.launch.signals import StopListener
+from megatron.distributed.exit_codes import run
+from megatron.distributed.signals import StopListener
 
 ROOM = 8192
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FRESH_PAGES = """
 import resource, sys, torch
-from megatron.train.allocator import keep_freed_memory
+from megatron.train.processor import keep_freed_memory
 
 assert sys.argv[1] == "as it comes" or keep_freed_memory()
 for round in range(12):
@@ -25,11 +25,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 LIKE_A_STEP = """
 import ctypes, resource, sys, torch
-from megatron.train import allocator
+from megatron.train import processor
 
 if sys.argv[1] == "no stock":
-    allocator.PREALLOCATED_BLOCKS = 0
-assert allocator.keep_freed_memory()
+    processor.PREALLOCATED_BLOCKS = 0
+assert processor.keep_freed_memory()
 libc = ctypes.CDLL(None)
 activations = []
 for layer in range(64):
@@ -43,7 +43,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 HELD = """
 import sys, torch
-from megatron.train.allocator import keep_freed_memory
+from megatron.train.processor import keep_freed_memory
 
 def held():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) >> 10

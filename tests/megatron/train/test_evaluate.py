@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from data.gpt2_dataset import MockDataset
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import CheckpointError
 from megatron.train import build
 from megatron.train.batches import MicroBatchSampler

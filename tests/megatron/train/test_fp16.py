@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.config.tree import PrecisionConfig
+from megatron.distributed import exit_codes
 from megatron.errors import NumericsError
-from megatron.launch import exits
 from megatron.model import GPT2
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW
@@ -133,7 +133,7 @@ def numerics_error(rank: int, world: int, tp: int, precision: str, bad: float) -
     try:
         step(engine, bad if rank == world - 1 else None, only="blocks.0.attn.proj.weight")
     except NumericsError as error:
-        return str(error), exits.exit_reason_of(error).code, equal(before, state_of(engine))
+        return str(error), exit_codes.exit_reason_of(error).code, equal(before, state_of(engine))
     raise AssertionError("no error")
 
 

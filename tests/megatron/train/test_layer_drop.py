@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.model import GPT2
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.train.compiling import choose_compilation
+from megatron.train.compile import choose_compilation
 from megatron.zero.api.engine import Engine
+from megatron.zero.backward import ReductionOrder
 from megatron.zero.hooks import Unit
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import ParamCoordinator, UnitPhase
+from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.model import GPT2
 from megatron.train.build import engine as make_engine, model as make_model, tokenizer, with_vocab_size
 from megatron.zero.engine import ZeroEngine

@@ -16,12 +16,12 @@ import pytest
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 from megatron.config.tree import LogConfig
+from megatron.distributed import exit_codes
 from megatron.errors import NumericsError, StorageError
-from megatron.launch import exits
-from megatron.train.board import TensorboardLogger
-from megatron.train.log import RunLog
-from megatron.zero.api import lines as lines_module
-from megatron.zero.api.lines import AppendOnlyFile
+from megatron.metrics import scalar_writers as lines_module
+from megatron.metrics.run_loggers import TensorboardLogger
+from megatron.metrics.scalar_writers import AppendOnlyFile
+from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 
 DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
@@ -78,7 +78,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
         file.append('{"iteration": 2}\n') if call == "write" else file.close()
     if call == "write":
         file.close()
-    failure = exits.exit_reason_of(caught.value)
+    failure = exit_codes.exit_reason_of(caught.value)
     assert failure.code == 7
     assert failure.text.startswith(f"--metrics-file {path} cannot be written: {os.strerror(number)}")
     assert path.read_text() == '{"iteration": 1}\n'
@@ -154,7 +154,7 @@ def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
     with pytest.raises(OSError) as caught:
         file.close()
-    failure = exits.exit_reason_of(caught.value, {})
+    failure = exit_codes.exit_reason_of(caught.value, {})
     assert failure.code == 5 and "out of memory" in failure.text and "--metrics-file" not in failure.text
 
 
@@ -178,7 +178,7 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
 
 HOLDING = """
 import sys
-from megatron.zero.api.lines import AppendOnlyFile
+from megatron.metrics.scalar_writers import AppendOnlyFile
 held = AppendOnlyFile("--metrics-file", sys.argv[1], print)
 print("held", flush=True)
 sys.stdin.read()
@@ -258,7 +258,7 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
     with pytest.raises(StorageError) as caught:
         log.evaluation("validation", 1, 2.0)
         log.close()
-    assert calls and exits.exit_reason_of(caught.value).code == 7
+    assert calls and exit_codes.exit_reason_of(caught.value).code == 7
     assert str(caught.value).startswith(f"--tensorboard-dir {folder} cannot be written: {os.strerror(number)}")
     assert capfd.readouterr().err == ""
 

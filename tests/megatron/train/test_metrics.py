@@ -23,13 +23,13 @@ import pretrain_gpt2
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
-from megatron.train.board import STEP_SCALARS, TensorboardLogger
-from megatron.train.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
-from megatron.train.log import RunLog
-from megatron.train.metrics import StepMetrics, Throughput
-from megatron.train.sample import printable
-from megatron.zero.homes.blockfile import DirectIoFile
-from megatron.zero.homes.words import format_bytes
+from megatron.metrics.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
+from megatron.metrics.run_loggers import STEP_SCALARS, TensorboardLogger
+from megatron.metrics.step_metrics import StepMetrics, Throughput
+from megatron.train.evaluation import printable
+from megatron.train.run_log import RunLog
+from megatron.zero.offload.direct_io import DirectIoFile
+from megatron.zero.offload.swap_dir import format_bytes
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizers import ONE_BIT_OPTIMIZERS
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import build_config
 from megatron.train import build
 from mpu import groups

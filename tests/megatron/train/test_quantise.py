@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.flags import parse_args
+from megatron.bit_schedule import BitSchedule
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
-from megatron.quantize import BitSchedule
 from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import gather_full_state_dict
-from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.offload.storage import WEIGHT
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
-from megatron.optim.schedule import LR_STYLES, LRSchedule
-from megatron.train.rate import ZeroLRWarning, find_zero_lr_steps
+from megatron.optim.schedulers import LR_STYLES, LRSchedule
+from megatron.train.loop import ZeroLRWarning, find_zero_lr_steps
 from tests.megatron.helpers import TINY, steps, train
 
 

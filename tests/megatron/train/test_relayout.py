@@ -20,7 +20,7 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.train.resume import RunCheckpoints
-from megatron.zero.api import saved
+from megatron.zero.api import checkpoint_io
 from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
@@ -138,13 +138,13 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """By the accelerator's ways, and with random streams of CUDA's kind: 16 bytes, of seed and offset."""
-    captured = saved.capture_rng
+    captured = checkpoint_io.capture_rng
 
     def with_cuda() -> dict[str, object]:
         state, stream = captured(), torch.arange(16, dtype=torch.uint8)
         return {**state, "cuda": stream, "tracker": {name: stream for name in state["tracker"]}}
 
-    with on_the_accelerator_side(), patch.object(saved, "capture_rng", with_cuda):
+    with on_the_accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
         yield
 
 

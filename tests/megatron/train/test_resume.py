@@ -15,12 +15,12 @@ import pytest
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.tags import tag_names
+from megatron.distributed import exit_codes
+from megatron.distributed.signals import StopListener
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.launch import exits
-from megatron.launch.signals import StopListener
-from megatron.train.log import RunLog
 from megatron.train.loop import Trainer
 from megatron.train.resume import RunCheckpoints
+from megatron.train.run_log import RunLog
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
                                     write_corpus)
@@ -209,7 +209,7 @@ def interrupted_twice(rank: int, world: int, argv: list[object], where: str) -> 
         patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit")), twice)
         with pytest.raises(KeyboardInterrupt) as caught:
             train(argv)
-    return exits.exit_reason_of(caught.value).code
+    return exit_codes.exit_reason_of(caught.value).code
 
 
 @pytest.mark.parametrize("where", ["step", "save"])

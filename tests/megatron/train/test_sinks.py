@@ -16,9 +16,9 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError, NumericsError, StorageError
-from megatron.train.log import RunLog, check_log_paths
-from megatron.train.metrics import StepMetrics
-from megatron.train.table import STEP_COLUMNS
+from megatron.metrics.run_loggers import STEP_COLUMNS
+from megatron.metrics.step_metrics import StepMetrics
+from megatron.train.run_log import RunLog, check_log_paths
 from tests.megatron.helpers import ROOT, TINY, records, train
 
 STEP = StepMetrics(1, 0.1 + 0.2, float("nan"), 0.5, 1.0, True, 4, "00", 1.0, 1.0, 1.0, None, 2**30)
@@ -159,13 +159,13 @@ def test_a_table_that_a_spreadsheet_has_rewritten_goes_on(rewritten: Callable[[b
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from megatron.launch import exits
+from megatron.distributed import exit_codes
 from tests.megatron.train.test_sinks import tables
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 def main():
     tables(Path(sys.argv[1]), *range(1, 100))
     return 0
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass, replace
 
-from megatron.plan import command as plan
+from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
-from megatron.tune import loop
+from megatron.tune import cli
 from megatron.tune.search import TrialOption, TrialResult
 from megatron.tune.space import TuningChoice
 from tests.megatron.plan.machines import machine, proportional
@@ -25,7 +25,7 @@ def options_of(asked: PlannedRun) -> dict[TuningChoice, TrialOption]:
                     block_forward=proportional(6e-9), block_backward=proportional(1e-8), replay=0.0,
                     loss=proportional(3e-9),
                     update=proportional(1e-9), a_pass=2e-3, a_step=1e-3, split_unit=2e-4, hides=0.4)
-    return loop.plan_choices(asked, rates)
+    return cli.plan_choices(asked, rates)
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron.config.autotuning import AutotuningConfig
+from megatron.config.run_config import AutotuningConfig
 from megatron.errors import ConfigError
 from megatron.plan.memory import peak_memory
-from megatron.plan.time import StepTime
-from megatron.tune import model, search
-from megatron.tune.memory import MemoryBudget
-from megatron.tune.model import Candidate, estimate_steps
-from megatron.tune.search import (TrialOption, TrialResult, expected_gain, fastest_choice, next_trial,
-                                  select_candidates, stop_reason)
-from megatron.tune.space import legal_choices, samples_per_step
+from megatron.plan.step_time import StepTime
+from megatron.tune import search
+from megatron.tune.search import (Candidate, TrialOption, TrialResult, estimate_steps, expected_gain, fastest_choice,
+                                  next_trial, select_candidates, stop_reason)
+from megatron.tune.space import MemoryBudget, legal_choices, samples_per_step
 from tests.megatron.tune.simulated import Simulated, options_of, planned
 
 TUNING = AutotuningConfig()
@@ -174,14 +172,14 @@ def test_the_estimate_is_that_of_corrections_fitted_by_least_squares(seed: int) 
     measured = {number: rng.uniform(0.1, 5) for number in range(6)}
     values = sorted({item for one in found for item in one.settings.items()})
     pairs = sorted({tuple(sorted(one.settings.items())) for one in found})
-    rows = np.array([[model.MACHINE_STD, *(model.PART_STD * share for share in one.shares),
-                      *(model.SETTING_STD * (value in one.settings.items()) for value in values),
-                      *(model.PAIR_STD * (pair == tuple(sorted(one.settings.items()))) for pair in pairs)]
+    rows = np.array([[search.MACHINE_STD, *(search.PART_STD * share for share in one.shares),
+                      *(search.SETTING_STD * (value in one.settings.items()) for value in values),
+                      *(search.PAIR_STD * (pair == tuple(sorted(one.settings.items()))) for pair in pairs)]
                      for one in found])
-    known = rows[list(measured)] / model.NOISE_STD
+    known = rows[list(measured)] / search.NOISE_STD
     wrong = np.array([math.log(seconds / found[number].predicted.total) for number, seconds in measured.items()])
     precision = known.T @ known + np.eye(rows.shape[1])
-    weights = np.linalg.solve(precision, known.T @ (wrong / model.NOISE_STD))
+    weights = np.linalg.solve(precision, known.T @ (wrong / search.NOISE_STD))
     doubts = np.sqrt((rows * np.linalg.solve(precision, rows.T).T).sum(axis=1))
     for one, row, doubt, estimate in zip(found, rows, doubts, estimate_steps(found, measured), strict=True):
         assert estimate.seconds == pytest.approx(one.predicted.total * math.exp(row @ weights), rel=1e-6)
@@ -210,7 +208,7 @@ def test_doubt_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) 
 def test_the_expected_gain_is_the_mean_of_what_is_saved(seconds: float, doubt: float) -> None:
     """Of a trial whose logarithm is normal, beside a fastest step of 1 s."""
     draws = np.random.default_rng(0).normal(math.log(seconds), doubt, 10**6)
-    assert expected_gain(model.StepEstimate(seconds, doubt), 1.0) == pytest.approx(
+    assert expected_gain(search.StepEstimate(seconds, doubt), 1.0) == pytest.approx(
         float(np.maximum(0.0, 1.0 - np.exp(draws)).mean()), abs=2e-4)
 
 

@@ -20,21 +20,18 @@ import pytest
 
 from data.storage import DataError, StorageFault
 from megatron import host_memory
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
-from megatron.plan import gpus, kept_rates
+from megatron.plan import gpus, rate_cache
 from megatron.plan.footprint import PlannedRun, StatePlacement, configured_placement
-from megatron.plan.rates import Where
-from megatron.plan.report import USABLE_FRACTION
-from megatron.tune import capacity, command, patience, trial
-from megatron.tune.memory import MemoryBudget
-from megatron.tune.patience import TrialTimeout
-from megatron.tune.report import recommended_flags
-from megatron.tune.results import TRIALS_FILE, TrialRecords, open_trial_records
+from megatron.plan.machine_rates import Where
+from megatron.plan.plan_report import USABLE_FRACTION
+from megatron.tune import cli, space, trial
 from megatron.tune.search import TrialResult, common_error, next_repeat
-from megatron.tune.space import TuningChoice, legal_choices, samples_per_step
-from megatron.tune.trial import TrialRunner, trial_config
-from megatron.tune.words import config_to_flags
+from megatron.tune.space import MemoryBudget, TuningChoice, legal_choices, samples_per_step
+from megatron.tune.trial import TrialRunner, TrialTimeout, config_to_flags, trial_config
+from megatron.tune.trial_records import TRIALS_FILE, TrialRecords, open_trial_records
+from megatron.tune.tune_report import recommended_flags
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.plan.machines import machine, proportional
 
@@ -63,7 +60,7 @@ def _with_trainer(init):
 
 
 def asked(*flags: str) -> PlannedRun:
-    return command.parse(["--device", "cpu", *MODEL, *flags])[1]
+    return cli.parse(["--device", "cpu", *MODEL, *flags])[1]
 
 
 def outcomes(place: list[str]) -> list[dict]:
@@ -94,7 +91,7 @@ def test_whatever_becomes_of_a_trial_is_a_result(
 
 def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows the first step has the short limit."""
-    monkeypatch.setattr(patience, "EXTRA_SECONDS", 1.0)
+    monkeypatch.setattr(trial, "EXTRA_SECONDS", 1.0)
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "slow", "2": "stuck", "3": "hang"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     trials, flags = TrialRunner(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
@@ -168,7 +165,7 @@ def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = ("from pathlib import Path; from megatron.tune import command, trial; "
-               f"run = command.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
+               f"run = cli.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
                f"trial.Trials(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as tuner:
@@ -233,7 +230,7 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
     faked(monkeypatch, stage0="memory", stage1="crash", stage2="hang")
     flags = [*place, "--ranks", "2", "--trial-seconds", "3", "--global-batch-size", "4", "--autotuning-mp-size", "1",
              "--autotuning-tuner-early-stopping", "0", "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     text = capsys.readouterr().out
     states = {one["outcome"]["state"] for one in outcomes(place)}
     assert {"done", "crash"} <= states
@@ -249,7 +246,7 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
     [], ["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "DIR"]])
 def test_the_flags_of_a_choice_make_it_beside_those_that_were_given(flags: list[str]) -> None:
     flags = [*MODEL, "--global-batch-size", "8", *flags]
-    run = command.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
+    run = cli.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
     found = legal_choices(run)
     for choice, chosen in found.items():
         config = parse_args([*flags, *choice.flags(run, 8)], 2)
@@ -268,7 +265,7 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
     given = [*MODEL, "--deepspeed_config", str(file)]
     for number in range(0, 20, 3):
         file.write_text(json.dumps(content))
-        run = command.parse(["--device", "cpu", "--ranks", "1", "--no-autotuning-fast", *given])[1]
+        run = cli.parse(["--device", "cpu", "--ranks", "1", "--no-autotuning-fast", *given])[1]
         choice, chosen = list(legal_choices(run).items())[number % len(legal_choices(run))]
         *keys, flags = recommended_flags(run, choice)
         changed = json.loads(json.dumps(content))
@@ -291,11 +288,11 @@ def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.Mo
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-early-stopping", "0",
              "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
     first = outcomes(place)
     file = Path(place[5]) / TRIALS_FILE
     file.write_text(file.read_text() + '{"trial": 4, "choi')  # killed as it wrote
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
     found = outcomes(place)
     assert len({one["trial"] for one in first}) == 3 and found[:len(first)] == first
     assert len({json.dumps(one["choice"]) for one in found}) == len({one["trial"] for one in found}) == 5
@@ -306,8 +303,8 @@ def test_the_best_are_measured_again_before_one_is_picked(
     """Two are close at first: the one that was faster had luck, and the other one no peace."""
     taken = iter([0.100, 0.105, 0.2, 0.104, 0.090, 0.21, 0.103, 0.091, 0.2])
     monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
-    assert command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
-                         "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
+    assert cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
+                     "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
     found = outcomes(place)
     assert [one["trial"] for one in found] == [1, 2, 3] * 3
     assert found[-2]["outcome"]["times"] == [0.105, 0.09, 0.091] and found[-2]["outcome"]["seconds"] == 0.09
@@ -347,17 +344,17 @@ def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(
     monkeypatch.setattr(TrialRunner, "run", run)
     flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "4", "--global-batch-size", "4",
              "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     text = capsys.readouterr().out
     assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
     taken = iter([0.11, 0.21, 0.31, 0.12, 0.22, 0.32])
-    assert command.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
+    assert cli.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
 
 
 @pytest.mark.slow
 def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program = ("import sys; from megatron.tune import command, trial; "
-               f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(command.main())")
+               f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(cli.main())")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
     begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
     with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -374,20 +371,20 @@ def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch:
 def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     with pytest.raises(ConfigError, match=r"has trials of another run or machine \(--hidden-size 32 there, 64 here\)"):
-        command.main([*flags, "--hidden-size", "64"])
+        cli.main([*flags, "--hidden-size", "64"])
     with pytest.raises(ConfigError, match=r"\(steps \[3, 5\] there, \[3, 7\] here\)"):
-        command.main([*flags, "--autotuning-end-profile-step", "7"])
+        cli.main([*flags, "--autotuning-end-profile-step", "7"])
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(threads \S+ there, 7 here\)"):
         elsewhere.setenv("OMP_NUM_THREADS", "7")
-        command.main(flags)
+        cli.main(flags)
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError,
                                                            match=r"\(machine .* there, elsewhere, .*; torch "):
-        elsewhere.setattr(kept_rates, "version", lambda _: "2.11.0")
+        elsewhere.setattr(rate_cache, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
-        command.main(flags)
-    assert command.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
+        cli.main(flags)
+    assert cli.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
     assert len(outcomes(place)) == 1
 
 
@@ -395,19 +392,19 @@ def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(place: list[str], mon
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert command.main([*flags, "--dry-run"]) == 0
+    assert cli.main([*flags, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "nothing is tried (--dry-run)" in said and "samples/s | --batch-size " in said and "trial 1" not in said
     assert not list(Path(place[1]).glob("**/*")), "nothing is written"
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     before = outcomes(place)
-    assert command.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
+    assert cli.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
 
 
 def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
     with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
-        command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
+        cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
 
 
 @pytest.mark.few(2)
@@ -417,10 +414,10 @@ def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
     faked(monkeypatch, **{f"stage{stage}": f"ends {code} --data: is wrong" for stage in range(4)})
     flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "6", *MODEL]
     with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
-        command.main(flags)
+        cli.main(flags)
     assert outcomes(place) == []
     faked(monkeypatch)
-    assert command.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
+    assert cli.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
 
 
 def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
@@ -442,17 +439,17 @@ def test_what_no_trial_could_run_without_is_refused_before_any(
         flags: list[str], kind: type[Exception], words: str, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     with pytest.raises(kind, match=words):
-        command.main([*place, *TINY, *flags])
+        cli.main([*place, *TINY, *flags])
     assert not Path(place[5]).exists()
 
 
 @pytest.mark.parametrize("flag", ["--autotuning-exps-dir", "--autotuning-results-dir"])
 def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
         flag: str, place: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "cached_or_measured_rates", None)
+    monkeypatch.setattr(cli, "cached_or_measured_rates", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
-        command.main([*place, flag, str(tmp_path / "file"), *MODEL])
+        cli.main([*place, flag, str(tmp_path / "file"), *MODEL])
 
 
 def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPatch,
@@ -460,12 +457,12 @@ def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPa
     taken = iter([0.2, 0.1, 0.1, 0.2])
     monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-metric", "latency", *MODEL]
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
     text = capsys.readouterr().out
     assert " to try; a rank has " in text and "ms a step | measured 200 ms a step\n" in text
     assert "over: --autotuning-tuner-num-trials is 1\n" in text
     assert "fastest: 200 ms a step, after 1 trial of " in text
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
     text = capsys.readouterr().out
     assert "; goes on after 1 trial\n" in text
     head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
@@ -478,7 +475,7 @@ def test_steps_far_from_their_prediction_are_told(
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(TrialRunner, "run",
                         lambda self, number, run, predicted: TrialResult("done", factor * predicted))
-    assert command.main([*place, *MODEL]) == 0
+    assert cli.main([*place, *MODEL]) == 0
     text = capsys.readouterr().out
     note = re.search(r"^note: steps took (.*) the predicted time \(median\)", text, re.MULTILINE)
     assert (note and note[1]) == told
@@ -491,7 +488,7 @@ def test_an_interrupted_search_says_that_it_can_go_on(place: list[str], monkeypa
 
     monkeypatch.setattr(TrialRunner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.main([*place, *MODEL])
+        cli.main([*place, *MODEL])
     assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
 
 
@@ -500,7 +497,7 @@ def test_two_searches_do_not_share_their_results(place: list[str], monkeypatch: 
     with open_trial_records(place[5], {"a": 1}, overwrite=False):
         held = (Path(place[5]) / TRIALS_FILE).read_text()
         with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
-            command.main([*place, "--autotuning-overwrite", *MODEL])
+            cli.main([*place, "--autotuning-overwrite", *MODEL])
         assert (Path(place[5]) / TRIALS_FILE).read_text() == held
     assert sorted(path.name for path in Path(place[5]).iterdir()) == [TRIALS_FILE]
 
@@ -509,7 +506,7 @@ def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.Mo
     faked(monkeypatch)
     with pytest.raises(PeerError, match="no choice of .* fits, so nothing was tried: a rank has 0.0 MiB, where the one "
                                         "that lacks least needs [0-9.]+ MiB; "):
-        command.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
+        cli.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
 
 
 def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch,
@@ -518,10 +515,10 @@ def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: 
     (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
     monkeypatch.setattr(host_memory, "available_bytes",
                         lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
-    monkeypatch.setattr(command, "num_local_ranks", lambda device: 1)
+    monkeypatch.setattr(cli, "num_local_ranks", lambda device: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
-        command.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
+        cli.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
 
 
 @pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
@@ -542,10 +539,10 @@ print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run = PlannedRun(parse_args(MODEL), ranks, "cuda")
-    host = 2**33 / ranks - capacity.LIBRARY_BYTES
-    assert capacity.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
-    assert capacity.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
-    assert capacity.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
+    host = 2**33 / ranks - space.LIBRARY_BYTES
+    assert space.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
+    assert space.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
+    assert space.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
 
 
 def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -556,17 +553,17 @@ def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytes
         (tmp_path / number / "information").write_text(f"Model: made up\nGPU UUID: GPU-{number}\n")
     for visible, device in (("0,1", "cuda"), ("", "cpu"), ("-1", "cpu")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert command.parse(MODEL)[0].device == device
+        assert cli.parse(MODEL)[0].device == device
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert command.parse(MODEL)[0].device == "cuda"
+    assert cli.parse(MODEL)[0].device == "cuda"
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
-    assert command.parse(MODEL)[0].device == "cpu"
+    assert cli.parse(MODEL)[0].device == "cpu"
 
 
 def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="give --card-gb"):
-        capacity.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
+        space.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -576,7 +573,7 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
     (["--device", "cuda"], "--device cuda needs a GPU that may be used: trials run here")])
 def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
     with pytest.raises(ConfigError, match=words):
-        command.main([*place, *MODEL, *flags])
+        cli.main([*place, *MODEL, *flags])
 
 
 def test_results_hold_what_was_added(tmp_path: Path) -> None:
@@ -605,8 +602,8 @@ def test_results_hold_what_was_added(tmp_path: Path) -> None:
 def test_a_real_search_of_a_tiny_model(ranks: str, place: list[str], monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(trial, "TRAINER", (str(ROOT / "pretrain_gpt2.py"),))
-    assert command.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
-                         *MODEL]) == 0
+    assert cli.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
+                     *MODEL]) == 0
     found = outcomes(place)
     assert 1 <= len({one["trial"] for one in found}) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
     assert "samples/s" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.offload.storage import WEIGHT
 
 
 def kept(bucket: FlatBucket, kind: str) -> Tensor:

@@ -6,8 +6,8 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
 
 DEEPSPEED = frozenset((*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megatron.config.flags import build_config
+from megatron.config.cli import build_config
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine

@@ -18,8 +18,8 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
-from megatron.zero.aside import StateOffloader
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.state import StateOffloader
 from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from mpu import groups
 from tests.distributed import run_ranks
@@ -69,7 +69,8 @@ def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
 
 def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
     found = []
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.create_copy_streams", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+                                                                 lambda device: ferry):
         for cell in [*cells(world)][numbers]:
             grid, rows = groups.build(cell["model_parallel_size"]), batches(6)
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
@@ -105,13 +106,14 @@ def check(folder: Path, world: int, numbers: slice) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
 
 
-NEEDED = [place for place in waits("megatron.zero.aside", {"join"}) if place.function != "Aside._take"]
+NEEDED = [place for place in waits("megatron.zero.state", {"join"}) if place.function != "Aside._take"]
 """The lane holds what it copies to the host, so a join there only frees memory."""
 
 
 @pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
-    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.aside.create_copy_streams", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+                                                                 lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
         with nullcontext() if place is None else without(place):
             try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.zero.nested import map_tensors
+from megatron.zero.hooks import map_tensors
 
 Pair = namedtuple("Pair", "image label")
 

@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim import adam
 from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.verdict import all_reduce_step_scalars
+from megatron.zero.step_result import all_reduce_step_scalars
 from mpu import grads, groups
 from mpu.groups import Group, Groups
 from tests.distributed import run_ranks
@@ -82,7 +82,7 @@ def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_mor
     """However many numbers the host gives: a digest, an objection, riders."""
     riders = (2.0, torch.full((), 3.0), 0, 5.0)
     square = torch.full((), 7.0, dtype=torch.float64)
-    with patch("megatron.zero.verdict.all_reduce_into") as travels, Launches() as counted:
+    with patch("megatron.zero.step_result.all_reduce_into") as travels, Launches() as counted:
         row = all_reduce_step_scalars(square, Group(1, 3, (0, 1, 2)), digest=11, has_veto=True,
                                       scalars=riders)
     assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and travels.call_count == 1

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.curvature import HessianEigensolver
+from megatron.zero.eigenvalue import HessianEigensolver
 from tests.distributed import run_ranks
 
 BLOCKS = 3

@@ -13,10 +13,10 @@ from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero import initial_params
-from megatron.zero.api.saved import gather_full_state_dict
-from megatron.zero.placeholder import Placeholder
-from mpu import draws, groups
+from megatron.zero import deferred_init
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.partitioned_param import Placeholder
+from mpu import groups, weight_init
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 
@@ -35,14 +35,14 @@ def start(rank: int, world: int, stage: int, precision: str, tp: int) -> tuple[d
     elements this rank has to keep."""
     config = config_of(stage, precision, tp)
     grid = groups.build(tp)
-    drawn, rows, sent = [0], draws.fill_normal_rows, mock.Mock(wraps=initial_params.broadcast_into)
+    drawn, rows, sent = [0], weight_init.fill_normal_rows, mock.Mock(wraps=deferred_init.broadcast_into)
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         drawn[0] += out.numel()
         rows(out, *places)
 
-    with mock.patch.object(draws, "fill_normal_rows", counted), mock.patch.object(initial_params, "broadcast_into",
-                                                                                  sent):
+    with mock.patch.object(weight_init, "fill_normal_rows", counted), mock.patch.object(deferred_init, "broadcast_into",
+                                                                                        sent):
         engine = build.engine(config, build.model(config, grid), grid, CPU)
     kept = sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
     return gather_full_state_dict(engine.core), drawn[0], sent.call_count, kept

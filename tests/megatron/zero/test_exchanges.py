@@ -8,11 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.ranges import format_ranks
-from megatron.zero import exchanges
-from megatron.zero.exchanges import (ENDED, MAX_ENTRIES, NO_ENTRY, SAVE, STEP, CollectiveLog, CollectiveLogSnapshot,
-                                     describe_positions, describe_setting_differences, divergence_positions,
-                                     first_diverging_entry, logs_diverged)
+from megatron.distributed import collective_log
+from megatron.distributed.collective_log import (ENDED, MAX_ENTRIES, NO_ENTRY, SAVE, STEP, CollectiveLog,
+                                                 CollectiveLogSnapshot, describe_positions,
+                                                 describe_setting_differences, divergence_positions,
+                                                 first_diverging_entry, logs_diverged)
+from megatron.distributed.rank_text import format_ranks
 
 
 def log_of(*entries: str, sums: int = 0, in_order: bool = False) -> CollectiveLog:
@@ -171,7 +172,7 @@ def test_of_many_ranks_each_log_is_gone_through_once(differs: bool) -> None:
     standing = log_of("a", "b", sums=1)
     standing.awaited_entry = 1
     records += [waiting.snapshot(200), standing.snapshot(201)]
-    with patch.object(exchanges, "first_diverging_entry", wraps=first_diverging_entry) as compared:
+    with patch.object(collective_log, "first_diverging_entry", wraps=first_diverging_entry) as compared:
         assert bool(divergence_positions(records)) == differs
     assert compared.call_count == 1
 

@@ -15,9 +15,8 @@ from megatron import zero
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.zero.holders import param_owner
-from megatron.zero.initial_params import LazyInitParam
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.deferred_init import LazyInitParam
+from megatron.zero.partitioned_param import Placeholder, param_owner
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.kept import master
 

@@ -12,8 +12,8 @@ from megatron.config.tree import ZeroConfig, build_config
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import FlatGradients
-from megatron.zero.placeholder import Placeholder
-from megatron.zero.policy import ineffective_setting_notes
+from megatron.zero.partitioned_param import Placeholder
+from megatron.zero.stages import ineffective_setting_notes
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import master

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.flags import build_config
+from megatron.config.cli import build_config
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups

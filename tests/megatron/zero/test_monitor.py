@@ -18,8 +18,8 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.api import monitor as monitor_module
-from megatron.zero.homes.words import format_bytes
+from megatron.metrics import engine_monitor as monitor_module
+from megatron.zero.offload.swap_dir import format_bytes
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -211,7 +211,7 @@ def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
                           finish=lambda exit_code: said.append("end"))
     package = SimpleNamespace(init=lambda **given: said.append(given) or run, errors=SimpleNamespace(Error=OSError))
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr("megatron.zero.api.wandb_run.check_wandb", lambda flag: None)
+    monkeypatch.setattr("megatron.metrics.scalar_writers.check_wandb", lambda flag: None)
     trained(1, wandb={"enabled": True, "group": "sweep"}).destroy()
     opened, axis, *logged, end = said
     assert opened == {"project": "deepspeed", "group": "sweep", "entity": None} and (axis, end) == ("samples", "end")
@@ -220,7 +220,7 @@ def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
 
 
 def test_without_its_package_wandb_is_refused_by_its_key(monkeypatch: Any) -> None:
-    monkeypatch.setattr("megatron.config.log.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.config.run_config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="^wandb.enabled needs the package wandb, which is not installed"):
         trained(0, wandb={"enabled": True})
 

@@ -22,7 +22,7 @@ from megatron.optim import muon
 from megatron.plan.footprint import PlannedRun as Plan
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.hidden import hidden_matrices, split_muon_groups
+from megatron.zero.units import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
@@ -253,7 +253,7 @@ def _two_sides(rank: int, world: int, home: dict[str, Any]) -> list[str]:
 def test_matrices_are_made_orthogonal_on_the_device_wherever_state_is() -> None:
     assert run_ranks(_two_sides, 2, {}) == [[], []]
     on_host = run_ranks(_two_sides, 2, {"offload_optimizer_device": "cpu", "offload_update": "host"})
-    there_and_back = ["megatron/zero/wholes.py:_run: to the host", "megatron/zero/wholes.py:wholes: to the device"]
+    there_and_back = ["megatron/zero/update.py:_run: to the host", "megatron/zero/update.py:wholes: to the device"]
     assert on_host == [there_and_back] * 2
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from megatron import recompute, zero
+from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
-from megatron.launch.distributed import read_environment
-from megatron.version import __version__
+from megatron.package import __version__
 from megatron.zero import utils
+from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER

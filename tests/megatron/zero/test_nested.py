@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.zero.nested import iter_tensors, map_tensors
+from megatron.zero.hooks import iter_tensors, map_tensors
 
 Pair = namedtuple("Pair", "one other")
 

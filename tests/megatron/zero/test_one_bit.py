@@ -157,7 +157,7 @@ def test_rows_without_a_gradient_only_decay() -> None:
 @pytest.mark.parametrize("accumulation, precision", cells(
     [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
-    """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
+    """On two ranks, where the sums of the warm-up are (mpu/backends.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
     assert same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as torch_schedulers
 from megatron import zero
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
+from megatron.zero.api.checkpoint_io import LoadOptions
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions
 
 WIDTH, ROWS = 4, 2
 

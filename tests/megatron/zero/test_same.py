@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron import zero
 from megatron.errors import ConfigError
-from megatron.zero.api.same import UNORDERED_BUILD_HINT
+from megatron.zero.api.model_checks import UNORDERED_BUILD_HINT
 from mpu.groups import build
 from mpu.partition import set_partition
 from mpu.split import Partition

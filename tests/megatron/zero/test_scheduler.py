@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
-from megatron.zero.api.schedule import build_lr_schedule
+from megatron.config.cli import parse_args
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.zero.api.optimizer import build_lr_schedule
 
 PEAK, WARMUP, TOTAL = 0.01, 10, 20
 TYPES = (None, "log", "linear")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.config.flags import build_config
+from megatron.config.cli import build_config
 from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups
 from tests.distributed import RankError, run_ranks

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.wholes import gather_full_params
+from megatron.zero.update import gather_full_params
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import master

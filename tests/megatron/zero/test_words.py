@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
-from megatron.config.offload import OffloadConfig, unused_offload_settings
+from megatron.config.cli import parse_args
+from megatron.config.zero_config import OffloadConfig, unused_offload_settings
 from megatron.errors import ConfigError
 
 KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}

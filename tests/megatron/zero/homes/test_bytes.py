@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import NvmeStorage
-from megatron.zero.homes.parts import CHUNK_ALIGNMENT
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import PRECISIONS, batches, everywhere, train

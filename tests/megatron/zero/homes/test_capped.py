@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import peak_memory
 

@@ -18,9 +18,9 @@ from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
+from megatron.zero.backward import PassCoordinator
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hooks import Unit
-from megatron.zero.passes import PassCoordinator
 from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups

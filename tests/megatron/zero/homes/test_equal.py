@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import NvmeShard, NvmeStorage
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import kept, work

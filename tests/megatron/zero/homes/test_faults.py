@@ -17,7 +17,7 @@ import torch
 
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.api.engine import Engine
-from megatron.zero.homes.blockfile import DirectIoFile
+from megatron.zero.offload.direct_io import DirectIoFile
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured

@@ -11,11 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.zero.homes import streamed
-from megatron.zero.homes.descent import GradOffloader
-from megatron.zero.homes.host import HostShard, HostStorage
-from megatron.zero.homes.nvme import NvmeStorage
-from megatron.zero.homes.streamed import StreamingHostStorage
+from megatron.zero.offload import host
+from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
+from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_copy_streams import LateCopyStream, late_copy_streams
@@ -150,7 +149,7 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
 
 
 ORDERS = {
-    "a set comes before it has gone": lambda: patch.object(streamed._DeviceChunkBuffers,
+    "a set comes before it has gone": lambda: patch.object(host._DeviceChunkBuffers,
                                                            "copies_to_host",
                                                            property(lambda self: (), lambda self, value: None),
                                                            create=True),

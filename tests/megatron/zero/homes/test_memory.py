@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero.homes import memory
-from megatron.zero.homes.blockfile import PAGE_SIZE
-from megatron.zero.homes.memory import page_aligned_bytes, page_aligned_zeros
+from megatron.zero.offload import direct_io
+from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes, page_aligned_zeros
 
 
 def is_mapped(address: int) -> bool:
@@ -45,11 +44,11 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     runtime = Cuda()
-    monkeypatch.setattr(memory, "_cudart", lambda: runtime)
-    monkeypatch.setattr(memory, "_PIN_WARNINGS", [])
-    monkeypatch.setattr(memory, "_clear_cuda_error", lambda: None)
-    monkeypatch.setattr(memory, "_current_device", lambda: 3)
-    monkeypatch.setattr(memory, "_synchronize", runtime.waited_for.append)
+    monkeypatch.setattr(direct_io, "_cudart", lambda: runtime)
+    monkeypatch.setattr(direct_io, "_PIN_WARNINGS", [])
+    monkeypatch.setattr(direct_io, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(direct_io, "_current_device", lambda: 3)
+    monkeypatch.setattr(direct_io, "_synchronize", runtime.waited_for.append)
     return runtime
 
 
@@ -101,7 +100,7 @@ def test_memory_that_cannot_be_had_is_called_that(monkeypatch):
     def refuse(*args: Any, **named: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(memory, "_HostMapping", refuse)
+    monkeypatch.setattr(direct_io, "_HostMapping", refuse)
     with pytest.raises(MemoryError, match="can't allocate memory: 8192 bytes"):
         page_aligned_bytes(2 * PAGE_SIZE, pinned=False)
 

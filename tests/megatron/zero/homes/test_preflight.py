@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.homes import preflight
-from megatron.zero.homes.blockfile import round_up_to_page
-from megatron.zero.homes.preflight import NvmeProbe, probe_nvme
+from megatron.zero.offload import capacity_check
+from megatron.zero.offload.capacity_check import NvmeProbe, probe_nvme
+from megatron.zero.offload.direct_io import round_up_to_page
 
 FLAG = "--offload-optimizer-nvme-path"
 
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch):
-    monkeypatch.setattr(preflight, "PROBE_BLOCK_BYTES", 1 << 20)
-    monkeypatch.setattr(preflight, "MAX_PROBE_BYTES", 4 << 20)
+    monkeypatch.setattr(capacity_check, "PROBE_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(capacity_check, "MAX_PROBE_BYTES", 4 << 20)
 
 
 def look(path: Path, needed: int = 8 << 20) -> NvmeProbe:
@@ -65,7 +65,7 @@ class Small:
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size, self.most, self._write = size, 0, os.pwritev
-        monkeypatch.setattr(preflight, "free_space", lambda path: size)
+        monkeypatch.setattr(capacity_check, "free_space", lambda path: size)
         monkeypatch.setattr(os, "pwritev", self.write)
 
     def write(self, descriptor: int, parts: Any, at: int) -> int:
@@ -85,14 +85,14 @@ def test_the_probe_needs_no_more_than_the_run(tmp_path, monkeypatch, needed, bes
 
 def test_a_slow_drive_is_measured_for_a_while_only(tmp_path, monkeypatch):
     clock = iter((0.0, 0.1, 0.2, 9.0, 10.0, 20.0, 29.0, 30.0))
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(capacity_check.time, "perf_counter", lambda: next(clock))
     drive = look(tmp_path)
     assert drive.write_rate == 3 * (1 << 20) / 10  # three of four blocks were written until it was 9 o'clock,
     assert drive.read_rate == (1 << 20) / 10  # and one was read
 
 
 def test_too_little_room_says_how_much_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "free_space", lambda path: 12 * 10**9)
+    monkeypatch.setattr(capacity_check, "free_space", lambda path: 12 * 10**9)
     with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: 12 GB free, but this run needs 38 GB there; "):
         look(tmp_path, 38 * 10**9)
 

@@ -17,10 +17,9 @@ from megatron import zero
 from megatron.errors import ConfigError, StorageError
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
-from megatron.zero.holders import param_owner
-from megatron.zero.homes.blockfile import DirectIoFile
-from megatron.zero.homes.nvme import NvmeShard, NvmeStorage
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.offload.direct_io import DirectIoFile
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
+from megatron.zero.partitioned_param import Placeholder, param_owner
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train

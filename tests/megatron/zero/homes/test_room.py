@@ -8,7 +8,7 @@ import pytest
 
 from megatron import host_memory
 from megatron.errors import ConfigError
-from megatron.zero.homes.room import check_host_memory
+from megatron.zero.offload.capacity_check import check_host_memory
 
 GIB = 2**30
 

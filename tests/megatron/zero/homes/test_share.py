@@ -10,7 +10,7 @@ import torch
 from megatron.config.tree import build_config
 from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.train.build import engine as build_engine, model as build_model
-from megatron.zero.homes.parts import OffloadRatio
+from megatron.zero.offload.chunk_sizes import OffloadRatio
 from mpu import groups
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import on_nvme

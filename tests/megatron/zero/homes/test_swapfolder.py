@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.homes import swapfolder
-from megatron.zero.homes.swapfolder import SwapDir, close_all_swap_dirs, remove_stale_swap_dirs
+from megatron.zero.offload import swap_dir
+from megatron.zero.offload.swap_dir import SwapDir, close_all_swap_dirs, remove_stale_swap_dirs
 
 FLAG = "--offload-optimizer-nvme-path"
 
 HOLDER = """
 import os, sys
-from megatron.zero.homes.swapfolder import SwapDir
+from megatron.zero.offload.swap_dir import SwapDir
 with SwapDir(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
     os.write(folder.create("state"), b"x" * int(sys.argv[4]))
     print(folder.path, flush=True)
@@ -85,7 +85,7 @@ def test_what_uses_the_files_is_stopped_first(tmp_path):
     for _ in range(3):
         folder.add_stop_callback(lambda patience: seen.append((patience, path.exists())) is not None)
     folder.close()
-    assert seen == [(swapfolder.CLOSE_TIMEOUT_SECONDS, True), (0, True),
+    assert seen == [(swap_dir.CLOSE_TIMEOUT_SECONDS, True), (0, True),
                     (0, True)], "one that hangs is waited for, not all"
 
 
@@ -125,7 +125,7 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_its_name(tmp_path)
 IN_MULTIPROCESSING = """
 import multiprocessing, os, sys
 from pathlib import Path
-from megatron.zero.homes.swapfolder import SwapDir
+from megatron.zero.offload.swap_dir import SwapDir
 
 KEPT = []
 
@@ -279,4 +279,4 @@ def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
 def test_another_users_folder_is_somebody_elses(tmp_path, monkeypatch):
     place = left_by_a_killed_one(tmp_path, "run-rank0")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert swapfolder._open_and_lock(place, is_new=False) is None
+    assert swap_dir._open_and_lock(place, is_new=False) is None

@@ -22,13 +22,10 @@ from torch import Tensor
 
 from data.storage import crc32
 from megatron.errors import StorageError
-from megatron.zero.homes import tilefile
-from megatron.zero.homes.blockfile import PAGE_SIZE
-from megatron.zero.homes.lanes import IoThreadPool
-from megatron.zero.homes.memory import page_aligned_bytes
-from megatron.zero.homes.swapfolder import SwapDir
-from megatron.zero.homes.tilefile import AioSettings, AsyncSwapFile, SwapRequest
-from megatron.zero.homes.words import format_bytes
+from megatron.zero.offload import async_file
+from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest
+from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes
+from megatron.zero.offload.swap_dir import IoThreadPool, SwapDir, format_bytes
 from tests.megatron.zero.test_interrupted import Line, at_lines
 
 FLAG = "--offload-optimizer-nvme-path"
@@ -255,7 +252,7 @@ def test_the_disk_works_on_the_next_stretch_while_one_is_summed_if_so_set(folder
         block_size=PAGE_SIZE, queue_depth=1, overlap_events=overlap))
     file.write(0, random_bytes(2 * PAGE_SIZE, 0)).wait()
     monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(tilefile, "crc32", wait)
+    monkeypatch.setattr(async_file, "crc32", wait)
     content(file, 0, 2 * PAGE_SIZE)
     assert seen == [overlap, True]
 
@@ -496,7 +493,7 @@ def test_the_files_of_a_folder_share_their_threads(folder, threads):
 
 
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
-    monkeypatch.setattr("megatron.zero.homes.swapfolder.CLOSE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.zero.offload.swap_dir.CLOSE_TIMEOUT_SECONDS", 0.05)
     file = AsyncSwapFile(folder, "state", SIZES)
     gate, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
@@ -539,16 +536,17 @@ neither use what its parent has nor remove it."""
 PROGRAM = """
 import json, os, sys, threading
 from megatron.errors import ConfigError
-from megatron.zero.homes import swapfolder, tilefile
-from megatron.zero.homes.memory import page_aligned_bytes
-from megatron.zero.homes.swapfolder import SwapDir
-swapfolder.PATIENCE = 0.3
+from megatron.zero.offload import swap_dir
+from megatron.zero.offload import async_file
+from megatron.zero.offload.direct_io import page_aligned_bytes
+from megatron.zero.offload.swap_dir import SwapDir
+swap_dir.PATIENCE = 0.3
 children = []
 for rank, end in enumerate(json.loads(sys.argv[2])):
     children.append(os.fork())
     if children[-1] == 0:
         folder = SwapDir(sys.argv[1], "run", rank, flag="--f")
-        file = tilefile.AsyncSwapFile(folder, "state", [8 << 20] * 4)
+        file = async_file.AsyncSwapFile(folder, "state", [8 << 20] * 4)
         buffer = page_aligned_bytes(8 << 20, pinned=False)
         for tile in range(4):
             file.write(tile, buffer)

@@ -17,13 +17,13 @@ from megatron.config.tree import Config
 from megatron.optim.adam import AdamW
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import utils
-from megatron.zero.api import offload, update
+from megatron.zero.api import offload_plan
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
-from megatron.zero.homes.descent import GradOffloader
-from megatron.zero.homes.memory import page_aligned_zeros
-from megatron.zero.homes.parts import CHUNK_ALIGNMENT
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.direct_io import page_aligned_zeros
 from mpu import groups
 from mpu.grads import row_norms
 from mpu.groups import SOLO
@@ -37,10 +37,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
 RULES = ("adamw", "lamb", "lion", "nadam")
 
 REASONS = {
-    "megatron/zero/verdict.py:HostCopy.values: tolist":
-        "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
-    "megatron/zero/homes/shelf.py:Shelf.write: copy_ from device to host":
-        "updated on the device, and at work from a drive: its tiles are written from the host",
+    "megatron/zero/step_result.py:HostCopy.values: tolist": "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
+    "megatron/zero/offload/storage.py:Shelf.write: copy_ from device to host": "updated on the device, and at work from a drive: its tiles are written from the host",
     "megatron/zero/update.py:Update._reduce_slot_values: to the device": "Lamb's sums over ranks, by the wire of the device",
     "megatron/zero/update.py:Update._reduce_slot_values: to the host": "Lamb's sums over ranks, by the wire of the device",
 }
@@ -167,11 +165,11 @@ def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
 def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(offload_plan, "TRIAL_SECONDS", 0.0)
     with two_sides() as sides, sides.watched() as waits:
-        ferry = offload.create_copy_streams(DEVICE)
+        ferry = offload_plan.create_copy_streams(DEVICE)
         assert ferry is not None
-        update.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
+        offload_plan.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
     assert waits == []
 
 
@@ -306,7 +304,7 @@ def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
 
 
 def test_the_ferry_goes_its_way_only(sides: Sides) -> None:
-    ferry, here, there = offload.create_copy_streams(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
+    ferry, here, there = offload_plan.create_copy_streams(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
     assert ferry is not None
     with sides.watched() as waits:
         ferry.to_device.copy(here, there)

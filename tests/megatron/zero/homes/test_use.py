@@ -18,9 +18,9 @@ from megatron.optim.adam import AdamW
 from megatron.optim.rule import StepScalars, UpdateSegment
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import gather_full_state_dict
-from megatron.zero.homes.nvme import NvmeStorage
+from megatron.zero.offload.nvme import NvmeStorage
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups

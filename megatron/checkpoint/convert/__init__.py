@@ -1,0 +1,1 @@
+"""Checkpoints of other programs (Hugging Face, nanoGPT, Megatron-LM): detect, import, export. Begin with import_weights.py."""

@@ -1,0 +1,72 @@
+"""A piece: consecutive elements of one parameter's state, as the engine hands it to a save. See docs/architecture.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megatron.checkpoint.manifest import TensorEntry
+from megatron.checkpoint.reshard import DPSharding, TPSharding
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor
+from megatron.errors import NumericsError
+from mpu.split import Partition
+
+
+@dataclass(frozen=True)
+class LazyData:
+    """Data that is fetched when it is written (from NVMe, say), so that a rank never holds all of it at once."""
+
+    count: int
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """The elements from `offset` of the flattened local tensor of a tensor-parallel rank."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    """Local (tensor-parallel) shape of the whole parameter."""
+    partition: Partition | None
+    tp_rank: int
+    tp_size: int
+    offset: int
+    data: torch.Tensor | LazyData
+    """1-D, on any device."""
+
+    @property
+    def count(self) -> int:
+        return self.data.count if isinstance(self.data, LazyData) else self.data.numel()
+
+    @property
+    def key(self) -> str:
+        """Unique in a checkpoint: for a replicated tensor tp_rank is 0 for every piece that is written."""
+        return f"{self.kind}/{self.name}/{self.tp_rank}/{self.offset}"
+
+    def load(self) -> torch.Tensor:
+        """The data, which must be finite: a checkpoint one cannot train on is never committed."""
+        data = self.data.load() if isinstance(self.data, LazyData) else self.data
+        # A sum finds any non-finite element at memory speed; it can overflow by itself, hence the second look.
+        if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
+            raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
+        return data
+
+    def to_file_tensor(self) -> FileTensor:
+        return FileTensor(self.key, self.data.dtype, (self.count,), self.load)
+
+    def to_tensor_entry(self) -> TensorEntry:
+        """The whole tensor, where one data-parallel rank holds all of it."""
+        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
+                           tp_sharding_of(self.shape, self.partition, self.tp_size), DPSharding(0, prod(self.shape)))
+
+
+def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
+    """mpu's description of a cut in the manifest's words."""
+    if partition is None:
+        return TPSharding(tuple(shape), None, 1, None, 1)
+    return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)

@@ -1,0 +1,104 @@
+"""Metrics of one optimizer step (loss, throughput, MFU, peak memory), and the timer behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.zero.accelerator import peak_resident_bytes
+from megatron.zero.offload.nvme import NvmeStats
+
+
+class LayerDropMetrics(NamedTuple):
+    """What progressive layer dropping did in a step."""
+
+    theta: float
+    blocks: int
+    """So many ran."""
+    arithmetic_fraction: float
+    """Of the arithmetic of a step that runs all of them."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: one line of the metrics file."""
+
+    iteration: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    consumed_samples: int
+    samples_digest: str
+    step_ms: float
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    max_memory_bytes: int
+    drive: NvmeStats | None = None
+    """Of rank 0; None where nothing is on a drive."""
+    dropping: LayerDropMetrics | None = None
+    """None where every step runs all blocks."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the metrics file."""
+        own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
+        return {**own, **self.nvme_values(), **self.layer_drop_values()}
+
+    def layer_drop_values(self) -> dict[str, float]:
+        return {} if self.dropping is None else {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
+
+    def nvme_values(self) -> dict[str, float]:
+        if self.drive is None:
+            return {}
+        return {"drive_wait_ms": self.drive.wait_seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
+                "drive_written_bytes": self.drive.written_bytes}
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns a step's time into rates."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    devices: int
+    peak_tflops: float | None
+
+    def of_step(self, seconds: float, arithmetic_fraction: float = 1.0) -> tuple[float, float, float | None]:
+        """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this share of the arithmetic."""
+        tokens = self.tokens_per_step / seconds
+        tflops = tokens * self.flops_per_token * arithmetic_fraction / self.devices / 1e12
+        return tokens, tflops, tflops / self.peak_tflops if self.peak_tflops else None
+
+
+def max_memory_bytes(device: torch.device) -> int:
+    """Peak of the device's allocator, or of the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+class StepTiming(NamedTuple):
+    seconds: float
+    drive: NvmeStats | None
+
+
+class StepTimer:
+    """Seconds since the last reading, and what drives were used for meanwhile."""
+
+    def __init__(self, nvme_stats: Callable[[], NvmeStats | None]) -> None:
+        self._nvme_stats = nvme_stats
+        self._last = self._now()
+
+    def lap(self) -> StepTiming:
+        before, self._last = self._last, self._now()
+        (end, used), (begin, used_before) = self._last, before
+        return StepTiming(end - begin, None if used is None or used_before is None else used - used_before)
+
+    def _now(self) -> tuple[float, NvmeStats | None]:
+        return time.perf_counter(), self._nvme_stats()
