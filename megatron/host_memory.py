@@ -8,6 +8,8 @@ None where a system tells nothing.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,16 @@ def available_bytes() -> int | None:
     """Bytes that nobody uses, or could do without."""
     known = [max(0, limit.bytes - limit.used_bytes()) for limit in _cgroup_limits()]
     return min([*known, *_read_meminfo("MemAvailable")], default=None)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of the host that this process has had. Linux's getrusage would begin at the peak of whoever
+    started it."""
+    with suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/status", "rb") as status:
+            return int(status.read().partition(b"VmHWM:")[2].split()[0]) << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def total_bytes() -> int | None:

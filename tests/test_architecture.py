@@ -21,16 +21,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron", "mpu", "data")
 
-ORDER = ("data", "mpu", "megatron.errors", "megatron.distributed.rank_text", "megatron.package", "megatron.package",
-         "megatron.distributed.rank_status", "megatron.host_memory", "megatron.layer_drop", "megatron.bit_schedule",
-         "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
-         "megatron.checkpoint", "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
-         "megatron.inference", "megatron.inference.api", "megatron.generate", "megatron.evaluate", "megatron.serve",
-         "megatron.report", "megatron.trace", "megatron.train", "megatron.plan", "megatron.tune",
-         "pretrain_gpt2", "megatron.commands")
+ORDER = ("data", "mpu", "megatron.errors", "megatron.package", "megatron.host_memory", "megatron.layer_drop",
+         "megatron.bit_schedule", "megatron.config", "megatron.distributed", "megatron.launch", "megatron.model",
+         "megatron.recompute", "megatron.optim", "megatron.checkpoint", "megatron.metrics", "megatron.zero",
+         "megatron.profiler", "megatron.zero.api", "megatron.fsdp", "megatron.inference", "megatron.inference.api",
+         "megatron.generate", "megatron.evaluate", "megatron.serve", "megatron.report", "megatron.trace",
+         "megatron.train", "megatron.plan", "megatron.tune", "pretrain_gpt2", "megatron.commands")
 """Every package; a package imports only those before it."""
 
-MOST_FILES = 46
+MOST_FILES = 25
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
@@ -44,7 +43,7 @@ NAMES_OF_DISTRIBUTED = {
     "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
     "megatron.fsdp.sharded_tensor": {"checkpoint"},  # the records of its protocol
 }
-"""What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
+"""What a module may use of torch.distributed, besides its types. mpu.backends and mpu.collectives alone names operations."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.flop_recorder"}
 MAY_READ_A_CLOCK = {"megatron.recompute.activation_checkpoint", "megatron.distributed.watchdog",
@@ -147,7 +146,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_no_package_has_too_many_files():
-    sizes = Counter(module.rpartition(".")[0] for module in sources())
+    sizes = Counter(module.rpartition(".")[0] for module in sources() if not (ROOT / module.replace(".", "/")).is_dir())
     assert {package: size for package, size in sizes.items() if size > MOST_FILES} == {}
 
 
@@ -171,15 +170,15 @@ def test_packages_that_must_not_know_each_other(lower, higher):
                 assert not f"{target}.".startswith(f"{higher}."), f"{module}:{line} imports {target}"
 
 
-def test_only_the_wires_name_operations_of_torch_distributed():
+def test_only_the_backends_name_operations_of_torch_distributed():
     for module in sources():
-        if module.startswith("mpu.wire."):
+        if module in ("mpu.backends", "mpu.collectives"):
             continue
         allowed = TYPES_OF_DISTRIBUTED | NAMES_OF_DISTRIBUTED.get(module, set())
         for name, line in full_names(module):
             used = re.match(r"torch\.distributed\.(\w+)", name)
             assert used is None or used[1] in allowed, (
-                f"{module}:{line} uses {name}; operations belong to mpu/wire, groups to mpu/groups.py")
+                f"{module}:{line} uses {name}; operations belong to mpu/backends.py, groups to mpu/groups.py")
 
 
 def test_only_hooks_and_recompute_register_hooks():
@@ -235,7 +234,8 @@ def test_every_module_says_what_it_is():
 
 
 def test_flags_are_checked_before_torch_is_imported():
-    early = "megatron.config.cli, megatron.distributed.process_group, megatron.distributed.exit_codes, megatron.launch.launcher"
+    early = ("megatron.config.cli, megatron.distributed.process_group, megatron.distributed.exit_codes, "
+             "megatron.launch.launcher")
     program = f"import sys, {early}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from data.cli import format_count
 from data.storage import escape_to_one_line
 from megatron.distributed.exit_codes import discard_stdout
-from megatron.metrics.step_metrics import StepMetrics
-from megatron.zero.offload.nvme import NvmeStats
+from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 MIN_LINES = 10

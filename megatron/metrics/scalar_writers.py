@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from weakref import finalize
 
 from megatron.config.run_config import check_wandb
-from megatron.errors import ConfigError, StorageError
-from megatron.zero.offload.swap_dir import explain_os_error
+from megatron.errors import ConfigError, StorageError, explain_os_error
 
 WRITER_THREAD_CLASS = "_AsyncWriterThread"
 """Of tensorboard."""

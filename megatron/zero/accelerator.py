@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -76,16 +73,6 @@ CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed, "initial_seed": torch.initial_seed,
 }
-
-
-def peak_resident_bytes() -> int:
-    """The most memory of the host that this process has had. Linux's getrusage would begin at the peak of whoever
-    started it."""
-    with suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/status", "rb") as status:
-            return int(status.read().partition(b"VmHWM:")[2].split()[0]) << 10
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def get_accelerator() -> Accelerator:

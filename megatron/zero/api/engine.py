@@ -35,12 +35,12 @@ from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
-from megatron.metrics.engine_monitor import EngineMonitor, MonitorConfig
 from megatron.zero.api.checkpoint_io import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict,
                                              load_engine, restore_rng_streams, save_engine_protocol, write_state_dict)
 from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
 from megatron.zero.api.data_loader import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
 from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
+from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
 from megatron.zero.api.engine_status import EngineStatus, read_nvme_stats
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.module_state_dict import MODULE_PREFIX, build_module_state_dict, load_module_weights

@@ -7,10 +7,11 @@ from torch import nn
 
 from megatron.config.tree import Config
 from megatron.distributed.process_group import read_environment
+from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.api.data_loader import BatchSizes
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.flat_buffers import DTYPES
-from megatron.zero.offload.nvme import NvmeStats, NvmeStorage
+from megatron.zero.offload.nvme import NvmeStorage
 from megatron.zero.offload.storage import EngineStorage
 from mpu.groups import Groups
 

@@ -35,7 +35,6 @@ from megatron.distributed.consistency import assert_equal_across_ranks
 from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS, Environment
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.metrics.engine_monitor import MonitorConfig, read_monitor_config
 from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
@@ -44,6 +43,7 @@ from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.engine_features import check_forward_signature
+from megatron.zero.api.engine_monitor import MonitorConfig, read_monitor_config
 from megatron.zero.api.init import groups_from_mpu, init_placement_notes
 from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
 from megatron.zero.api.offload_plan import create_engine_storage, offload_notes

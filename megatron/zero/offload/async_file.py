@@ -23,10 +23,10 @@ from typing import Literal, final
 from torch import Tensor, uint8
 
 from data.storage import crc32
-from megatron.errors import StorageError
+from megatron.errors import StorageError, explain_os_error, format_bytes
 from megatron.zero.offload import swap_dir
 from megatron.zero.offload.direct_io import DirectIoFile, round_up_to_page
-from megatron.zero.offload.swap_dir import SWAP_FILE_SUFFIX, SwapDir, explain_os_error, format_bytes
+from megatron.zero.offload.swap_dir import SWAP_FILE_SUFFIX, SwapDir
 
 IoKind = Literal["read", "write"]
 

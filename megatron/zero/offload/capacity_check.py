@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import host_memory
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligned_bytes
-from megatron.zero.offload.swap_dir import (check_nvme_path, explain_create_error, format_bytes, format_seconds,
-                                            free_space)
+from megatron.zero.offload.swap_dir import check_nvme_path, explain_create_error, format_seconds, free_space
 
 
 def check_host_memory(needed: int, ranks: int, flags: str) -> None:

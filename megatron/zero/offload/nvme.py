@@ -19,38 +19,14 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest, SwapTraffic
 from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
 from megatron.zero.offload.host import HostShard
 from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, StateTensors, StoredShard
-from megatron.zero.offload.swap_dir import SwapDir, format_bytes
-
-
-@dataclass(frozen=True)
-class NvmeStats:
-    """Since the engine began, or of a step: now - before."""
-
-    wait_seconds: float = 0.0
-    """That its training thread did nothing but wait for reads and writes to end."""
-    read_bytes: int = 0
-    """Asked for, as is what was written: a write may end in the next step."""
-    written_bytes: int = 0
-
-    def format_per_step(self, steps: int) -> str:
-        """The mean of so many. Beside a step's time it tells whether the drive is what the step waits for."""
-        return (
-            f"drive wait (ms): {self.wait_seconds * 1e3 / steps:.1f} | drive read {format_bytes(self.read_bytes / steps)}, "
-            f"written {format_bytes(self.written_bytes / steps)}")
-
-    def __add__(self, other: NvmeStats) -> NvmeStats:
-        return NvmeStats(self.wait_seconds + other.wait_seconds, self.read_bytes + other.read_bytes,
-                         self.written_bytes + other.written_bytes)
-
-    def __sub__(self, other: NvmeStats) -> NvmeStats:
-        return NvmeStats(self.wait_seconds - other.wait_seconds, self.read_bytes - other.read_bytes,
-                         self.written_bytes - other.written_bytes)
+from megatron.zero.offload.swap_dir import SwapDir
 
 
 @dataclass(frozen=True, kw_only=True)

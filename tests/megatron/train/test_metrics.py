@@ -23,13 +23,13 @@ import pretrain_gpt2
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
+from megatron.errors import format_bytes
 from megatron.metrics.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
 from megatron.metrics.run_loggers import STEP_SCALARS, TensorboardLogger
 from megatron.metrics.step_metrics import StepMetrics, Throughput
 from megatron.train.evaluation import printable
 from megatron.train.run_log import RunLog
 from megatron.zero.offload.direct_io import DirectIoFile
-from megatron.zero.offload.swap_dir import format_bytes
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
@@ -448,7 +448,7 @@ def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_si
 
 def test_memory_of_the_host_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
     """A tuner or a notebook that has once held much starts a run."""
-    code = "from megatron.zero.accelerator import peak_resident_bytes\nprint(peak_resident_bytes())"
+    code = "from megatron.host_memory import peak_resident_bytes\nprint(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", f"""
 import subprocess, sys
 much = bytearray(b"1") * (3 << 29)

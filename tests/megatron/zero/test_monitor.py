@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.metrics import engine_monitor as monitor_module
-from megatron.zero.offload.swap_dir import format_bytes
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from data.storage import crc32
-from megatron.errors import StorageError
+from megatron.errors import StorageError, format_bytes
 from megatron.zero.offload import async_file
 from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest
 from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes
-from megatron.zero.offload.swap_dir import IoThreadPool, SwapDir, format_bytes
+from megatron.zero.offload.swap_dir import IoThreadPool, SwapDir
 from tests.megatron.zero.test_interrupted import Line, at_lines
 
 FLAG = "--offload-optimizer-nvme-path"

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megatron.config.run_config import LogConfig
 from megatron.errors import ConfigError, StorageError
+from megatron.host_memory import peak_resident_bytes
 from megatron.metrics.scalar_writers import (AppendOnlyFile, TensorboardWriter, WandbProject, WandbRun, format_csv_row,
                                              storage_errors)
-from megatron.zero.accelerator import peak_resident_bytes
-from megatron.zero.offload.nvme import NvmeStats
+from megatron.metrics.step_metrics import NvmeStats
 from megatron.zero.step_result import HostScalars
 from mpu.device import on_accelerator
 
