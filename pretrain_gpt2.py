@@ -7,7 +7,7 @@ import sys
 from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
-    exit_on_stop_signal()  # before the rest, which takes a while
+    exit_on_stop_signal()  # before the slow imports below
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -23,7 +23,7 @@ from megatron.package import check_package_shadowing
 
 
 def program() -> int:
-    """The exit code of this process."""
+    """Run `main` with stop signals handled; returns the exit code of the process."""
     stop = StopListener(startup_reason=BEFORE_FIRST_STEP)
     try:
         return run(lambda: main(stop.listen(exit_on_request, dump_stacks=shows_tracebacks())), is_job=True)
@@ -32,7 +32,7 @@ def program() -> int:
 
 
 def main(stop: StopListener | None = None) -> int:
-    """One run. A process may make several, and whatever ends one leaves nothing of it behind."""
+    """One run. A process may call it several times: it restores all global state."""
     with StopListener().listening() if stop is None else nullcontext(stop) as listening:
         return _run(listening)
 
@@ -52,12 +52,12 @@ def _run(stop: StopListener) -> int:
     config = parse_args(sys.argv[1:], world_size)
     if config.train.skip_train:
         config = replace(config, save=replace(config.save, save=None))
-    config.check_world(world_size)  # wrong flags end here, before torch is imported
+    config.check_world(world_size)  # wrong flags fail here, before torch is imported
     if launcher_env.rank == 0 and config.log.wandb_project is not None:
         with config.key_names.translate_errors():
             check_wandb("--wandb-project")
     from megatron.train.input_checks import check_inputs
-    check_inputs(config.data)  # and so do names of files that do not exist
+    check_inputs(config.data)  # missing files fail here too
 
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
@@ -73,8 +73,7 @@ def _run(stop: StopListener) -> int:
     from mpu import groups as mpu_groups
 
     process_group.register_stop_check(stop.is_stop_pending)
-    env = process_group.init(config.parallel.distributed_backend,
-                             config.parallel.startup_limit,
+    env = process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
                              must_match=config.rank_invariant_settings())
     device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
@@ -113,9 +112,9 @@ def _run(stop: StopListener) -> int:
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
             if is_complete and config.log.sample_tokens and not config.data.mock_data:
                 log.print_line(f" sample: {printable(generate_sample(engine, tokenizer, config))}")
-        if stop.signal != SIGHUP:  # the terminal has gone with its reader
+        if stop.signal != SIGHUP:  # the terminal was closed
             log.check_console(f"saved step {state.iteration} in {config.save.save}")
-    engine.core.engine_storage.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
+    engine.core.engine_storage.close()  # before the process group ends, which a rank may not survive: remove swap files
     process_group.shutdown()
     return 0
 

@@ -33,7 +33,7 @@ SYSTEM_LIMIT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 def command_name(default: str) -> str:
-    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    """The command as it was typed: one of an installation's, or else `default`."""
     name = os.path.basename(sys.argv[0])
     return name if name.startswith("gpt2-") else default
 
@@ -170,8 +170,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except Exception as error:
         if os.environ.get("MEGATRON_DEBUG", "0") not in ("", "0"):
             traceback.print_exception(error)
-        is_limit = isinstance(error,
-                              OSError) and error.errno in SYSTEM_LIMIT_ERRNOS or "can't start new thread" in str(error)
+        is_limit = (isinstance(error, OSError) and error.errno in SYSTEM_LIMIT_ERRNOS
+                    or "can't start new thread" in str(error))
         what = "a limit of the system on open files, threads or processes" if is_limit else "internal error"
         remedy = "raise it (ulimit -n, ulimit -u)" if is_limit else "MEGATRON_DEBUG=1 shows the traceback"
         print(f"error: {what}: {type(error).__name__}: {error}; {remedy}", file=sys.stderr)

@@ -1,9 +1,10 @@
 """Reading a file through its compression, which its name says: `.gz`, `.xz`, `.zst`. Not what the file holds.
 
 A compressed file is a row of streams (members of gzip, frames of zstd). What can be decompressed before a damaged place
-is given, to the last byte; the read after that raises `Damaged`. So `readline` gives every whole line before it raises,
-and `read_until_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums come last in a
-stream: where one does not match, some of what was given before it may be changed, and nobody can know which.
+is given, to the last byte; the read after that raises `CorruptStreamError`. So `readline` gives every whole line before
+it raises, and `read_until_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums
+come last in a stream: where one does not match, some of what was given before it may be changed, and nobody can know
+which.
 """
 
 from __future__ import annotations
@@ -154,21 +155,19 @@ class _MultiStreamReader(io.RawIOBase):
             if rest:
                 break
         if self._padding_unit and zeros % self._padding_unit:
-            self._corruption = self._corrupt_at(
-                end, self._output_bytes, f"{zeros} zero bytes after a stream, expected a multiple of "
-                f"{self._padding_unit}")
+            self._corruption = self._corrupt_at(end, self._output_bytes, f"{zeros} zero bytes after a stream, expected "
+                                                f"a multiple of {self._padding_unit}")
             return False
         self._is_at_end = not self._unread_input
         if self._unread_input:
-            self._earlier_output_bytes, self._output_bytes, self._stream_start = self._earlier_output_bytes + self._output_bytes, 0, self._block_end - len(
-                self._unread_input)
+            self._earlier_output_bytes, self._output_bytes, self._stream_start = self._earlier_output_bytes \
+                + self._output_bytes, 0, self._block_end - len(self._unread_input)
             self._decompressor = self._new_decompressor()
         return bool(self._unread_input)
 
     def _corrupt_at(self, offset: int, given: int, why: str) -> CorruptStreamError:
-        return CorruptStreamError(
-            f"the compressed data is damaged at byte {offset} (after {self._earlier_output_bytes + given} bytes of what is "
-            f"in it): {why}")
+        return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after "
+                                  f"{self._earlier_output_bytes + given} bytes of what is in it): {why}")
 
     def _salvage(self, error: Exception) -> None:
         """What the call that was refused had decompressed by then is lost. Another decompressor is given the same bytes
@@ -214,7 +213,7 @@ def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
 
 
 def read_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
-    """`file.read(size)` of an `opened` file; with less than that before damage comes the damage."""
+    """`file.read(size)` of an `open_decompressed` file; with less than that before damage comes the damage."""
     parts: list[bytes] = []
     try:
         while size > 0 and (part := file.read1(size)):

@@ -93,11 +93,9 @@ def documents_in(module: tuple[str, Path]) -> list[str]:
             return []
     if name == "pydoc_data.topics":
         return list(_help_topics(tree))
-    written = [
-        _docstring_entry(name, tree),
-        *(_definition_text(f"{name}.{node.name}", node)
-          for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
-    ]
+    written = [_docstring_entry(name, tree), *(_definition_text(f"{name}.{node.name}", node) for node in tree.body
+                                               if isinstance(node,
+                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
     return [text for text in written if text]
 
 
@@ -110,11 +108,9 @@ def _help_topics(tree: ast.Module) -> Iterator[str]:
 
 def _definition_text(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     members = node.body if isinstance(node, ast.ClassDef) else []
-    entries = [
-        _docstring_entry(name, node),
-        *(_definition_text(f"{name}.{member.name}", member)
-          for member in members if isinstance(member, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
-    ]
+    entries = [_docstring_entry(name, node), *(_definition_text(f"{name}.{member.name}", member) for member in members
+                                               if isinstance(member,
+                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
     return "\n\n".join(entry for entry in entries if entry)
 
 
@@ -140,10 +136,8 @@ def paragraphs(texts: Iterable[str]) -> Iterator[str]:
         yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
 
 
-def build_default_corpus(folder: str | Path = DEFAULT_FOLDER,
-                         vocab_size: int = VOCAB_SIZE,
-                         packages: Sequence[str] = PACKAGES,
-                         workers: int = 2) -> Path:
+def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE,
+                         packages: Sequence[str] = PACKAGES, workers: int = 2) -> Path:
     """Build the corpus unless it is there and made from the same packages. Returns its prefix."""
     folder = make_folder(folder)
     source = installed_origin(packages, vocab_size)

@@ -51,7 +51,7 @@ class CorpusFacts:
     tokenizer: TokenizerFacts | None = None
     """None: not known."""
     identity: str | None = None
-    """Of both files (`identity`). None: written before there was one."""
+    """Of both files (`corpus_identity`). None: written before there was one."""
 
 
 def read_corpus_facts(path: str) -> CorpusFacts | None:
@@ -60,9 +60,9 @@ def read_corpus_facts(path: str) -> CorpusFacts | None:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
         origin = value["tokenizer"]
-        facts = CorpusFacts(_typed_value(value, "documents", int), _typed_value(value, "tokens", int),
-                            _typed_value(value, "crc32", str), _typed_value(value, "max_token", int), origin
-                            and _tokenizer_facts(origin),
+        facts = CorpusFacts(_typed_value(value, "documents", int),
+                            _typed_value(value, "tokens", int), _typed_value(value, "crc32", str),
+                            _typed_value(value, "max_token", int), origin and _tokenizer_facts(origin),
                             _typed_value(value, "identity", str) if value.get("identity") is not None else None)
     except FileNotFoundError:
         return None
@@ -97,10 +97,9 @@ INDEX_MAGIC = b"MMIDIDX\0\0"
 INDEX_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 
-DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
-    1: np.dtype("<u1"), 2: np.dtype("<i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"),
-    5: np.dtype("<i8"), 6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2"),
-}
+DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"), 3: np.dtype("<i2"),
+                                           4: np.dtype("<i4"), 5: np.dtype("<i8"), 6: np.dtype("<f8"),
+                                           7: np.dtype("<f4"), 8: np.dtype("<u2")}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 UINT16_VOCABULARY = 65_500

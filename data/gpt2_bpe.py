@@ -154,9 +154,8 @@ def _gigatoken_is_tested() -> bool:
 MERGES_HEADER = "#version: 0.2\n"
 """The first line of a merges file."""
 
-TOKENIZER_HINT = (
-    "give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file and "
-    "--merge-file)")
+TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
+                  "and --merge-file)")
 
 UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                             "ignore_merges")
@@ -174,11 +173,8 @@ def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
     try:
         differences = list(_differences_from_gpt2(tokenizer_json, alphabet))
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer_json["model"]["merges"]]
-        vocabulary = {
-            **tokenizer_json["model"]["vocab"],
-            **{one["content"]: one["id"]
-               for one in tokenizer_json.get("added_tokens") or ()}
-        }
+        vocabulary = {**tokenizer_json["model"]["vocab"],
+                      **{one["content"]: one["id"] for one in tokenizer_json.get("added_tokens") or ()}}
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a tokenizer.json that can be read ({error!r}); {TOKENIZER_HINT}") from error
     made = {*alphabet, *("".join(pair.split(" ")) for pair in merges), END_OF_TEXT}

@@ -87,8 +87,8 @@ class EpochCache:
     for it.
 
     Files are named after everything they depend on and appear by rename; what was damaged since then, or has come from
-    elsewhere, is refused (`pages`). Of the processes that share the folder one builds an epoch, and the others wait for
-    it and read its files.
+    elsewhere, is refused (stable_file.py). Of the processes that share the folder one builds an epoch, and the others
+    wait for it and read its files.
     """
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
@@ -116,10 +116,8 @@ class EpochCache:
     @cached_property
     def _content_name(self) -> str:
         """Of what all epochs are made from."""
-        return content_digest(
-            [self._sizes.tobytes(),
-             self._documents.tobytes(),
-             repr((self._seq_length, self._seed)).encode()])
+        return content_digest([self._sizes.tobytes(), self._documents.tobytes(),
+                               repr((self._seq_length, self._seed)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
         return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
@@ -190,9 +188,8 @@ class GPT2Dataset(Dataset):
         if vocab_size is not None:
             corpus.check_vocabulary(vocab_size)
         self._epochs = EpochCache(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
-        self.fingerprint = content_digest(
-            [corpus.fingerprint.encode(),
-             chosen.tobytes(), repr((seq_length, seed)).encode()])
+        self.fingerprint = content_digest([corpus.fingerprint.encode(), chosen.tobytes(),
+                                           repr((seq_length, seed)).encode()])
 
     @property
     def distinct_samples(self) -> int:

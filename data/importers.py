@@ -5,7 +5,7 @@ comes before them. Neither says where documents end or which tokenizer made them
 end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
 each document and llm.c before it; whether the first file begins with it shows which it is, and no token moves. Files of
 one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order. What
-shows that they are not in it, or no stream, is told (`doubts`) or refused.
+shows that they are not in it, or no stream, is told (`order_warnings`) or refused.
 """
 
 from __future__ import annotations
@@ -115,10 +115,8 @@ def _token_extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, i
 
 def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
     """What shows that the files are hardly the stream that was meant, a line each."""
-    return [
-        line for line in (_starts_inside_document(files[0], eod), _mixed_conventions(files, eod), _out_of_order(files))
-        if line
-    ]
+    return [line for line in (_starts_inside_document(files[0], eod), _mixed_conventions(files, eod),
+                              _out_of_order(files)) if line]
 
 
 def _starts_inside_document(file: TokenFile, eod: int) -> str | None:

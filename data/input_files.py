@@ -96,10 +96,8 @@ def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
     """By name what the record of a stage lists; None: the folder has none."""
     try:
         record: Any = json.loads((folder / STAGE_FILE).read_bytes())
-        return {
-            str(output["name"]): ShardRecord(output.get("bytes"), str(output["sha256"]))
-            for output in record["outputs"]
-        }
+        return {str(output["name"]): ShardRecord(output.get("bytes"), str(output["sha256"]))
+                for output in record["outputs"]}
     except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, AttributeError):
         return None
     except (OSError, ValueError) as error:
@@ -143,7 +141,7 @@ FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 """Not .json there: settings and the facts of corpora have that name."""
 
 CACHE_SUFFIX = ".cache"
-"""Of the folder beside a source that holds the corpus made of it (`corpora`)."""
+"""Of the folder beside a source that holds the corpus made of it (sources.py)."""
 
 STAGE_OWN_FILES = (STAGE_FILE, "dropped.jsonl")
 

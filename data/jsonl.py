@@ -21,9 +21,7 @@ from data.storage import parse_error_text
 SKIP_BYTES = 1 << 20
 
 
-def read_line_chunks(path: str | os.PathLike[str],
-                     size: int = CHUNK_BYTES,
-                     *,
+def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """The lines of a file in order, about `size` bytes (and at least one line) at a time. What is left of a line after
     that, if it is more than `limit`, is passed over."""
@@ -76,9 +74,7 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-def parse_lines(chunk: Chunk,
-                data: bytes,
-                key: str,
+def parse_lines(chunk: Chunk, data: bytes, key: str,
                 limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[bytes, str | MalformedDocument]]:
     """Each line of a chunk that was read which is not blank, without its end, and its text or why it has none."""
     offset, number = chunk.offset, -1

@@ -49,14 +49,10 @@ class MalformedDocument:
         return DataError(f"{self.path}:{line} {self.reason} (the line begins at byte {self.offset})")
 
 
-def too_long_document(path: str,
-                      lines_before: int,
-                      offset: int,
-                      limit: int,
+def too_long_document(path: str, lines_before: int, offset: int, limit: int,
                       what: str = "in this line") -> MalformedDocument:
-    return MalformedDocument(
-        path, lines_before, offset, f"more than {limit} bytes {what}, which would have to be held in memory; "
-        "--max-document-bytes of data.preprocess allows more")
+    return MalformedDocument(path, lines_before, offset, f"more than {limit} bytes {what}, which would have to be held "
+                             "in memory; --max-document-bytes of data.preprocess allows more")
 
 
 class DamagedRest(MalformedDocument):
@@ -154,8 +150,8 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
             return Chunk(name, offset, length, data, continues, unfinished)
 
         while True:
-            more, damage = read_until_damage(file, max(size,
-                                                       len(buffered)))  # what was not cut is looked at half as often
+            more, damage = read_until_damage(file,
+                                             max(size, len(buffered)))  # what was not cut is looked at half as often
             buffered += more
             if damage or not more:
                 break

@@ -95,9 +95,9 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data), malformed,
-                        chunk.starts_inside_document and not are_well_formed[0], chunk.ends_inside_document
-                        and are_well_formed[-1:] == [False])
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data),
+                        malformed, chunk.starts_inside_document and not are_well_formed[0],
+                        chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
 def _parse_chunk(chunk: Chunk, data: bytes, options: TextReadOptions) -> Iterator[str | MalformedDocument]:
@@ -106,19 +106,14 @@ def _parse_chunk(chunk: Chunk, data: bytes, options: TextReadOptions) -> Iterato
     return (text for _, text in parse_lines(chunk, data, options.json_key, options.max_document_bytes))
 
 
-def build_corpus(inputs: Iterable[str | Path],
-                 prefix: str | Path,
-                 tokenizer: Tokenizer,
-                 options: TextReadOptions = TextReadOptions(),
-                 *,
-                 workers: int = 1,
-                 skip_malformed: bool = False,
-                 log_interval: int = 0,
-                 checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
+def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
+                 options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
+                 log_interval: int = 0, checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
     """Write the corpus of some files. Returns the progress made and how many documents were skipped.
 
     A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
-    `readers` are threads that compare shards with what their stage wrote, where they may be more than `workers`.
+    `checksum_threads` are threads that compare shards with what their stage wrote, where they may be more than
+    `workers`.
     """
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
@@ -131,10 +126,8 @@ def build_corpus(inputs: Iterable[str | Path],
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
         position = PreprocessPosition(**writer.resumed_state) if writer.resumed_state else PreprocessPosition()
         if position.chunks:
-            print(
-                f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an interrupted run",
-                file=sys.stderr,
-                flush=True)
+            print(f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an "
+                  "interrupted run", file=sys.stderr, flush=True)
         progress, resume_point = DocumentProgress(log_interval, position.documents, position.bytes), position.bytes
         for encoded in ordered_map(encode, islice(chunks, position.chunks, None), workers):
             position.lines *= encoded.chunk.offset > 0
@@ -145,19 +138,18 @@ def build_corpus(inputs: Iterable[str | Path],
             position.of_file += ended
             position.damaged += [
                 f"{fault.to_error(position.lines)}; before the damage: {format_count(position.of_file, 'document')}"
-                for fault in encoded.malformed if isinstance(fault, DamagedRest)
-            ]
+                for fault in encoded.malformed if isinstance(fault, DamagedRest)]
             position.lines += encoded.lines
             progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
-            position.chunks, position.documents, position.bytes = position.chunks + 1, progress.documents, progress.bytes
+            position.chunks, position.documents, position.bytes = position.chunks \
+                + 1, progress.documents, progress.bytes
             if position.bytes - resume_point >= RESUME_POINT_BYTES:
                 writer.save_resume_point(asdict(position))
                 resume_point = position.bytes
         check_unchanged()
         if position.skipped and not writer.tokens:
-            raise DataError(
-                f"{os.fspath(prefix)}: no tokens: {format_count(position.skipped, 'malformed document')} skipped, and "
-                "no text beside; without --on-error skip the first is named")
+            raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(position.skipped, 'malformed document')} "
+                            "skipped, and no text beside; without --on-error skip the first is named")
     for damage in position.damaged:
         print(f"skipped the rest of a file: {escape_to_one_line(damage)}", file=sys.stderr)
     return progress, position.skipped
@@ -192,7 +184,8 @@ class PreprocessPosition:
         if encoded.first_is_malformed and self.begun:
             writer.rollback_to(self.before)
             self.begun = 0
-        elif self.is_refused and encoded.chunk.starts_inside_document and not encoded.first_is_malformed:  # a good part of a bad document
+        elif self.is_refused and encoded.chunk.starts_inside_document and not encoded.first_is_malformed:
+            # a good part of a bad document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
@@ -269,8 +262,7 @@ def add_text_read_arguments(parser: StrictArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = StrictArgumentParser("data.preprocess",
-                                  "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and "
-                                  "PREFIX.json.")
+                                  "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE",
                         help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
@@ -291,18 +283,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = args.shard.select(found.files)
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    progress, skipped = build_corpus(files,
-                                     args.output_prefix,
-                                     tokenizer,
+    progress, skipped = build_corpus(files, args.output_prefix, tokenizer,
                                      TextReadOptions(args.json_key, Separator.parse(args.document_separator),
-                                                     args.append_eod, args.max_document_bytes),
-                                     workers=args.workers,
-                                     skip_malformed=args.on_error == "skip",
-                                     log_interval=args.log_interval)
-    print(
-        f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress}; {format_count(skipped, 'malformed document')} "
-        "skipped",
-        file=sys.stderr)
+                                                     args.append_eod, args.max_document_bytes), workers=args.workers,
+                                     skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
+    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress}; "
+          f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -107,9 +107,8 @@ def integer_weights(weights: Sequence[Fraction | int]) -> list[int]:
     divisor = gcd(*counts)
     counts = [count // divisor for count in counts]
     total = sum(counts)
-    return counts if total <= MAX_BLEND_PERIOD else [
-        max(1, round(MAX_BLEND_PERIOD * count / total)) for count in counts
-    ]
+    return counts if total <= MAX_BLEND_PERIOD else [max(1, round(MAX_BLEND_PERIOD * count / total))
+                                                     for count in counts]
 
 
 def evenly_spread_order(counts: Sequence[int]) -> IntArray:

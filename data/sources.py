@@ -143,9 +143,8 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
     outcome = f"{past_verb} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
     warnings = order_warnings([inspect_token_file(path)
                                for path in found.files], tokenizer.eod) if _are_token_files(found.files) else []
-    return str(prefix), [
-        _describe_cached(source, found, IndexedCorpus(prefix), outcome), *(f"warning: {line}" for line in warnings)
-    ]
+    return str(prefix), [_describe_cached(source, found, IndexedCorpus(prefix),
+                                          outcome), *(f"warning: {line}" for line in warnings)]
 
 
 def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
@@ -222,9 +221,8 @@ def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, opti
 def _describe_cached(source: str, found: FoundFiles, corpus: IndexedCorpus, outcome: str) -> str:
     empty = sum(os.path.getsize(path) == 0 for path in found.files)
     kind = "file of tokens" if _are_token_files(found.files) else "file"
-    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""),
-             format_count(corpus.num_documents,
-                          "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
+    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""), format_count(
+        corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
     return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")
 
 
@@ -318,10 +316,9 @@ class _DatasetBuilder:
             corpus = IndexedCorpus(self.resolve_prefix(name))
             made_by = corpus.facts and corpus.facts.tokenizer
             if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
-                raise DataError(
-                    f"{corpus.prefix}: made with {made_by.description}, but this run uses "
-                    f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or preprocess the text "
-                    "again")
+                raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                                f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "
+                                "preprocess the text again")
             corpus.check_vocabulary(self.tokenizer.vocab_size)
             self.open_corpora[name] = corpus
         return self.open_corpora[name]
@@ -335,9 +332,8 @@ class _DatasetBuilder:
         if os.path.exists(f"{name}.idx"):
             return name
         if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
-            with prefix_storage_errors(
-                    "--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
-                    "with --data-cache-path replaces"):
+            with prefix_storage_errors("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a "
+                                       "folder given with --data-cache-path replaces"):
                 prefix, notes = cached_corpus(name, self.tokenizer, self.read_options, self.cache_path)
             self.notes += notes
             return prefix
@@ -366,9 +362,8 @@ class _DatasetBuilder:
         enough = count_samples(tokens, self.seq_length) > 0
         if not enough:
             total, kept = documents.corpus.num_documents, len(documents.documents)
-            why = (
-                f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, {format_count(tokens, 'token')}, "
-                f"and a sample needs {self.seq_length + 1}")
+            why = (f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, "
+                   f"{format_count(tokens, 'token')}, and a sample needs {self.seq_length + 1}")
             remedy = "a larger share in --split"
             if total == 1 and not kept:
                 why = f"cuts between documents, and {documents.source} is a single one"

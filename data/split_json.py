@@ -66,10 +66,8 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
                 elif skip_malformed:
                     skipped += 1
                     if isinstance(text, DamagedRest):
-                        print(
-                            f"skipped the rest of a file: {escape_to_one_line(text.to_error(before))}; before the damage: "
-                            f"{format_count(kept_of_file, 'document')}",
-                            file=sys.stderr)
+                        print(f"skipped the rest of a file: {escape_to_one_line(text.to_error(before))}; before the "
+                              f"damage: {format_count(kept_of_file, 'document')}", file=sys.stderr)
                 else:
                     raise text.to_error(before)
             before += count_lines(data)

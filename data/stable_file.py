@@ -121,10 +121,8 @@ def _rows_per_page(dtype: np.dtype[Any], columns: int) -> int:
 def _with_checksums(pages: NDArray[np.uint8], name: str, first: int) -> memoryview:
     """The bytes of [pages, PAGE], which have their checksums now; `first` is the number of the first."""
     content = pages.data.cast("B")
-    sums = [
-        crc32(content[at:at + PAGE_CONTENT_BYTES], _page_crc_seed(name, first + at // PAGE_BYTES))
-        for at in range(0, len(content), PAGE_BYTES)
-    ]
+    sums = [crc32(content[at:at + PAGE_CONTENT_BYTES], _page_crc_seed(name, first + at // PAGE_BYTES))
+            for at in range(0, len(content), PAGE_BYTES)]
     pages[:, PAGE_CONTENT_BYTES:] = np.array(sums, "<u4")[:, None].view(np.uint8)
     return content
 

@@ -42,8 +42,8 @@ _CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 
 
 def escape_to_one_line(text: object, allowed: str = "") -> str:
-    """Any text as one line for a terminal or a log: control characters but `keep` become escapes (`\\x1b`). A line of
-    JSON keeps its values."""
+    """Any text as one line for a terminal or a log: control characters but `allowed` become escapes (`\\x1b`). A line
+    of JSON keeps its values."""
     def escaped(found: re.Match[str]) -> str:
         sign = found[0]
         return sign if sign in allowed else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
@@ -283,10 +283,8 @@ def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[s
     False: the file system has no locks, so that is not known."""
     name = os.fspath(path)
     with ExitStack() as stack:  # in one order for all, so that one of two gets everything
-        are_locked = [
-            stack.enter_context(_hold_lock_file(place, name))
-            for place in sorted({*map(_canonical_path, (path, *targets))})
-        ]
+        are_locked = [stack.enter_context(_hold_lock_file(place, name))
+                      for place in sorted({*map(_canonical_path, (path, *targets))})]
         yield all(are_locked)
 
 

@@ -70,7 +70,7 @@ class CorpusDraft:
 
     def __init__(self, prefix: str, key: str | None, parse_state: Callable[[Any], object]) -> None:
         """`key` is what must be the same for a process that takes up the work of another; None: that is never done.
-        `read` takes the state that was marked; where it raises an error the mark is none."""
+        `parse_state` takes the state that was marked; where it raises an error the mark is none."""
         self._prefix, self._key, self._parse_state = prefix, key, parse_state
         self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in CORPUS_SUFFIXES}
         self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
@@ -120,9 +120,8 @@ class CorpusDraft:
 
     def _remove_stale_files(self) -> None:
         """Remove what nobody writes any more."""
-        found = [
-            path for target in (*self._targets.values(), self._resume_file) for path in stale_temporary_files(target)
-        ]
+        found = [path for target in (*self._targets.values(), self._resume_file)
+                 for path in stale_temporary_files(target)]
         found += [self._resume_file] if self._resume_file.exists() else []
         if self.state is not None:
             found = [path for path in found if path not in (*self._drafts.values(), self._resume_file)]
@@ -225,8 +224,8 @@ class CorpusWriter:
         with ExitStack() as stack:
             state = stack.enter_context(self._draft).state
             if state is None:
-                self._draft.idx.write(bytes(
-                    INDEX_HEADER.size))  # which needs the number of lengths; they follow as they come
+                self._draft.idx.write(
+                    bytes(INDEX_HEADER.size))  # which needs the number of lengths; they follow as they come
             else:
                 (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.resumed_state = state
             stack.pop_all()  # `__exit__` leaves the draft
@@ -294,10 +293,8 @@ class CorpusWriter:
         with write_errors_for(self.prefix):
             self._finish_index(IndexHeader(self.dtype, self.documents, self.documents + 1))
             files = (StableFile(path) for path in self._draft.paths())
-        self._draft.publish(
-            asdict(
-                CorpusFacts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}", self._max_token, self._tokenizer,
-                            corpus_identity(*files))))
+        self._draft.publish(asdict(CorpusFacts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}",
+                                               self._max_token, self._tokenizer, corpus_identity(*files))))
 
     def _finish_index(self, header: IndexHeader) -> None:
         """What follows from the lengths, which are read back: pointers and boundaries; then the header."""

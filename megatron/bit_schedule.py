@@ -49,9 +49,7 @@ class BitSchedule:
         """One bit at most falls in a step."""
         if not self.is_due(state, counter):
             return state
-        return replace(state,
-                       bits=state.bits - 1,
-                       period=min(state.period * 2 * factor, UNREACHABLE_COUNTER),
+        return replace(state, bits=state.bits - 1, period=min(state.period * 2 * factor, UNREACHABLE_COUNTER),
                        last_drop_at=counter)
 
     def blend(self, state: BitState, counter: int) -> float:

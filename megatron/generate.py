@@ -1,4 +1,4 @@
-"""`python -m megatron.generate`: inference/command.py, unless a package of ours is hidden."""
+"""`python -m megatron.generate`: inference/cli.py, unless a package of ours is hidden."""
 
 import sys
 

@@ -41,7 +41,7 @@ def total_bytes() -> int | None:
 
 
 def describe_owner(default: str) -> str:
-    """What has it, in words, and `otherwise` where nothing but the machine limits it."""
+    """What has it, in words, and `default` where nothing but the machine limits it."""
     is_limited = any(limit.bytes < total for limit in _cgroup_limits()
                      for total in _physical_bytes() or [limit.bytes + 1])
     return "this container or job" if is_limited else default
@@ -109,8 +109,7 @@ def _cgroup_limits() -> Iterator[_CgroupLimit]:
             with suppress(OSError, ValueError):  # no limit here: no such file, or "max"
                 limit = int((folder / version.limit_file).read_text())
                 yield _CgroupLimit(version, folder,
-                                   min(limit,
-                                       _read_memory_stat(folder).get(version.hierarchical_limit or "", limit)))
+                                   min(limit, _read_memory_stat(folder).get(version.hierarchical_limit or "", limit)))
             if folder == mounted:
                 break
 

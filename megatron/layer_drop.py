@@ -8,7 +8,7 @@ hands its input on. A draw is a function of (seed, step, block), and of nothing 
 recomputation of a block and a run that was resumed agree, and no generator moves. The micro-batches of a step share it:
 what a step does then depends neither on how its batch is divided, nor on the number of ranks.
 
-Not here: who asks (zero/api/layer_drop.py), and the blocks (model/gpt2.py).
+Not here: who asks (zero/api/engine_features.py), and the blocks (model/gpt2.py).
 """
 
 from __future__ import annotations

@@ -1,22 +1,11 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
-    split.py, partition.py       who owns which slice; how a parameter records its own
-    device.py                    where the accelerator's way and the CPU's part, and whether Triton's kernels work
-    groups.py, collectives.py    who computes with whom; the operations among them
-    wire/                        how these travel: by a backend's own operations, or over gloo
-    draws.py, data.py            initial values of which any part can be drawn alone; one batch for all ranks of a group
-    regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
-    sinks.py                     where a layer may write a weight gradient
-    cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd
-    vocab_share.py               a rank's columns of the logits; the walk over chunks of them
-    loss_cpu.py                  its softmax and sums on a CPU
-    loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
-    grads.py, norm_kernel.py     norm and clipping of split gradients; the norms of rows in Triton
-    one_bit.py                   a mean over ranks at one bit a number
-    classic.py, random.py        the classic names over one global layout; random streams
+Begin with groups.py (who communicates with whom) and layers.py, regions.py (split layers and activations). Below them
+are collectives.py and backends.py; cross_entropy.py is the loss of a split vocabulary, random.py and weight_init.py are
+the random streams and initial weights, parallel_state.py has Megatron's global names.
 
-The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for
-scripts written against Megatron's `mpu`. They are fetched when they are asked for: mpu.split must not import torch.
+The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds Megatron's flat names, for scripts
+written against its `mpu`. They are imported on first use: mpu.split must not import torch.
 """
 
 from importlib import import_module

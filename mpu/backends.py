@@ -31,17 +31,15 @@ Op = Literal["sum", "max", "min"]
 
 
 class CollectiveWork:
-    """An operation under way. On an accelerator `wait` makes the current stream wait, never the host."""
+    """A collective in flight, like torch's Work. On an accelerator `wait` blocks the current stream, never the host."""
 
-    def __init__(self,
-                 works: Sequence[Work | CollectiveWork | None] = (),
-                 on_complete: Callable[[], object] | None = None,
-                 timeout: timedelta | None = None) -> None:
-        """`limit`: how long to wait, for works that do not know it themselves."""
+    def __init__(self, works: Sequence[Work | CollectiveWork | None] = (),
+                 on_complete: Callable[[], object] | None = None, timeout: timedelta | None = None) -> None:
+        """`timeout` is passed to works that have none of their own."""
         self._works, self._on_complete, self._timeout = works, on_complete, timeout
 
     def wait(self) -> None:
-        """Complete the operation; again: nothing. `finish` (a local sum, a conversion) runs here, once."""
+        """Complete the operation, then run `on_complete` (a local sum, a dtype conversion) once. Idempotent."""
         works, on_complete = self._works, self._on_complete
         self._works, self._on_complete = (), None
         for work in works:
@@ -56,28 +54,26 @@ class CollectiveWork:
 
 
 class CollectiveBackend(Protocol):
-    """The group has several ranks, and the sizes fit.
-
-    `sum_in` is the precision in which the ranks' numbers are added up where the backend adds them. A wire that
-    adds them itself takes fp32 for what is narrower, whatever is asked for. `at_a_time` is how many elements may be on
-    their way at once, for a wire that keeps copies of what it receives; others send everything in one piece."""
+    """The operations of one backend; groups have several ranks, and sizes are checked before. `reduce_dtype` is the
+    precision of sums that the communication library takes; gloo sums of narrower types are always fp32. `max_in_flight`
+    limits the elements in flight for backends that buffer received copies; others send all at once."""
 
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
-        """full <- the shards of all ranks in rank order; `shard` may be this rank's part of `full`."""
+        """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, reduce_dtype: torch.dtype | None,
                        max_in_flight: int | None) -> CollectiveWork:
-        """shard <- this rank's part of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
+        """shard <- this rank's slice of the sum of every rank's `full`; see collectives.reduce_scatter_into."""
 
     def all_reduce(self, flat: Tensor, group: Group, op: Op, reduce_dtype: torch.dtype | None,
                    max_in_flight: int | None) -> CollectiveWork:
         """flat <- the reduction of every rank's `flat`."""
 
     def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
-        """x <- x of the group's rank `src`."""
+        """x <- x of group rank `src`."""
 
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
-        """Row k of `received` <- this rank's row of what rank k sent; both are [size, n]."""
+        """received[k] <- this rank's row of rank k's `sent`; both are [size, n]."""
 
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -114,11 +110,11 @@ class NativeBackend:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which numbers of this one are added up."""
+    """The dtype in which values of `dtype` are summed: at least fp32."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-# torch 2.13 renames the next two, and warns at the old names. They are looked up at each call.
+# torch 2.13 renames these two, and warns about the old names; looked up at each call.
 
 def start_all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,10 +177,10 @@ def _segments(flat: Tensor, max_in_flight: int | None) -> Sequence[Tensor]:
 
 
 def _reduce_scatter_by_sends(mine: Tensor, own: Tensor, group: Group) -> CollectiveWork:
-    """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
+    """mine [n] <- the sum over ranks of row `group.rank` of their `own` [size, n]."""
     peers = _peers(group)
     is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
-    buffers = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
+    buffers = [mine] if is_free else []  # the output can receive one peer's row
     received = buffers + [torch.empty_like(own[0]) for _ in peers[len(buffers):]]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
     return _send_and_receive(parts, list(own), group, lambda: _sum_in_rank_order(parts, mine))
@@ -196,7 +192,7 @@ def _peers(group: Group) -> list[int]:
 
 def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group,
                       on_complete: Callable[[], None] | None = None) -> CollectiveWork:
-    """received[k] <- what the other rank k sends here; this rank's own place is left alone."""
+    """received[k] <- what rank k sends to this one; this rank's own entry is unchanged."""
     handle = group.control_process_group
     operations = [dist.P2POp(dist.irecv, received[peer], group.ranks[peer], handle) for peer in _peers(group)]
     operations += [dist.P2POp(dist.isend, sent[peer], group.ranks[peer], handle) for peer in _peers(group)]
@@ -204,7 +200,7 @@ def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], group:
 
 
 def _timeout_of(process_group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long to wait for a peer. Sends and receives of gloo's keep to what it was when the group was made."""
+    """The timeout to wait for a peer. gloo's sends and receives use the one from when the group was created."""
     assert process_group is not None, "a group of one sends nothing"
     options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
@@ -224,8 +220,8 @@ def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def via_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """By way of the host, where ranks that share an accelerator have met over gloo. It takes tensors of a GPU as well,
-    but a run of two ranks with tensor parallelism was ended by SIGSEGV inside of it (torch 2.11)."""
+    """Run the collective on the host if ranks share a GPU over gloo. gloo accepts GPU tensors, but with two
+    tensor-parallel ranks the functional collectives crashed with SIGSEGV (torch 2.11)."""
     @wraps(collective)
     def run_on_host(x: Tensor, group: Group, *how: Any) -> Tensor:
         if x.device.type == "cpu" or not group.gpu_tensors_use_gloo:
@@ -242,14 +238,14 @@ def functional_all_reduce(x: Tensor, group: Group, op: Op) -> Tensor:
 
 @via_host
 def functional_all_gather(x: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each rank -> [size * n, ...] in rank order."""
+    """[n, ...] per rank -> [size * n, ...] in rank order."""
     return _wait_tensor(
         torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.group_name_for(x)))
 
 
 @via_host
 def functional_reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """[size * n, ...] -> this rank's [n, ...] of the sum, which is taken in fp32 where x is narrower."""
+    """[size * n, ...] -> this rank's [n, ...] of the sum, taken in at least fp32."""
     wide, name = x.to(accumulation_dtype(x.dtype)).contiguous(), group.group_name_for(x)
     return _wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(wide, "sum", group.size, name)).to(x.dtype)
 
@@ -268,7 +264,7 @@ TERMINATE_DELAY_SECONDS = 15.0
 
 @cache
 def delay_gloo_terminate() -> None:
-    """From now on, and once a process. Where the C++ library is another one, everything stays as it is."""
+    """Install the delay, once per process. No effect with another C++ library."""
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):
@@ -282,5 +278,5 @@ def delay_gloo_terminate() -> None:
 
     handler = handler_type(delayed_terminate)
     previous_handler = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
-    # An interpreter that winds down runs no Python in other threads. This also keeps `handler` alive.
+    # Reset it at exit: no Python runs in other threads during finalization. The lambda also keeps `handler` alive.
     atexit.register(lambda: handler and set_terminate(previous_handler))

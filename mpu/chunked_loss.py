@@ -24,7 +24,7 @@ AccumulateWeightGrad = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns of the logits: global ids first .. first + columns are its real tokens."""
+    """This rank's columns of the logits: ids [first_id, first_id + num_columns) are its real (unpadded) tokens."""
 
     tp: Group
     first_id: int
@@ -37,7 +37,7 @@ class VocabShard:
         return VocabShard(tp, first, real)
 
     def locate(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(is the target among my columns [n], its column, or 0, [n])."""
+        """target [n] -> (is the target among this rank's columns [n], its local column or 0 [n])."""
         local = target - self.first_id
         is_local = (local >= 0) & (local < self.num_columns)
         return is_local, local.masked_fill(~is_local, 0)
@@ -45,7 +45,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The operands: hidden [N, H], weight [V / tp, H], target [N]."""
+    """hidden [N, H], weight [V / tp, H], target [N]."""
 
     hidden: Tensor
     weight: Tensor
@@ -55,18 +55,18 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossGradRequest:
-    """The gradients of sum(row_scale * losses), as far as they are asked for; without `row_scale` [N] none are."""
+    """Which gradients of sum(row_scale * losses) to compute; none without `row_scale` [N]."""
 
     row_scale: Tensor | None = None
     for_hidden: bool = False
     for_weight: bool = False
     weight_buffer: Tensor | None = None
-    """Where the weight gradient belongs, if it has a place already."""
+    """Buffer for the weight gradient, if it has one."""
 
 
 @dataclass
 class LossOutputs:
-    """Losses [N], and the gradients that were asked for; `weight` is the place, where there is one."""
+    """Losses [N] and the requested gradients; `weight_grad` is the weight buffer if one was given."""
 
     losses: Tensor
     hidden_grad: Tensor | None = None
@@ -76,12 +76,12 @@ class LossOutputs:
 @torch.no_grad()
 def run_in_chunks(inputs: LossInputs, request: LossGradRequest, chunk_rows: int, weight_total: Tensor | None,
                   chunk_loss: ChunkLossFunction, accumulate_weight_grad: AccumulateWeightGrad) -> LossOutputs:
-    """`rows` at a time; the weight gradient adds up in `total`, if it is wanted."""
+    """Process `chunk_rows` rows at a time; the weight gradient accumulates in `weight_total`, if it is not None."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     buffer = hidden.new_empty(chunk_rows, weight.shape[0])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if request.for_hidden else None
-    if weight_total is not None and not len(hidden):  # there is no first chunk to begin it
+    if weight_total is not None and not len(hidden):  # no first chunk will overwrite it
         weight_total.zero_()
     for start in range(0, len(hidden), chunk_rows):
         chunk = slice(start, start + chunk_rows)
@@ -89,7 +89,7 @@ def run_in_chunks(inputs: LossInputs, request: LossGradRequest, chunk_rows: int,
         logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
         scale = None if request.row_scale is None else request.row_scale[chunk]
         losses[chunk] = chunk_loss(logits, inputs.target[chunk], scale)
-        # from here on `logits` holds the gradient of the logits
+        # `logits` [rows, V / tp] now holds the gradient of the logits
         if d_hidden is not None:
             torch.mm(logits, weight, out=d_hidden[chunk])
         if weight_total is not None:

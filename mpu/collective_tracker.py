@@ -24,22 +24,20 @@ class CollectiveCounters(Protocol):
 
 
 _COUNTERS: list[CollectiveCounters] = [memoryview(array("Q", [0, 0]))]
-"""Of the process."""
+"""The counters of this process: [state, collectives started]."""
 
 
 def write_counters_to(counters: CollectiveCounters) -> None:
-    """From now on they are written here."""
+    """Move the counters to another memory, such as the launcher's shared file."""
     counters[0], counters[1] = _COUNTERS[0][0], _COUNTERS[0][1]
     _COUNTERS[0] = counters
 
 
 def current_counters() -> CollectiveCounters:
-    """Where they are written."""
     return _COUNTERS[0]
 
 
 def mark_waiting() -> None:
-    """To wait for others."""
     _COUNTERS[0][0] = WAITING
 
 
@@ -52,7 +50,7 @@ def is_waiting() -> bool:
 
 
 def track_collective(collective: Callable[P, T], state: int = WAITING) -> Callable[P, T]:
-    """A function that is one exchange, or (`sending`) begins one and does not wait for it."""
+    """Wrap a function that runs one collective, or (state LAUNCHING) starts one without waiting."""
     @wraps(collective)
     def tracked(*args: P.args, **kwargs: P.kwargs) -> T:
         numbers = _COUNTERS[0]

@@ -27,7 +27,7 @@ from mpu.split import ParallelError, divide
 
 @track_collective
 def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
-    """The reduction of one number per rank, on the host of every rank (exact for integers below 2**53)."""
+    """Reduce one number per rank on the host of every rank; exact for integers below 2**53."""
     value = torch.tensor([number], dtype=torch.float64)
     if not group.is_solo:
         dist.all_reduce(value, REDUCE_OPS[op], group=group.control_process_group)
@@ -36,8 +36,7 @@ def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
 
 @track_collective
 def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
-    """Of each of some numbers the smallest that a rank gave: one exchange, however many they are. (The largest is what
-    `least` has of their negatives, negated.)"""
+    """The element-wise minimum over ranks, in one collective. (The maximum is -all_reduce_min(-x).)"""
     values = torch.tensor(numbers, dtype=torch.float64)
     if not group.is_solo:
         dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
@@ -46,16 +45,17 @@ def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
 
 
 def barrier(group: Group) -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called it."""
     all_reduce_scalar(0.0, group)
 
 
 @track_collective
 def all_gather_json(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, by way of JSON: tuples come back as lists, and nothing on the wire can run code."""
+    """Every rank's value, via JSON: tuples become lists, and received data cannot run code."""
     text = json.dumps(value).encode()
     if group.is_solo:
         return [json.loads(text)]
+    # Lengths first, then rows padded to the longest: [size, longest] bytes.
     sizes = torch.empty(group.size, dtype=torch.int64)
     start_all_gather(sizes, torch.tensor([len(text)]), group.control_process_group).wait()
     longest = int(sizes.max())
@@ -67,7 +67,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 @track_collective
 def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
-    """The value of the group's rank `src` on every rank, by way of JSON; those of the others are not asked for."""
+    """The value of group rank `src` on every rank, via JSON; other ranks' values are ignored."""
     text = json.dumps(value).encode() if group.rank == src else b""
     if group.is_solo:
         return json.loads(text)
@@ -78,17 +78,15 @@ def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
     return json.loads(text or row.numpy().tobytes())
 
 
-__all__ = [
-    "Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
-    "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json", "all_reduce_min",
-    "reduce_scatter", "reduce_scatter_into"
-]
+__all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json",
+           "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
+           "all_reduce_min", "reduce_scatter", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeBackend(), GlooBackend()
 
 
 def backend_for(x: Tensor) -> CollectiveBackend:
-    """The wire that x travels by."""
+    """The backend for tensors on x's device."""
     return _NATIVE if on_accelerator(x) else _GLOO
 
 
@@ -97,13 +95,13 @@ def backend_for(x: Tensor) -> CollectiveBackend:
 
 def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", max_in_flight: int | None = None,
                     reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
-    """flat <- reduction of every rank's flat, in place, added up as it is or in `sum_in`; see wire/interface.py."""
+    """flat <- reduction of every rank's flat, in place, summed in `reduce_dtype` (CollectiveBackend in backends.py)."""
     return CollectiveWork() if group.is_solo else backend_for(flat).all_reduce(flat, group, op, reduce_dtype,
                                                                                max_in_flight)
 
 
 def all_gather_into(full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None = None) -> CollectiveWork:
-    """full <- the shards of all ranks in rank order. `shard` may be this rank's part of `full`."""
+    """full <- the shards of all ranks in rank order. `shard` may be this rank's slice of `full`."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         if shard.data_ptr() != full.data_ptr():
@@ -114,10 +112,9 @@ def all_gather_into(full: Tensor, shard: Tensor, group: Group, max_in_flight: in
 
 def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, max_in_flight: int | None = None,
                         reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
-    """shard <- this rank's part of the sum of every rank's `full`, which is left alone.
-
-    `shard` may be wider than `full`, or this rank's part of `full`, which then is the one part of `full` that changes.
-    16-bit values are added up in fp32, unless `sum_in` asks for another precision (wire/interface.py)."""
+    """shard <- this rank's slice of the sum of every rank's `full`, which is unchanged. `shard` may have a wider dtype
+    than `full`, or be this rank's slice of `full`; then only that slice changes. 16-bit values are summed in fp32
+    unless `reduce_dtype` says otherwise."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         shard.view(-1).copy_(full.view(-1))
@@ -126,7 +123,7 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, max_in_flight
 
 
 def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
-    """Row k of `received` <- this rank's row of what rank k sent. Both are [size, n], and not the same memory."""
+    """received[k] <- this rank's row of rank k's `sent`. Both are [size, n] in distinct memory."""
     if group.is_solo:
         received.copy_(sent)
         return CollectiveWork()
@@ -134,7 +131,7 @@ def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> CollectiveW
 
 
 def broadcast_into(x: Tensor, src: int, group: Group) -> CollectiveWork:
-    """x <- x of the group's rank `src`."""
+    """x <- x of group rank `src`."""
     return CollectiveWork() if group.is_solo else backend_for(x).broadcast(x, src, group)
 
 
@@ -155,7 +152,7 @@ def all_reduce(x: Tensor, group: Group, op: Op = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """Every rank's x, joined along `dim` in rank order; the shapes are equal."""
+    """Every rank's x concatenated along `dim` in rank order; shapes must be equal."""
     if group.is_solo:
         return x
     parts = backends.functional_all_gather(x.unsqueeze(0), group)
@@ -163,7 +160,7 @@ def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's x."""
+    """This rank's slice along `dim` of the sum of every rank's x."""
     if group.is_solo:
         return x
     each = divide(x.shape[dim], group.size, "length")

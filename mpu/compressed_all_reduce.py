@@ -26,58 +26,55 @@ from mpu.grads import NORM_ROW, row_norms
 from mpu.groups import Group
 
 SIGNS_PER_BYTE = 8
-"""Signs in a byte."""
 CPU_TILE, ACCELERATOR_TILE = 1 << 17, 1 << 24
-"""Numbers that are worked on at a time: on a CPU their copies stay in its caches; elsewhere they take little memory."""
+"""Elements processed at a time: on a CPU the temporaries fit its cache; on an accelerator they stay small."""
 BIT_TABLE = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, SIGNS_PER_BYTE).astype(np.float32)
-"""Byte -> its bits, the highest one first."""
+"""[256, 8]: the bits of each byte as 0.0 or 1.0, the highest first."""
 SIGN_TABLE = 1 - 2 * BIT_TABLE
 
 AddInputs = Callable[[slice, Tensor], None]
-"""(place among all chunks, what is owed there): adds what is to be said of it."""
+"""add_inputs(slice of the full buffer, its error): adds this rank's input to the error in place."""
 
 
 def _add_nothing(place: slice, owed: Tensor) -> None:
-    """Everything has been added."""
+    """For errors that already contain the input."""
 
 
 class CompressedAllReduce:
     def __init__(self, group: Group, segments: Sequence[Sequence[int]], device: torch.device) -> None:
-        """`segments`: for each rank's chunk, the rows (of NORM_ROW numbers) of its segments, in order. All chunks have
-        the same number of rows."""
+        """`segments[r]`: the lengths, in rows of NORM_ROW elements, of the segments of rank r's chunk, in order. All
+        chunks have the same number of rows."""
         self.group = group
         self.chunk_numel = NORM_ROW * sum(segments[0])
         self._segments_per_chunk = max(map(len, segments))
         self._segment_rows = torch.tensor([[*rows, *[0] * (self._segments_per_chunk - len(rows))] for rows in segments],
                                           device=device)
         self._included_counts = self._segment_rows * NORM_ROW
-        """Numbers of each segment that are spoken of."""
+        """[chunks, segments]: elements of each segment that are not excluded."""
         self._tile = ACCELERATOR_TILE if on_accelerator(device) else CPU_TILE
         self._included_bits: Tensor | None = None
-        """A bit for each number: 0 where it is silent."""
+        """One bit per element: 0 if excluded."""
         self._tile_has_excluded: dict[int, bool] = {}
-        """By where a tile begins."""
+        """Start of a tile -> whether it contains excluded elements."""
         self.worker_error = torch.zeros(group.size * self.chunk_numel, device=device)
-        """By this rank, to the servers of all chunks."""
+        """Compression error of this rank's input, for all chunks."""
         self.server_error = torch.zeros(self.chunk_numel, device=device)
-        """By this rank as the server of its chunk."""
+        """Compression error of this rank as the server of its chunk."""
         self._result_message = self._new_message(group.size)
         self._uncompressed_result = self.worker_error.new_empty(0)
-        """What was said, where it is everything."""
+        """The result on a group of one."""
         self._received_messages: Tensor | None = None
         self._work = CollectiveWork()
         self._value_buffer, self._mask_buffer = (torch.empty(0 if on_accelerator(device) else CPU_TILE)
                                                  for _ in range(2))
 
     def _new_message(self, chunks: int) -> Tensor:
-        """Signs and sizes of so many chunks."""
-        return torch.zeros(chunks,
-                           self.chunk_numel // SIGNS_PER_BYTE + 4 * self._segments_per_chunk,
-                           dtype=torch.uint8,
+        """[chunks, bytes]: signs, then fp32 scales, for `chunks` chunks."""
+        return torch.zeros(chunks, self.chunk_numel // SIGNS_PER_BYTE + 4 * self._segments_per_chunk, dtype=torch.uint8,
                            device=self.worker_error.device)
 
     def exclude(self, excluded: Tensor) -> None:
-        """Where this mask of all chunks is true."""
+        """Exclude elements where the mask, over all chunks, is True."""
         self._included_bits = pack_bits(excluded.logical_not())
         rows = excluded.logical_not().view(-1, NORM_ROW).sum(1)
         self._included_counts = _sum_by_segment(rows.double(), self._segment_rows).long()
@@ -87,7 +84,7 @@ class CompressedAllReduce:
         self._zero_excluded_in_chunks(self.server_error, self._own_chunk)
 
     def reset_errors(self) -> None:
-        """What is owed, for good: other numbers come from now on."""
+        """Set both errors to zero, since unrelated inputs follow."""
         self.worker_error.zero_()
         self.server_error.zero_()
 
@@ -96,17 +93,18 @@ class CompressedAllReduce:
         return range(self.group.rank, self.group.rank + 1)
 
     def _tiles(self, chunks: range) -> Iterator[tuple[slice, slice]]:
-        """What is worked on at a time in these chunks: where it is among all of them, and in a buffer of these."""
+        """Tiles of these chunks: (slice of the full buffer, slice of a buffer of only these chunks)."""
         first = chunks.start * self.chunk_numel
         for chunk in chunks:
             for start in range(chunk * self.chunk_numel, (chunk + 1) * self.chunk_numel, self._tile):
                 stop = min(start + self._tile, (chunk + 1) * self.chunk_numel)
                 yield slice(start, stop), slice(start - first, stop - first)
 
-    # ---- an exchange ------------------------------------------------------------------------------------------------
+    # ---- one all-reduce
+    # -------------------------------------------------------------------------------------------------
 
     def send_to_servers(self, add_inputs: AddInputs = _add_nothing) -> None:
-        """What this rank says is on its way to the servers."""
+        """Compress this rank's input and start the all-to-all to the servers."""
         if self.group.is_solo:
             for place, _ in self._tiles(self._own_chunk):
                 add_inputs(place, self.worker_error[place])
@@ -119,7 +117,7 @@ class CompressedAllReduce:
         self._work = all_to_all_into(self._received_messages, messages, self.group)
 
     def reduce_and_send(self) -> None:
-        """What all ranks say of this rank's chunk is here, and what it says of that on its way to them."""
+        """Wait for all ranks' messages of this rank's chunk, average and compress them, and start the all-gather."""
         if self.group.is_solo:
             return
         self._work.wait()
@@ -139,11 +137,11 @@ class CompressedAllReduce:
         self._work = all_gather_into(self._result_message, mine, self.group)
 
     def wait_for_result(self) -> None:
-        """What all servers say is here."""
+        """Wait for the all-gather of the servers' messages."""
         self._work.wait()
 
     def copy_result_to(self, out: Tensor, chunk: int | None = None) -> None:
-        """out <- what was said last, of all chunks or one. Where `out` is shorter the end is left out."""
+        """out <- the last result, of all chunks or of one; a shorter `out` gets the beginning."""
         if self.group.is_solo:
             out.copy_(self._uncompressed_result[: len(out)])
             return
@@ -152,27 +150,28 @@ class CompressedAllReduce:
         scales = self._row_scales(message, chunks)
         for place, here in self._tiles(chunks):
             target = out[here]
-            target.copy_(
-                self._decompress(self._signs_of_tile(message, here), scales[_divide_slice(NORM_ROW, here)],
-                                 place)[:len(target)])
+            target.copy_(self._decompress(self._signs_of_tile(message, here), scales[_divide_slice(NORM_ROW, here)],
+                                          place)[:len(target)])
 
     def previous_result(self) -> Callable[[slice], Tensor]:
-        """What was said last, until something is again: of a place that `send` gives, until the next is asked for."""
+        """A function: tile slice -> the last result there, valid until its next call; usable until the next result
+        arrives."""
         message = self._result_message
         scales = self._row_scales(message, range(self.group.size))
-        return lambda place: self._decompress(self._signs_of_tile(message, place), scales[_divide_slice(
-            NORM_ROW, place)], place)
+        return lambda place: self._decompress(self._signs_of_tile(message, place),
+                                              scales[_divide_slice(NORM_ROW, place)], place)
 
     def squared_norms(self) -> Tensor:
-        """[chunks, segments]: the sum of the squares of what was said last, in fp64."""
+        """[chunks, segments]: sums of squares of the last result, in fp64."""
         if self.group.is_solo:
             return _sum_by_segment(row_norms(self._uncompressed_result).double().square(), self._segment_rows)
         return self._segment_scales(self._result_message).double().square() * self._included_counts
 
-    # ---- what is said -----------------------------------------------------------------------------------------------
+    # ---- compression
+    # ----------------------------------------------------------------------------------------------------
 
     def _compress(self, error: Tensor, chunks: range, message: Tensor, add_inputs: AddInputs) -> None:
-        """message <- what these chunks owe, at one bit a number; the rest stays owed."""
+        """message <- the 1-bit compression of input + error for these chunks; `error` keeps the remainder."""
         norms = torch.empty(len(error) // NORM_ROW, device=error.device)
         for place, here in self._tiles(chunks):
             add_inputs(place, error[here])
@@ -190,14 +189,15 @@ class CompressedAllReduce:
         self._sign_bytes(message).copy_(signs.view(len(message), -1))
 
     def _decompress(self, signs: Tensor, row_scales: Tensor, tile: slice) -> Tensor:
-        """The size of its row for each number, with its sign; 0 where it is silent. On a CPU until the next call."""
+        """Each element's sign times its row's scale; 0 if excluded. On a CPU the result is valid until the next call.
+        """
         values = _expand_bits(SIGN_TABLE, signs, self._value_buffer[: len(signs) * SIGNS_PER_BYTE])
         values.view(-1, NORM_ROW).mul_(row_scales[:, None])
         self._zero_excluded(values, tile)
         return values
 
     def _row_scales(self, message: Tensor, chunks: range) -> Tensor:
-        """Of each row."""
+        """[rows]: the scale of each row's segment."""
         rows = self._segment_rows[chunks.start : chunks.stop].flatten()
         count = len(message) * self.chunk_numel // NORM_ROW
         return self._segment_scales(message).flatten().repeat_interleave(rows, output_size=count)
@@ -212,12 +212,10 @@ class CompressedAllReduce:
             values.mul_(_expand_bits(BIT_TABLE, included, self._mask_buffer[: len(values)]))
 
     def _signs_of_tile(self, message: Tensor, here: slice) -> Tensor:
-        """Of a part of one chunk of a message."""
+        """Packed signs of a tile, which lies within one chunk of the message."""
         chunk = here.start // self.chunk_numel
-        return self._sign_bytes(message)[
-            chunk,
-            _divide_slice(SIGNS_PER_BYTE,
-                          slice(here.start - chunk * self.chunk_numel, here.stop - chunk * self.chunk_numel))]
+        return self._sign_bytes(message)[chunk, _divide_slice(
+            SIGNS_PER_BYTE, slice(here.start - chunk * self.chunk_numel, here.stop - chunk * self.chunk_numel))]
 
     def _sign_bytes(self, message: Tensor) -> Tensor:
         return message[:, : self.chunk_numel // SIGNS_PER_BYTE]
@@ -227,34 +225,33 @@ class CompressedAllReduce:
 
 
 def _divide_slice(divisor: int, elements: slice) -> slice:
-    """The same place where there is one of so many."""
+    """The slice in units of `divisor` elements."""
     return slice(elements.start // divisor, elements.stop // divisor)
 
 
 def _sum_by_segment(row_values: Tensor, rows: Tensor) -> Tensor:
-    """[chunks, segments]: sums of `of_rows`, always added up in the same order."""
+    """[chunks, segments]: sums of `row_values`, in a fixed order."""
     lengths = rows.flatten()
     sums: Tensor = torch.segment_reduce(row_values, "sum", lengths=lengths, unsafe=True)
     return sums.view(rows.shape)
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """A bit for each, set below zero."""
+    """One bit per element, 1 if the sign is negative."""
     if not on_accelerator(values):
         return torch.from_numpy(np.packbits(np.signbit(values.numpy())))
     return pack_bits(values.signbit())
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Eight to a byte, the first one highest."""
+    """Pack 8 bits per byte, the first highest."""
     if not on_accelerator(bits):
         return torch.from_numpy(np.packbits(bits.numpy()))
     return (bits.view(-1, SIGNS_PER_BYTE).to(torch.uint8) << _bit_shifts(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _expand_bits(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Tensor:
-    """What a table has for each bit, as fp32; on a CPU in `out`. (To unpack, convert and multiply is 3 times as slow
-    there.)"""
+    """table[bit] for each bit, as fp32; on a CPU written to `out` (three times as fast as unpacking and converting)."""
     if not on_accelerator(packed):
         np.take(table, packed.numpy(), axis=0, out=out.numpy().reshape(-1, SIGNS_PER_BYTE), mode="clip")
         return out
@@ -263,7 +260,7 @@ def _expand_bits(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Ten
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
-    """The bits again, one-dimensional."""
+    """The inverse of `pack_bits`, 1-D."""
     return (packed.reshape(-1, 1) >> _bit_shifts(packed.device)).bitwise_and_(1).to(torch.bool).view(-1)
 
 

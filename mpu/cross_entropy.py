@@ -1,16 +1,15 @@
-"""The loss of a vocabulary that is split over tensor parallel; no rank ever sees the logits of another.
+"""The loss of a vocabulary that is split over tensor parallel ranks; no rank sees another's logits.
 
 Rank i of p holds the columns [i V/p, (i+1) V/p) of the logits. With m the largest logit of a row, over all ranks,
 
     lse = m + log(sum_j exp(x_j - m))      loss = lse - x_target      d loss / d x_j = exp(x_j - lse) - [j = target]
 
-needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or
-beyond `vocab_size` are padding: left out of the sum, and of gradient zero. Arithmetic is fp32 whatever the logits.
+needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or beyond
+`vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits.
 
-`vocab_parallel_cross_entropy` starts from logits. `linear_cross_entropy` starts one product earlier and never
-holds all logits: it walks over *chunks* of rows. Here are the two functions and what autograd needs of them; the walk
-itself is loss_cpu.py's or loss_accelerator.py's. A target outside the vocabulary is not looked for here; the embedding
-and the data layer refuse it.
+`vocab_parallel_cross_entropy` starts from logits. `linear_cross_entropy` fuses the LM head: it computes logits in
+chunks of rows (chunked_loss.py) and never holds all of them. The work per chunk is in loss_cpu.py and
+loss_accelerator.py. Targets outside the vocabulary are not checked here; the embedding and the data layer refuse them.
 """
 
 from __future__ import annotations
@@ -31,27 +30,25 @@ from mpu.parallel_state import tp_group_or_current
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, tp: Group | None = None, vocab_size: int | None = None
 ) -> Tensor:
-    """Loss per token: logits [..., V / tp] and target [...] (ids of the whole vocabulary) -> fp32 [...]."""
+    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
     share = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
     losses = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), share)  # type: ignore[no-untyped-call]
     return cast(Tensor, losses).view(target.shape)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *, vocab_size: int | None = None,
-    loss_weight: Tensor | None = None, grad_scale: float = 1.0, chunk_rows: int | None = None,
-    weight_main_grad: MainGrad | None = None,
-) -> Tensor:
-    """The loss of logits hidden @ weight.T, without the logits: hidden [N, H], weight [V / tp, H], target [N].
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
+                         vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
+                         chunk_rows: int | None = None, weight_main_grad: MainGrad | None = None) -> Tensor:
+    """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
-    With `loss_weight` [N]: the mean of the losses under these weights (0 where all are 0). Its gradients are made on
-    the way forward, times `grad_scale`, which keeps fp16 from underflowing if it is the factor (loss scale, 1 /
-    accumulation) that the loss will be multiplied by; backward multiplies by what is missing, usually 1.
-    They are used up by the first backward. Without `loss_weight`: the losses [N]; their gradients depend on what is
-    done with each, so backward computes the logits once more.
+    With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
+    times `grad_scale`; to avoid fp16 underflow pass the factor that will multiply the loss (loss scale / accumulation
+    steps), and backward applies only the rest, usually 1. Only one backward is possible.
 
-    hidden is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
+    Without it: the losses [N]. Backward computes the logits again, since the gradient of each loss is not known before.
+
+    `hidden` is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
     inputs = LossInputs(hidden, weight, target, VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size))
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
@@ -74,7 +71,7 @@ def _chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int 
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """From logits: what the forward found of each row is kept, and the probabilities are made again in backward."""
+    """Saves the log-sum-exp (or summaries) per row; backward recomputes the probabilities from them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
@@ -92,13 +89,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropyMean(torch.autograd.Function):
-    """The weighted mean: gradients are made in forward, so that each chunk's logits are computed once."""
+    """The weighted mean. Gradients are computed in forward, so that each chunk's logits are computed once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, normalized_weight: Tensor, shard: VocabShard,
-        chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, normalized_weight: Tensor, shard: VocabShard,
+                chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None) -> Tensor:
         reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         wanted = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
@@ -112,15 +107,16 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
-        made, ctx.grads = ctx.grads, None  # handed over, not copied: the largest tensors of the step
+        made, ctx.grads = ctx.grads, None  # passed on without a copy: the largest tensors of the step
         missing = grads[0] / ctx.grad_scale
-        # Looking costs nothing on CPU, and a stall on CUDA.
+        # .item() is free on CPU, but synchronizes on CUDA.
         factor = missing if on_accelerator(missing) or missing.item() != 1.0 else None
         for grad in made if factor is not None else ():
             if grad is not None:
                 grad.mul_(factor)
         d_hidden, d_weight = made
-        reservation, ctx.reservation = ctx.reservation, None  # or a loss that is kept would keep the gradient's memory
+        # otherwise a loss that stays alive would hold the gradient's memory
+        reservation, ctx.reservation = ctx.reservation, None
         if reservation is not None:
             reservation.commit(factor)
         elif ctx.main_grad is not None and d_weight is not None:
@@ -130,7 +126,7 @@ class _LinearCrossEntropyMean(torch.autograd.Function):
 
 
 class _LinearCrossEntropyPerToken(torch.autograd.Function):
-    """One loss per row: the chunks are computed again in backward, when the gradient of each loss is known."""
+    """One loss per row. Backward computes the chunks again, when the gradient of each loss is known."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard,

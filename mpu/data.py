@@ -22,9 +22,8 @@ MAX_DIMS = 4
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, tp: Group | None = None
 ) -> dict[str, Tensor]:
-    """`data[key]` of the group's first rank for every key, on every rank; the others may pass None.
-
-    A wrong key, dtype or shape is reported by every rank at once, so that none is left waiting."""
+    """`data[key]` of the group's first rank for every key, on every rank; other ranks may pass None. A wrong key, dtype
+    or shape raises ParallelError on every rank."""
     group = tp_group_or_current(tp)
     described, problem = _describe_batch(keys, data, dtype) if group.rank == 0 else ({}, None)
     shapes, problem = all_gather_json([described, problem], group)[0]
@@ -44,10 +43,9 @@ def broadcast_data(
     return {key: part.view(shapes[key]) for key, part in zip(keys, parts)}
 
 
-def _describe_batch(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> tuple[dict[str, list[int]], str | None]:
-    """(shape by key, what is wrong or None)."""
+def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
+                    dtype: torch.dtype) -> tuple[dict[str, list[int]], str | None]:
+    """(shape by key, error text or None)."""
     data = data or {}
     for key in keys:
         if key not in data:

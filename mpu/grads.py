@@ -24,45 +24,44 @@ from mpu.partition import partition_of
 
 
 class MainGradReservation(Protocol):
-    """A gradient that a forward prepares in its place before it is known to count."""
+    """The buffer of a gradient that a forward computes before its backward is known to run."""
 
     @property
     def buffer(self) -> Tensor:
-        """Where to write it; for the forward that made the claim only, as the owner may move it away afterwards."""
+        """The buffer to write; valid only during the forward that reserved it, since the owner may move it."""
 
     def commit(self, scale: Tensor | None = None) -> None:
-        """It counts, times `factor`: the backward of that forward has come. Once."""
+        """Mark the gradient, times `scale`, as valid: the backward has come. Call once."""
 
 
 class MainGrad(Protocol):
-    """The place of one parameter's gradient."""
+    """The gradient buffer of one parameter."""
 
     def reserve(self) -> MainGradReservation | None:
-        """The place itself; None where there is a gradient already."""
+        """Reserve the buffer; None if it already holds a gradient."""
 
     def accumulated(self) -> Tensor:
-        """The gradient so far, zeros if there is none, to add to."""
+        """The gradient so far (zeros if none), to add to."""
 
 
 _CPU_BLOCK_ELEMENTS = 1 << 20
-"""Elements squared at a time on CPU: bounds the memory; small enough for the cache, large enough for two threads."""
+"""Elements squared at a time on CPU: fits the cache, and is large enough for two threads."""
 
 _FP64_BLOCK_ELEMENTS = 1 << 23
-"""Elements that an accelerator without the kernel copies into fp64 at a time: 64 MiB."""
+"""Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB."""
 
 
 NORM_ROW = 128
-"""Elements whose squares are summed at a time, in fp32 on CPU, before fp64 takes over; see row_norms."""
+"""Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms."""
 
 
 def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 norm of each row of NORM_ROW elements: flat [n x NORM_ROW] -> [n].
+    """The fp32 norm of each row of NORM_ROW elements: flat [n * NORM_ROW] -> [n].
 
-    torch's own fp32 norm adds all terms in one chain on CPU and is off by 0.5% at 40 million elements. Rows of a fixed
-    length are summed in fp32, what they sum to in fp64: 1e-9 there, and cutting a buffer at a row gives the same rows.
-
-    In fp32 the square of an element above 1e19 is infinite. A CPU looks, and takes such a row again in fp64; an
-    accelerator must not be asked: its kernel never squares a large number."""
+    torch's fp32 norm sums all terms sequentially on CPU, with an error of 0.5% at 40 million elements. Short rows in
+    fp32 and their sum in fp64 give 1e-9, and a buffer cut at a row boundary gives the same rows. Squares of elements
+    above 1e19 overflow fp32: the CPU path detects that and repeats the row in fp64; the accelerator kernel never
+    squares a large number, so that no synchronization is needed."""
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
     if not on_accelerator(flat):
@@ -95,7 +94,7 @@ def _kernel_on(device: torch.device) -> ModuleType | None:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of x**2 as a float64 scalar on x's device, in bounded memory: by rows."""
+    """Sum of x**2 as an fp64 scalar on x's device, in bounded memory."""
     flat = x.detach().reshape(-1)
     whole = len(flat) // NORM_ROW * NORM_ROW
     total = row_norms(flat[:whole]).double().square().sum()
@@ -107,10 +106,8 @@ def sum_of_squares(x: Tensor) -> Tensor:
 def clip_grad_norm(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, groups: Groups | None = None
 ) -> float:
-    """Scale gradients in place so that their norm over the whole model is at most max_norm; returns the norm before.
-
-    Collective over tp. A norm that is not finite leaves the gradients alone: what to do then is the caller's business.
-    """
+    """Scale gradients in place so that their global norm is at most max_norm; returns the norm before. Collective over
+    tp. A norm that is not finite leaves the gradients unchanged."""
     tp = (current_groups() if groups is None else groups).tp
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [parameter for parameter in given if parameter.grad is not None]

@@ -1,22 +1,20 @@
-"""The process groups of a run: who computes with whom.
+"""The process groups of a run: which ranks communicate with which.
 
-`tp` ranks hold slices of the same model and see the same batch; `dp` ranks hold the same slices and see
-different batches. tp groups are consecutive ranks, so that they sit on one node; dp groups are strided.
-
-Eight ranks with tp size 2 (g0 .. g7, two nodes of four):
+`tp` ranks hold slices of the same model and see the same batch; `dp` ranks hold the same slices and see different
+batches. tp groups are consecutive ranks, so that they are on one node; dp groups are strided. Eight ranks with tp size
+2 (g0 .. g7, two nodes of four):
 
     tp groups   [g0 g1] [g2 g3] [g4 g5] [g6 g7]
     dp groups   [g0 g2 g4 g6] [g1 g3 g5 g7]
 
 so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
 
-A group of one needs no process group: every collective of this package on it is the identity. torch.distributed reads
-None as the world, so a script is given `Group.process_group`, a real one, of one rank too. This file creates groups; it
-sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
+A group of one needs no process group: every collective of this package is the identity on it. torch.distributed reads
+None as the world, so scripts get a real process group from `Group.process_group`, even of one rank.
 
-Each group has a *control* group of the same ranks, which goes from host to host over gloo: the group itself where that
-is what its backend does, and one beside it where the backend (NCCL) serves devices only. It lasts as long as the
-default process group, and is found again by its description, so that a group that comes by twice has one.
+Each group has a *control* group of the same ranks, gloo on the host: the group itself if its backend serves CPU
+tensors, otherwise (NCCL) a second one. It lives as long as the default process group, and is found again by its
+description.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ from mpu.split import ParallelError, rank_grid
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
-
-    torch.distributed owns its process groups, and this holds the names of two: so destroying a process group ends its
-    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it."""
+    """A set of ranks and this process's rank in it. `ranks` are world ranks, in group order. Holds names of process
+    groups, which torch.distributed owns, so that destroying them ends their threads even if a Group is still
+    referenced. A remaining thread could abort the interpreter at exit."""
 
     rank: int
     size: int
@@ -47,7 +44,7 @@ class Group:
     name: GroupName | None = field(default=None, repr=False, compare=False)
     control_name: GroupName | None = field(default=None, repr=False, compare=False)
     gpu_tensors_use_gloo: bool = field(default=False, repr=False, compare=False)
-    """Tensors of a GPU travel by gloo."""
+    """Whether GPU tensors are communicated by gloo."""
 
     @property
     def process_group_or_none(self) -> dist.ProcessGroup | None:
@@ -56,7 +53,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group, of one rank too: that is made here when it is first asked for, by this rank alone."""
+        """torch's process group. For a group of one, this rank creates it alone on first use."""
         if not dist.is_initialized() or dist.get_rank() not in self.ranks:
             raise ParallelError(
                 f"there is no process group of rank {self.rank} of {self.size}: torch.distributed was not initialised "
@@ -66,23 +63,23 @@ class Group:
 
     @property
     def control_process_group(self) -> dist.ProcessGroup | None:
-        """The process group of what is on the host."""
+        """The gloo process group for host tensors; None for a group of one."""
         return None if self.control_name is None else distributed_c10d._resolve_process_group(self.control_name)
 
     def group_name_for(self, x: Tensor) -> GroupName:
-        """The process group that x travels in."""
+        """Name of the process group that communicates x."""
         name = self.control_name if x.device.type == "cpu" else self.name
         assert name is not None, "a group of one sends nothing"
         return name
 
     @property
     def own_backend_serves_cpu(self) -> bool:
-        """Tensors on the CPU travel by the group's own backend."""
+        """Whether the group's own backend communicates CPU tensors."""
         return self.name == self.control_name
 
     @property
     def is_destroyed(self) -> bool:
-        """Its process group was destroyed, and nothing travels any more."""
+        """Whether the process group was destroyed."""
         return not self.is_solo and not dist.is_initialized()
 
     @property
@@ -95,7 +92,7 @@ SOLO = Group(rank=0, size=1, ranks=(0,))
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one run; `world` holds every rank."""
+    """The groups of one run; `world` holds every rank."""
 
     world: Group = SOLO
     tp: Group = SOLO
@@ -104,8 +101,7 @@ class Groups:
 
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
-
-    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit."""
+    Collective. `timeout` applies to all three, even to a process group that an earlier run of this process created."""
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
             raise ParallelError(
@@ -123,22 +119,22 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
 
 
 def set_timeout(groups: Groups, timeout: timedelta) -> None:
-    """From now on no operation of these groups waits for a peer for longer."""
+    """Set the timeout of all later operations of these groups."""
     for group in {groups.world, groups.tp, groups.dp}:
         for handle in {group.process_group_or_none, group.control_process_group} - {None}:
             distributed_c10d._set_pg_timeout(timeout, handle)
 
 
 def group_from_process_group(process_group: dist.ProcessGroup | None) -> Group:
-    """The group behind a process group made elsewhere; None is a group of one. Collective over its ranks."""
+    """The Group of an existing process group; None is a group of one. Collective over its ranks."""
     if process_group is None or not dist.is_initialized():
         return SOLO
     return _wrap_process_group(dist.get_rank(), tuple(dist.get_process_group_ranks(process_group)), process_group, None)
 
 
 def subgroup(group: Group, size: int) -> Group:
-    """The ranks of a group in runs of `size`: this rank's run. Collective over the group; found again when it is asked
-    for twice."""
+    """This rank's block of `size` consecutive ranks of a group. Collective over the group; a second call finds the same
+    group."""
     blocks = [group.ranks[at : at + size] for at in range(0, group.size, size)]
     mine, rank = blocks[group.rank // size], group.ranks[group.rank]
     handle = _find_or_create_process_group(f"{size} neighbours of {group.name}", mine) if size > 1 else None
@@ -147,7 +143,7 @@ def subgroup(group: Group, size: int) -> Group:
 
 def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
                                   backend: str | None = None) -> dist.ProcessGroup:
-    """The process group that is described so. Collective over its ranks, if it is made."""
+    """The process group with this description. Collective over its ranks if it is created."""
     known = next((one for one in distributed_c10d._world.pg_map if one.group_desc == purpose), None)
     return known or _create_process_group(ranks, timeout, backend, purpose)
 
@@ -155,7 +151,7 @@ def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout:
 @track_collective
 def _create_process_group(ranks: tuple[int, ...], timeout: timedelta | None, backend: str | None = None,
                           purpose: str | None = None) -> dist.ProcessGroup:
-    """The ranks of it meet among themselves."""
+    """Collective over the new group's ranks only."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True,
                                                   group_desc=purpose))
 
@@ -165,7 +161,7 @@ def _single_rank_process_group(rank: int) -> dist.ProcessGroup:
     assert world is not None
     if world.size() == 1:
         return world
-    # Where ranks have bound their devices, NCCL would split the world, and every rank would have to call it.
+    # With bound devices NCCL would split the world, which every rank would have to call.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return _find_or_create_process_group(f"rank {rank} alone", (rank,))
@@ -174,38 +170,37 @@ def _single_rank_process_group(rank: int) -> dist.ProcessGroup:
 
 
 def groups_from_process_groups(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
-    """The groups of a grid that was made elsewhere."""
+    """The groups of an existing grid."""
     return Groups(group_from_process_group(dist.group.WORLD if dist.is_initialized() else None),
                   group_from_process_group(tp), group_from_process_group(dp))
 
 
 def _axis_group(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
-    """The one of `groups`, which share out the world between them, that holds this rank."""
+    """The one of `groups`, which partition the world, that contains this rank."""
     mine = next(ranks for ranks in groups if world.rank in ranks)
     if len(mine) == world.size:
         return world
-    return _wrap_process_group(world.rank, mine,
-                               _split_or_create_process_group(groups, mine, timeout) if len(mine) > 1 else None,
-                               timeout)
+    return _wrap_process_group(
+        world.rank, mine, _split_or_create_process_group(groups, mine, timeout) if len(mine) > 1 else None, timeout)
 
 
 def _split_or_create_process_group(groups: list[tuple[int, ...]], mine: tuple[int, ...],
                                    timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """torch's process group of `mine`. A world that is connected already is split once for all `groups`; otherwise the
-    ranks of a group meet among themselves."""
+    """torch's process group of `mine`. A world that is already connected is split once for all `groups`; otherwise the
+    ranks of each group connect among themselves."""
     if _has_bound_device(dist.group.WORLD):
         return track_collective(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
     return _create_process_group(mine, timeout)
 
 
 def _has_bound_device(world: dist.ProcessGroup | None) -> bool:
-    """Each rank has named its device, so that NCCL connected at once, and can split."""
+    """Whether each rank has bound its device, so that NCCL has connected and can split."""
     return world is not None and world.bound_device_id is not None
 
 
 def _wrap_process_group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None,
                         timeout: timedelta | None) -> Group:
-    """The group of a process group that this rank is in."""
+    """The Group of a process group that contains this rank."""
     if handle is None or len(ranks) == 1:
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
@@ -216,7 +211,7 @@ def _wrap_process_group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessG
 
 
 def backend_by_device(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """Kind of device -> the backend that serves it: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"} and so on. (What
-    `get_backend` says of a group that a script has made may be "undefined".)"""
+    """Device type -> backend: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}, ... (`get_backend` may return
+    "undefined" for a script's own group.)"""
     pairs = distributed_c10d._world.pg_backend_config.get(process_group, "").split(",")
     return dict(pair.split(":", 1) for pair in pairs if ":" in pair)

@@ -1,17 +1,17 @@
 """Linear layers and embeddings whose weight is split over the tensor-parallel group.
 
-    ColumnParallelLinear     Y = X A + b    A cut by columns: every rank makes some features of Y
-    RowParallelLinear        Y = X A + b    A cut by rows: every rank makes a partial sum of Y
-    VocabParallelEmbedding   the table cut by rows (tokens)
-    ParallelEmbedding        the table cut by columns (features)
+    ColumnParallelLinear     Y = X A + b    A split by columns: every rank computes some features of Y
+    RowParallelLinear        Y = X A + b    A split by rows: every rank computes a partial sum of Y
+    VocabParallelEmbedding   the table split by rows (tokens)
+    ParallelEmbedding        the table split by columns (features)
 
-A column layer that keeps its output split, followed by a row layer, needs one all-reduce forward and one
-backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [out, in].
+A column layer that keeps its output split, followed by a row layer, needs one all-reduce in forward and one in
+backward. Weights are stored transposed, as in torch.nn.Linear: [out, in].
 
-The *logical* weight is the one an unsplit model would have. An `init_method` that is a function draws it whole, in fp32
-on the CPU, in one call, and it is then sliced; a `CounterRNGInit` draws this rank's slice alone (draws.py), now or when somebody
-takes the parameter over. The same seed gives the same model for every tp size. `tp=None` means the group
-of classic.py. No layer here reduces in place, knows of data parallelism, or owns a loss.
+The *logical* weight is the one of an unsplit model. A function as `init_method` fills it in fp32 on the CPU in one
+call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice (weight_init.py), now or deferred. The same
+seed gives the same model for every tp size. `tp=None` means the current group (parallel_state.py). No layer here
+reduces in place, knows of data parallelism, or owns a loss.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitiali
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
 
 InitMethod = Callable[[Tensor], Any] | CounterRNGInit
-"""Fills a tensor in place, e.g. torch.nn.init.xavier_normal_; or says which numbers it consists of."""
+"""Fills a tensor in place, such as torch.nn.init.xavier_normal_; or describes counter-based values."""
 
 WEIGHT_FIRST_ROWS = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
-"""Numbers of rows for which W x^T is faster than x W^T."""
+"""Row counts for which W x^T is faster than x W^T."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in], [out, in], [out] -> [..., out].
 
-    For a few rows, as when text is written a token at a time, such a product reads the whole weight for little
-    arithmetic, and torch's ways to it differ by up to two on a CPU: in bf16 the weight comes first, in fp32 from some
-    rows on (scripts/bench/few_rows.py). All else, and weights with a product of their own, is F.linear's."""
+    With few rows, as in decoding, the product is bound by reading the weight, and torch's two orders differ in speed by
+    up to 2x on a CPU: W x^T is faster in bf16, and in fp32 from some rows on (scripts/bench/few_rows.py). Everything
+    else, and weights with their own product (__torch_function__), uses F.linear."""
     rows = x.numel() // x.shape[-1]
     if torch.is_grad_enabled() or rows not in WEIGHT_FIRST_ROWS.get(x.dtype, ()) or on_accelerator(x) \
             or has_torch_function((weight,)):
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _ParallelModule(nn.Module):
-    """A module with one split weight; `reset_parameters` draws it anew."""
+    """A module with one split weight; `reset_parameters` initializes it again."""
 
     weight: nn.Parameter
 
@@ -92,7 +92,7 @@ class _ParallelModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> Tensor | None:
-        """Draw the logical weight and keep this rank's slice; returns the whole, where there is one."""
+        """Initialize the logical weight and keep this rank's slice; returns the full weight if it was materialized."""
         partition = partition_of(self.weight)
         assert partition is not None
         if isinstance(self.init_method, CounterRNGInit):
@@ -117,11 +117,11 @@ class _ParallelModule(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelModule):
-    """Y = X A + b with A = [A_1 .. A_p] cut along its columns: rank i computes Y_i = X A_i + b_i.
+    """Y = X A + b with A = [A_1 .. A_p] split along its columns: rank i computes Y_i = X A_i + b_i.
 
-    weight [out / tp, in], bias [out / tp]. `gather_output` makes Y whole on every rank. `stride` is the number of
-    equal parts of the output that are each cut (3 for a fused q, k, v projection).
-    With `skip_bias_add` the result is (X A, b), for a caller that fuses the addition."""
+    weight [out / tp, in], bias [out / tp]. `gather_output` gathers Y on every rank. `stride` is the number of equal
+    parts of the output that are split separately (3 for a fused q, k, v projection). With `skip_bias_add` the result is
+    (X A, b), for a caller that fuses the addition."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
@@ -139,7 +139,7 @@ class ColumnParallelLinear(_ParallelModule):
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], or [..., out / tp] where the output stays split."""
+        """[..., in] -> [..., out], or [..., out / tp] without `gather_output`."""
         y = linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
@@ -148,18 +148,17 @@ class ColumnParallelLinear(_ParallelModule):
         return (y, bias) if self.skip_bias_add else y
 
     def _gather(self, y: Tensor) -> Tensor:
-        """[..., out / tp] -> [..., out] with the `stride` parts in their logical order."""
+        """[..., out / tp] -> [..., out] with the `stride` parts in logical order."""
         whole = gather_from_region(y, self.tp)
         if self.stride == 1 or self.tp.is_solo:
             return whole
         parts = whole.view(*whole.shape[:-1], self.tp.size, self.stride, -1)  # rank by rank
-        return parts.transpose(-3, -2).flatten(-3)  # -> part by part
+        return parts.transpose(-3, -2).flatten(-3)  # [..., stride, tp, n] -> [..., out]
 
 
 class RowParallelLinear(_ParallelModule):
-    """Y = X A + b with A cut along its rows and X along its columns: Y = sum_i X_i A_i + b.
-
-    weight [out, in / tp]; bias [out] is whole on every rank and added once, after the sum."""
+    """Y = X A + b with A split along its rows and X along its columns: Y = sum_i X_i A_i + b. weight [out, in / tp];
+    bias [out] is replicated and added once, after the sum."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
@@ -177,11 +176,11 @@ class RowParallelLinear(_ParallelModule):
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[..., in / tp], or [..., in] where the input is whole -> [..., out]."""
+        """[..., in / tp], or [..., in] without `input_is_parallel` -> [..., out]."""
         if not self.input_is_parallel:
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
-            return linear(x, self.weight, self.bias)  # one fused operation where nothing comes between
+            return linear(x, self.weight, self.bias)  # one fused operation
         y = reduce_from_region(linear(x, self.weight), self.tp)
         if self.skip_bias_add:
             return y, self.bias
@@ -190,17 +189,15 @@ class RowParallelLinear(_ParallelModule):
     def _scatter(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., in / tp], a slice of each of the `stride` parts."""
         if self.stride != 1 and not self.tp.is_solo:
-            parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # part by part
-            x = parts.transpose(-3, -2).flatten(-3)  # -> rank by rank
+            parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # [..., stride, tp, n]
+            x = parts.transpose(-3, -2).flatten(-3)  # [..., tp, stride, n] -> [..., in]
         return scatter_to_region(x, self.tp)
 
 
 class VocabParallelEmbedding(_ParallelModule):
-    """Rows of a token table, the table cut along the vocabulary.
-
-    weight [padded_size / tp, dim]. `num_embeddings` is the number of real tokens; the rows up to `padded_size`
-    exist to make the shares equal, and are zero. A token that is not real is an error, not a zero vector: on CPU the
-    layer looks and says which; on CUDA looking would stop the stream, so there the data layer has to refuse it."""
+    """An embedding whose table is split along the vocabulary. weight [padded_size / tp, dim]. `num_embeddings` counts
+    the real tokens; rows up to `padded_size` are zero and make the slices equal. A token outside the vocabulary raises
+    on CPU. On CUDA that check would synchronize, so the data layer has to refuse it."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
@@ -216,7 +213,7 @@ class VocabParallelEmbedding(_ParallelModule):
         self.num_embeddings = num_embeddings
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
         self.weight_main_grad: MainGrad | None = None
-        """Where set, the gradient of the table is added there, row by row, and autograd sees none."""
+        """If set, the table's gradient is accumulated there, row by row, and autograd gets none."""
         self.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -245,7 +242,7 @@ class VocabParallelEmbedding(_ParallelModule):
 
 
 class EmbeddingIntoMainGrad(torch.autograd.Function):
-    """F.embedding whose backward adds to a sink the rows that were used; the dense gradient never exists."""
+    """F.embedding whose backward adds the used rows to a main_grad buffer; no dense gradient is created."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, main_grad: MainGrad) -> Tensor:
@@ -262,7 +259,7 @@ class EmbeddingIntoMainGrad(torch.autograd.Function):
 
 
 class ParallelEmbedding(_ParallelModule):
-    """Rows of a table, the table cut along its features: weight [num_embeddings, dim / tp]."""
+    """An embedding whose table is split along its features: weight [num_embeddings, dim / tp]."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,

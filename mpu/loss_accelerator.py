@@ -1,12 +1,12 @@
-"""The loss head on an accelerator: chunks of rows sized by memory, and one kernel over each.
+"""The LM-head loss on an accelerator: chunks of rows sized by memory, and one fused kernel per chunk.
 
-A chunk of logits is made by a matrix product, read and overwritten with its gradient by a fused kernel
-(loss_kernel.py), and goes into two more products. Between ranks of tensor parallel one gather a chunk travels: a
-*summary* of each row (largest logit, sum of exponentials, logit of the target), which every rank combines alike. The
-weight gradient adds up in fp32 where it belongs, inside the product.
+A matrix product computes a chunk of logits; a fused kernel (loss_kernel.py) reads it and overwrites it with its
+gradient; two more products use that. Tensor-parallel ranks exchange one all-gather per chunk: a *summary* of each row
+(largest logit, sum of exponentials, logit of the target), which every rank combines alike. The weight gradient is
+accumulated in fp32 inside the product.
 
-Without Triton, or for other dtypes, torch's operators do what the kernel does, block by block: the same result, more
-traffic. They are also what the kernel is tested against.
+Without Triton, or for other dtypes, torch operators compute the same in blocks, with more memory traffic. The kernel is
+tested against them.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from mpu.collectives import all_gather
 from mpu.device import load_kernels
 
 _CHUNK_BYTES = 1 << 30
-"""Logits at a time. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few sums of weight gradients."""
+"""Bytes of logits per chunk. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few weight gradient sums.
+"""
 
 _TILE_ROWS = 128
-"""Chunks are multiples of this, for the tiles of the products."""
+"""Chunks are multiples of this, the tile size of the products."""
 
 _BLOCK_ROWS = 1024
-"""Rows at a time that torch's operators hold in fp32."""
+"""Rows that torch operators hold in fp32 at a time."""
 
 
 def rows_per_chunk(rows: int, columns: int, element_size: int) -> int:
-    """Rows in each of as few chunks as memory allows, about equal."""
+    """Rows per chunk: as few chunks as memory allows, about equal."""
     most = max(1, _CHUNK_BYTES // max(1, columns * element_size) // _TILE_ROWS) * _TILE_ROWS
     chunks = max(1, -(-rows // most))
     return min(rows, -(-rows // chunks // _TILE_ROWS) * _TILE_ROWS)
 
 
 def compute_losses(logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """(losses [N], the summaries [3, N] of all ranks' columns) of logits [N, V / tp]."""
+    """logits [N, V / tp] -> (losses [N], summaries [3, N] over all ranks' columns)."""
     summaries = _combine_across_ranks(shard, _row_summaries(logits, target, shard))
     return _losses_from_summaries(summaries), summaries
 
 
 def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, summaries: Tensor, row_scale: Tensor) -> Tensor:
-    """The gradient [N, V / tp] of sum(row_scale * losses) by the logits."""
+    """The gradient [N, V / tp] of sum(row_scale * losses) with respect to the logits."""
     grad = torch.empty_like(logits)
     _write_gradients(grad, logits, target, shard, summaries, row_scale.float().contiguous())
     return grad
@@ -59,7 +60,8 @@ def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int |
 
 
 def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
-    """Where the weight gradient adds up: in its place, if that is fp32, or as wide as the only summand."""
+    """Where the weight gradient is accumulated: its own buffer if that is fp32, or in its own dtype for a single chunk.
+    """
     dtype = weight.dtype if one_chunk else torch.float32
     if weight_buffer is not None and weight_buffer.dtype in (dtype, torch.float32):
         return weight_buffer
@@ -67,7 +69,7 @@ def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor |
 
 
 def _chunk_loss(shard: VocabShard, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
+    """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of the scaled losses."""
     kernel = _kernel_for(logits)
     if shard.tp.is_solo and kernel is None:
         return _log_softmax_loss(logits, target, shard, row_scale)
@@ -100,7 +102,7 @@ def _losses_from_summaries(summaries: Tensor) -> Tensor:
 
 
 def _combine_across_ranks(shard: VocabShard, local: Tensor) -> Tensor:
-    """The summaries [3, n] of all ranks' columns, in one exchange; the same bits on every rank."""
+    """Summaries [3, n] over all ranks' columns, in one all-gather; bitwise equal on every rank."""
     if shard.tp.is_solo:
         return local
     tops, totals, at_targets = all_gather(local.unsqueeze(1), shard.tp, dim=1)  # [3, size, n]
@@ -109,7 +111,8 @@ def _combine_across_ranks(shard: VocabShard, local: Tensor) -> Tensor:
 
 
 def _row_summaries(logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
-    """Per row of my columns: largest logit (-inf if I have none), sum of exponentials, logit of the target or 0."""
+    """[3, n] for this rank's columns: largest logit (-inf without columns), sum of exponentials, logit of the target or
+    0."""
     kernel = _kernel_for(logits)
     if kernel is not None:
         made: Tensor = kernel.summaries_of(logits, target, shard.first_id, shard.num_columns)
@@ -123,14 +126,14 @@ def _row_summaries(logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
         x = logits[block, : shard.num_columns]
         top, total, at_target = found[:, block]
         top.copy_(x.amax(1))
-        total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit numbers less fp32 ones are fp32
+        total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit minus fp32 is fp32
         at_target.copy_(x.gather(1, column[block].unsqueeze(1)).squeeze(1).masked_fill(~is_local[block], 0))
     return found
 
 
 def _write_gradients(out: Tensor, logits: Tensor, target: Tensor, shard: VocabShard, summaries: Tensor,
                      row_scale: Tensor) -> None:
-    """place <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
+    """out <- the gradient of sum(row_scale * losses); `out` may be `logits` itself."""
     top, total, _ = summaries
     kernel = _kernel_for(logits)
     if kernel is not None and out.stride() == logits.stride():
@@ -148,9 +151,9 @@ def _write_gradients(out: Tensor, logits: Tensor, target: Tensor, shard: VocabSh
 
 
 def _log_softmax_loss(logits: Tensor, target: Tensor, shard: VocabShard, row_scale: Tensor | None) -> Tensor:
-    """As _chunk, where one rank has all columns: torch fuses the widening and the softmax."""
+    """As _chunk_loss, if one rank has all columns: torch fuses the conversion and the softmax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    logits[:, shard.num_columns:] = -torch.inf  # probability, and gradient, 0
+    logits[:, shard.num_columns:] = -torch.inf  # padding: probability and gradient 0
     scratch = torch.empty(min(_BLOCK_ROWS, len(logits)), logits.shape[1], dtype=torch.float32, device=logits.device)
     for block in _row_blocks(len(logits)):
         log_p = scratch[: len(logits[block])]
@@ -169,11 +172,12 @@ def _row_blocks(rows: int) -> list[slice]:
 
 
 def accumulate_weight_grad(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
-    """total [columns, H] += d_logits.T @ x, or = for the first chunk; 16-bit factors into an fp32 total unrounded."""
+    """total [columns, H] += d_logits.T @ x, or = for the first chunk; 16-bit factors are added to an fp32 total
+    unrounded."""
     beta = 0 if first else 1
     if total.dtype == x.dtype:
         total.addmm_(d_logits.t(), x, beta=beta)
-    elif total.is_cuda:  # the sum is taken inside the product; torch has this on CUDA only
+    elif total.is_cuda:  # fp32 accumulation inside the product; torch has it on CUDA only
         torch.addmm(total, d_logits.t(), x, beta=beta, out_dtype=total.dtype, out=total)
     elif first:
         total.copy_(torch.mm(d_logits.t(), x))

@@ -26,12 +26,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024
 _WARPS = 4
 _LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
-"""No logit is below, but -inf: where a maximum starts, since -inf - -inf is no number."""
+"""Initial maximum. Not -inf, since -inf - -inf is nan."""
 
 
 @triton.jit
 def _row_max_and_sum(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Each place of a block has its own maximum and sum, so that threads wait for each other once a row."""
+    """(max, sum(exp(x - max))) of a row. Each lane keeps its own, so that threads synchronize once per row."""
     tops = tl.full([BLOCK], _LOWEST_FLOAT, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -58,7 +58,7 @@ def _write_row_gradient(row, out, column, columns, top, factor, scale, WIDTH: tl
 
 @triton.jit
 def _target_column_and_logit(row, target, first, columns):
-    """(the target's column here or -1, its logit or 0)."""
+    """(local column of the target or -1, its logit or 0)."""
     local = target - first
     mine = (local >= 0) & (local < columns)
     logit = tl.load(row + tl.where(mine, local, 0), mask=mine, other=0.0).to(tl.float32)
@@ -94,7 +94,8 @@ def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, lo
                              BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
-    column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)  # before it is overwritten
+    # read before the row is overwritten
+    column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
     top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
     tl.store(losses + number, tl.log(total) + (top - logit))
     scale = tl.load(scales + number)
@@ -110,18 +111,18 @@ def runs_on(device: torch.device) -> bool:
 
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, so that what does not work here says so."""
+    """Run the smallest case, to raise if the kernels do not work here."""
     losses_and_gradients(torch.zeros(1, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device), 16,
                          torch.ones(1, device=device))
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether these kernels read such logits."""
+    """Whether the kernels support this dtype and layout."""
     return logits.dtype in DTYPES and logits.stride(1) == 1
 
 
 def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
-    """[3, N]: largest logit, sum of exponentials, logit of the target, among columns [0, columns)."""
+    """[3, N]: largest logit, sum of exponentials, logit of the target, over columns [0, columns)."""
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _launch(row_summary_kernel, logits, logits.stride(0), target, first, columns, *found)
     return found
@@ -129,10 +130,9 @@ def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Te
 
 def gradients_into(out: Tensor, logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
                    row_scale: Tensor) -> None:
-    """place [N, width] <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
+    """out [N, width] <- the gradient of sum(row_scale * losses); `out` may be `logits` itself."""
     assert out.stride() == logits.stride(), "the gradient lies as its logits do"
-    _launch(gradient_kernel, logits, out, logits.stride(0), target, first, columns, top, total,
-            row_scale)
+    _launch(gradient_kernel, logits, out, logits.stride(0), target, first, columns, top, total, row_scale)
 
 
 def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor) -> Tensor:

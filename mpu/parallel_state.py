@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class _GlobalGroups:
-    """The holder of the layout in use; None before initialize_model_parallel."""
+    """The current groups; None before initialize_model_parallel."""
 
     groups: Groups | None = None
 
 
 def tp_group_or_current(tp: Group | None) -> Group:
-    """`tp` itself, or the current tensor-parallel group where the caller named none."""
+    """`tp`, or the current tensor-parallel group if it is None."""
     return current_groups().tp if tp is None else tp
 
 
@@ -42,13 +42,14 @@ def current_groups() -> Groups:
 
 
 def tp_group_of(model_parallel_unit: Any) -> Group:
-    """The tensor-parallel group of an object with the classic accessors; this package's needs no torch.distributed."""
+    """The tensor-parallel group of an object with Megatron's accessors; this package itself works without
+    torch.distributed."""
     return current_groups().tp if model_parallel_unit is sys.modules["mpu"] else group_from_process_group(
         model_parallel_unit.get_model_parallel_group())
 
 
 def initialize_model_parallel(model_parallel_size: int = 1) -> Groups:
-    """Build the groups of this run (see `mpu.groups` for the grid) and make them current."""
+    """Build the groups of this run (grid: mpu.groups) and make them current."""
     if _GlobalGroups.groups is not None:
         raise ParallelError("model parallelism is already initialised: call destroy_model_parallel first")
     _GlobalGroups.groups = build(model_parallel_size)
@@ -60,7 +61,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Megatron's spelling."""
+    """Spelled as in Megatron."""
     return not model_parallel_is_initialized()
 
 
@@ -69,7 +70,7 @@ def destroy_model_parallel() -> None:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The tensor-parallel process group, of one rank too."""
+    """The tensor-parallel process group, even of one rank."""
     return current_groups().tp.process_group
 
 
@@ -82,12 +83,12 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_src_rank() -> int:
-    """The world rank of the first rank of this tensor-parallel group."""
+    """World rank of the first rank of this tensor-parallel group."""
     return current_groups().tp.ranks[0]
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The data-parallel process group, of one rank too."""
+    """The data-parallel process group, even of one rank."""
     return current_groups().dp.process_group
 
 
@@ -100,7 +101,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_src_rank() -> int:
-    """The world rank of the first rank of this data-parallel group."""
+    """World rank of the first rank of this data-parallel group."""
     return current_groups().dp.ranks[0]
 
 
@@ -111,7 +112,7 @@ def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
 
 def _of_one_stage(answer: T) -> Callable[..., T]:
     def accessor(ignore_virtual: bool = False) -> T:
-        current_groups()  # an error before initialize_model_parallel
+        current_groups()  # raises before initialize_model_parallel
         return answer
 
     return accessor
@@ -138,7 +139,7 @@ gather_from_model_parallel_region = _with_current_tp(gather_from_region)
 
 
 class VocabUtility:
-    """The classic arithmetic of vocabulary ranges: [first, last) of a rank."""
+    """Megatron's vocabulary ranges: [first, last) of a rank."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(per_partition: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""How a parameter records, and a whole matrix yields, its tensor-parallel slice.
+"""Record how a parameter is split over tensor parallel, and slice or join full tensors accordingly. No communication.
 
-A parameter that is split carries its `Partition`, from which `partition_of` answers everything; the classic
-attributes (`model_parallel`, `partition_dim`, ...) are set beside it for scripts that read them.
-The pieces of a logical tensor are numbered by tp rank; this file moves no data between ranks.
+A split parameter carries its `Partition` (`partition_of`); Megatron's attributes (`model_parallel`, `partition_dim`,
+...) are set too, for scripts that read them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ def set_partition(parameter: nn.Parameter, partition: Partition | None) -> None:
 
 
 def partition_of(parameter: Tensor) -> Partition | None:
-    """How the parameter is split over tensor parallel, or None where every rank holds all of it."""
+    """How the parameter is split over tensor parallel; None if it is replicated."""
     return cast("Partition | None", getattr(parameter, _PARTITION_ATTRIBUTE, None))
 
 
 def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Tensor:
-    """The `rank`-th of `size` pieces of a whole tensor, cut in `stride` parts first.
-
-    With stride 3 and 2 ranks, [q k v] -> rank 0: [q0 k0 v0], rank 1: [q1 k1 v1]."""
+    """Slice `rank` of `size` of a full tensor; each of its `stride` parts is split. With stride 3 and 2 ranks, [q k v]
+    -> rank 0: [q0 k0 v0], rank 1: [q1 k1 v1]."""
     dim, stride = partition.dim, partition.stride
     each = divide(divide(full.shape[dim], stride, "length"), size, "length")
     parts = full.unflatten(dim, (stride, size, each))  # [..., n, ...] -> [..., stride, size, each, ...]
@@ -43,7 +41,7 @@ def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Ten
 
 
 def join_local_slices(slices: list[Tensor], partition: Partition) -> Tensor:
-    """The inverse of `local_slice`: the whole tensor of the pieces of all ranks."""
+    """The inverse of `local_slice`: the full tensor of all ranks' slices."""
     dim, stride = partition.dim, partition.stride
     parts = [piece.unflatten(dim, (stride, -1)) for piece in slices]
     return torch.stack(parts, dim + 1).flatten(dim, dim + 2)  # [..., stride, size, each, ...] -> [..., n, ...]

@@ -87,7 +87,7 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Ten
 
 
 def copy_to_region(x: Tensor, tp: Group) -> Tensor:
-    """Replicated -> replicated; what the ranks do with it next differs, so their gradients are summed."""
+    """Replicated -> replicated; each rank uses it differently, so backward sums the gradients."""
     return _apply(_Copy, x, tp)
 
 
@@ -97,10 +97,10 @@ def reduce_from_region(x: Tensor, tp: Group) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, tp: Group) -> Tensor:
-    """Replicated [..., n] -> my slice [..., n / tp]."""
+    """Replicated [..., n] -> this rank's slice [..., n / tp]."""
     return _apply(_Scatter, x, tp)
 
 
 def gather_from_region(x: Tensor, tp: Group) -> Tensor:
-    """My slice [..., n / tp] -> all of them [..., n], replicated."""
+    """This rank's slice [..., n / tp] -> all slices [..., n], replicated."""
     return _apply(_Gather, x, tp)

@@ -20,7 +20,7 @@ STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class _StoreConnection:
-    """One for all boards of a process: who keeps the store has a descriptor open for each."""
+    """One connection for all StoreKVs of a process: the store's host needs a file descriptor for each."""
 
     def __init__(self, known: dist.Store) -> None:
         self.is_unusable = False
@@ -31,17 +31,17 @@ class _StoreConnection:
         self.store.set_timeout(STORE_TIMEOUT)
 
     def reconnect(self, failed: dist.Store) -> None:
-        """Unless another board has done so meanwhile."""
+        """Reconnect, unless another StoreKV has done so already."""
         if self.store is failed:
             self._clone(failed)
 
 
 _CONNECTION_OF_STORE: WeakKeyDictionary[dist.Store, _StoreConnection] = WeakKeyDictionary()
-"""By torch's own, which goes with its process group."""
+"""torch's store -> our connection; the entry goes with the process group."""
 
 
 class StoreKV:
-    """`name` is one that no other board of the run has. RuntimeError where there can be no connection."""
+    """`name` must be unique in the run. Raises RuntimeError if no connection is possible."""
 
     def __init__(self, name: str) -> None:
         known = distributed_c10d._get_default_store()
@@ -55,7 +55,7 @@ class StoreKV:
         return self._connection.is_unusable
 
     def reconnect(self) -> None:
-        """After an error: a connection that has failed once never works again."""
+        """Reconnect after an error: a failed connection never works again."""
         if self._failed is not None:
             self._connection.reconnect(self._failed)
 
@@ -73,12 +73,12 @@ class StoreKV:
             raise
 
     def read(self, key: str) -> Any:
-        """The note, or None where there is none."""
+        """The value, or None if there is none."""
         with self._store_request() as store:
             return json.loads(store.get(key)) if store.check([key]) else None
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
-        """All of these notes, in one message; every one must have been written (`None` will do)."""
+        """These values in one request; every key must have been written (None is enough)."""
         with self._store_request() as store:
             return [json.loads(note) for note in store.multi_get(list(keys))]
 
@@ -87,13 +87,13 @@ class StoreKV:
             store.set(key, json.dumps(value))
 
     def compare_and_set(self, key: str, old: Any, new: Any) -> bool:
-        """Write where the note is still `old` (None: where there is none); False where somebody was faster."""
+        """Write if the value is still `old` (None: missing); False if another process wrote first."""
         text = json.dumps(new)
         with self._store_request() as store:
             return bool(store.compare_set(key, "" if old is None else json.dumps(old), text) == text.encode())
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a number that begins at 0, and is no note; returns what it is now."""
+        """Add to a counter that starts at 0; returns the new value."""
         with self._store_request() as store:
             return store.add(key, amount)
 

@@ -25,17 +25,17 @@ from mpu.device import on_accelerator
 from mpu.split import Partition
 
 ELEMENTS_PER_GROUP = 8
-"""Elements of four counters."""
+"""Elements drawn from four counters."""
 _SPLITMIX_INCREMENT, _SPLITMIX_ROUNDS = -7046029254386353131, ((30, -4658895280553007687), (27, -7723592293110705685))
 CPU_BLOCK = 1 << 16
-"""Elements drawn at a time on CPU: what is in between stays in the cache."""
+"""Elements drawn at a time on CPU: temporaries stay in the cache."""
 ACCELERATOR_BLOCK = 1 << 25
 
 
 @dataclass(frozen=True)
 class StridedSegments:
-    """Which elements of a whole tensor a rank's flattened part consists of: in every block of `size` elements of the
-    whole the `local` ones from `first` on. Those that would be at `size` and beyond are padding, and zero."""
+    """Which elements of a full tensor form a rank's flattened slice: of every block of `full_length` elements,
+    `segment_length` from `offset` on. Elements at or beyond `full_length` are padding and zero."""
 
     segment_length: int
     full_length: int
@@ -44,7 +44,7 @@ class StridedSegments:
 
 def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, rank: int,
                         tp_size: int) -> StridedSegments:
-    """For a rank's part of `shape`, cut in that way. (checkpoint/cut.py has the same two lengths.)"""
+    """The segments of a rank's local tensor of `shape` (the same lengths as TPSliceMap in checkpoint/reshard.py)."""
     if partition is None:
         numel = math.prod(shape)
         return StridedSegments(numel, numel, 0)
@@ -55,12 +55,13 @@ def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, ran
 
 
 Initializer = Callable[[Tensor, int], None]
-"""source(out, start): fill the 1-D `out`, on any device, with elements from `start` on of a rank's flattened part."""
+"""initializer(out, start): fill the 1-D `out`, on any device, with elements from `start` on of the rank's flattened
+slice."""
 
 
 @dataclass(frozen=True)
 class ConstantInitializer:
-    """The same number everywhere."""
+    """The same value everywhere."""
 
     value: float
 
@@ -70,7 +71,7 @@ class ConstantInitializer:
 
 @dataclass(frozen=True)
 class NormalInitializer:
-    """N(0, std), the numbers of `key`: a source for the part that `blocks` describes."""
+    """N(0, std) values of `key`, for the slice that `segments` describes."""
 
     key: int
     std: float
@@ -83,7 +84,7 @@ class NormalInitializer:
 
 @dataclass(frozen=True)
 class UniformInitializer:
-    """[0, 1), evenly, the numbers of `key`: a source for the part that `blocks` describes."""
+    """Uniform values in [0, 1) of `key`, for the slice that `segments` describes."""
 
     key: int
     segments: StridedSegments
@@ -94,8 +95,8 @@ class UniformInitializer:
 
 
 def _fill_segments(out: Tensor, start: int, segments: StridedSegments, fill: Callable[[Tensor, int], None]) -> None:
-    """`fill(run, place)` for runs [rows, count] of `out`, whose rows are a block of the whole tensor apart and begin at
-    `place` of it; padding is zero."""
+    """Call `fill(view, position)` for views [rows, count] of `out` whose rows are one block of the full tensor apart
+    and start at `position` in it; padding is set to zero."""
     done = 0
     while done < out.numel():
         left = out.numel() - done
@@ -103,7 +104,7 @@ def _fill_segments(out: Tensor, start: int, segments: StridedSegments, fill: Cal
         count = min(left, segments.segment_length - within)
         rows = left // count if within == 0 and count == segments.segment_length else 1
         part = out[done : done + rows * count].view(rows, count)
-        position = segments.offset + within  # in its block
+        position = segments.offset + within  # position within the block
         real = max(0, min(count, segments.full_length - position))
         part[:, real:] = 0
         if real:
@@ -113,8 +114,8 @@ def _fill_segments(out: Tensor, start: int, segments: StridedSegments, fill: Cal
 
 @dataclass(frozen=True)
 class CounterRNGInit:
-    """How a layer's weight is to be drawn; given to it as its `init_method`. `deferred`: not now, but by whoever takes
-    the parameter over, from the source that it is marked with."""
+    """An `init_method` that draws a weight by counters. `deferred`: the new owner of the parameter draws it later, with
+    the recorded initializer."""
 
     key: int
     std: float
@@ -122,17 +123,18 @@ class CounterRNGInit:
 
 
 def rng_key(seed: int, name: str) -> int:
-    """64 bits for the tensor `name` of a run."""
+    """A 64-bit key for the tensor `name` of a run."""
     return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
 
 
 def fill_normal_rows(out: Tensor, key: int, start: int, stride: int, std: float = 1.0) -> None:
-    """out[i, j] <- std times the normal number of `key` at place start + i * stride + j."""
+    """out[i, j] <- std times the normal value of `key` at position start + i * stride + j."""
     rows, width = out.shape
     limit = ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK
     columns = min(width, limit)
     rows_per_block = max(1, min(rows, limit // columns))
-    by_groups = rows == 1 or stride % ELEMENTS_PER_GROUP == 0  # else every row begins elsewhere in its group
+    # otherwise rows start at different offsets within their groups
+    by_groups = rows == 1 or stride % ELEMENTS_PER_GROUP == 0
     groups = -(-columns // ELEMENTS_PER_GROUP) + 1
     buffers = _DrawBuffers(rows_per_block * groups * ELEMENTS_PER_GROUP, out.device) if by_groups else None
     for low in range(0, width, columns):
@@ -144,7 +146,7 @@ def fill_normal_rows(out: Tensor, key: int, start: int, stride: int, std: float 
 
 
 def fill_uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
-    """out[i, j] <- the number of [0, 1) of `key` at place start + i * stride + j."""
+    """out[i, j] <- the uniform value of `key` in [0, 1) at position start + i * stride + j."""
     rows, width = out.shape
     rows_per_block = max(1, (ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK) // width)
     column_offsets = torch.arange(width, device=out.device)
@@ -158,8 +160,7 @@ def fill_uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
 
 
 class _DrawBuffers:
-    """Place for what is in between, so that drawing a block allocates nothing: fresh memory costs a processor more than
-    the arithmetic."""
+    """Reused temporaries: on a CPU, allocating fresh memory costs more than the arithmetic."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         counters = elements // 2
@@ -167,11 +168,11 @@ class _DrawBuffers:
         self._bits, self._shifted = torch.empty_like(self._counter_offsets), torch.empty_like(self._counter_offsets)
         self._half = torch.empty(counters, dtype=torch.int32, device=device)
         self._angle, self._radius, self._part = (torch.empty(counters, device=device) for _ in range(3))
-        # Four fp32 numbers are one element of 16 bytes: they are copied in one go.
+        # Four fp32 values are viewed as one 16-byte element, to copy them at once.
         self._out = torch.empty(counters // 4, 2, dtype=torch.complex128, device=device)
 
     def draw_normal(self, like: Tensor, key: int, start: int, stride: int, std: float) -> Tensor:
-        """The numbers at start + i * stride + j, [rows, width], drawn in whole groups; good until the next call."""
+        """Values at start + i * stride + j, [rows, width], drawn in full groups; valid until the next call."""
         half, (rows, width) = ELEMENTS_PER_GROUP // 2, like.shape
         first, skip = divmod(start, ELEMENTS_PER_GROUP)
         groups = -(-(skip + width) // ELEMENTS_PER_GROUP)
@@ -190,7 +191,7 @@ class _DrawBuffers:
 
 
 def draw_normal_elementwise(like: Tensor, key: int, start: int, stride: int, std: float) -> Tensor:
-    """The same numbers, each by its own place: the definition, at twice the cost."""
+    """The same values, each drawn by its own position: the definition, at twice the cost."""
     half, (rows, width) = ELEMENTS_PER_GROUP // 2, like.shape
     positions = torch.arange(rows, device=like.device).unsqueeze(1) * stride + torch.arange(width, device=like.device)
     positions = (positions + start).view(-1)
@@ -198,13 +199,13 @@ def draw_normal_elementwise(like: Tensor, key: int, start: int, stride: int, std
     angle, radius = (torch.empty(len(positions), device=like.device) for _ in range(2))
     _box_muller(bits, key, torch.empty_like(bits), torch.empty_like(bits, dtype=torch.int32), angle, radius)
     radius.mul_(std)
-    return torch.where(positions % ELEMENTS_PER_GROUP >= half,
-                       angle.sin().mul_(radius),
+    return torch.where(positions % ELEMENTS_PER_GROUP >= half, angle.sin().mul_(radius),
                        angle.cos().mul_(radius)).view(rows, width)
 
 
 def _box_muller(bits: Tensor, key: int, shifted: Tensor, half: Tensor, angle: Tensor, radius: Tensor) -> None:
-    """Fill `angle` and `radius`, fp32, from the counters in `bits`; the others are room of the same length."""
+    """Fill `angle` and `radius`, fp32, from the counters in `bits`; `shifted` and `half` are temporaries of the same
+    length."""
     shift = _hash_counters(bits, key, shifted)
     angle.copy_(half.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
     radius.copy_(half.copy_(shift(bits, 32, shifted)))
@@ -213,14 +214,14 @@ def _box_muller(bits: Tensor, key: int, shifted: Tensor, half: Tensor, angle: Te
 
 
 def _hash_counters(bits: Tensor, key: int, shifted: Tensor) -> Callable[[Tensor, int, Tensor], Tensor]:
-    """Make 64 random bits of each counter, by the fastest way here; that of shifting them comes back."""
-    uses_numpy = not on_accelerator(bits) and type(bits) is Tensor  # numpy knows nothing of fake tensors
+    """Hash each counter to 64 random bits, in place; returns the matching right-shift function."""
+    uses_numpy = not on_accelerator(bits) and type(bits) is Tensor  # numpy cannot handle fake tensors
     (_splitmix64_numpy if uses_numpy else _splitmix64_torch)(bits, key, shifted)
     return _shift_right_numpy if uses_numpy else _shift_right_torch
 
 
 def _splitmix64_numpy(z: Tensor, key: int, shifted: Tensor) -> None:
-    """On a processor: numpy shifts unsigned numbers, several at a time."""
+    """For CPU: numpy has vectorized unsigned shifts."""
     numbers, buffer = (x.numpy().view(np.uint64) for x in (z, shifted))
     numbers *= np.uint64(_SPLITMIX_INCREMENT % 2**64)
     numbers += np.uint64(key % 2**64)
@@ -236,7 +237,7 @@ def _shift_right_numpy(z: Tensor, by: int, out: Tensor) -> Tensor:
 
 
 def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
-    """The same integers from torch's signed ones."""
+    """The same integers from torch's signed int64."""
     z.mul_(_SPLITMIX_INCREMENT).add_(_to_int64(key))
     for shift, factor in _SPLITMIX_ROUNDS:
         z.bitwise_xor_(_shift_right_torch(z, shift, shifted)).mul_(factor)
@@ -244,12 +245,12 @@ def _splitmix64_torch(z: Tensor, key: int, shifted: Tensor) -> None:
 
 
 def _shift_right_torch(z: Tensor, by: int, out: Tensor) -> Tensor:
-    """z >> by, with zeros from the left."""
+    """Logical right shift (fills with zeros)."""
     return torch.bitwise_right_shift(z, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _to_int64(number: int) -> int:
-    """The number modulo 2**64, as int64 has it."""
+    """The number modulo 2**64 as a signed int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -258,13 +259,13 @@ _INITIALIZER_ATTRIBUTE = "mpu_source"
 
 def allocate_weight(shape: Sequence[int], deferred: bool, dtype: torch.dtype | None = None,
                     device: torch.device | str | None = None) -> Tensor:
-    """Of that shape, for values to come: room for them, or (`deferred`) without any."""
+    """A tensor of this shape for values to come; `deferred`: expanded from one element, without memory."""
     return torch.empty(1, dtype=dtype, device=device).expand(*shape) if deferred else \
         torch.empty(*shape, dtype=dtype, device=device)
 
 
 def set_initializer(parameter: Tensor, initializer: Initializer, deferred: bool = False) -> None:
-    """Record where the initial values of `parameter` come from; put them there, unless that is deferred."""
+    """Record the initializer of `parameter`, and apply it unless deferred."""
     setattr(cast(Any, parameter), _INITIALIZER_ATTRIBUTE, initializer)
     if not deferred and not parameter.is_meta:
         flat = torch.empty(parameter.numel(), device=parameter.device)
@@ -273,5 +274,5 @@ def set_initializer(parameter: Tensor, initializer: Initializer, deferred: bool 
 
 
 def initializer_of(parameter: Tensor) -> Initializer | None:
-    """What draws the parameter's initial values; None where they are just there."""
+    """The initializer of the parameter; None if its values were set directly."""
     return cast("Initializer | None", getattr(parameter, _INITIALIZER_ATTRIBUTE, None))

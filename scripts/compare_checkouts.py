@@ -48,9 +48,8 @@ for package in sys.argv[1:]:
                 if not attribute.startswith("_"):
                     print(package, name, attribute)
 """
-RUN = (
-    "--preset tiny --mock-data --lr 1e-3 --seed 7 --train-iters 4 --save-interval 2 --eval-interval 2 --eval-iters 1 "
-    "--batch-size 2 --log-interval 1").split()
+RUN = ("--preset tiny --mock-data --lr 1e-3 --seed 7 --train-iters 4 --save-interval 2 --eval-interval 2 --eval-iters "
+       "1 --batch-size 2 --log-interval 1").split()
 RUNS = {"stage 0": [], "stage 2 bf16": ["--zero-stage", "2", "--bf16"], "stage 3 fp16": ["--zero-stage", "3", "--fp16"],
         "stage 3 host": ["--zero-stage", "3", "--bf16", "--offload-optimizer-device", "cpu"],
         "tp2 lamb": ["--model-parallel-size", "2", "--optimizer", "lamb", "--checkpoint-activations"],

@@ -58,9 +58,8 @@ def _keys_of(name: str) -> list[str]:
     """The keys of a field, with those that set it as a parameter of some optimizer."""
     parameters = [f"optimizer.params.{parameter}" for takes in OPTIMIZERS.values()
                   for parameter, names in takes.fields.items() if name in names.split()]
-    return list(
-        dict.fromkeys(
-            [*(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and row.field == name), *parameters]))
+    return list(dict.fromkeys(
+        [*(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and row.field == name), *parameters]))
 
 
 # ---- JSON keys ---------------------------------------------------------------------------------------------------
@@ -98,8 +97,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "layer dropping": _under("progressive_layer_drop."),
     "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
     "flops profiler": _under("flops_profiler."),
-    "autotuning": _under("autotuning."),
-}
+    "autotuning": _under("autotuning.")}
 
 
 def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
@@ -110,9 +108,8 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
         if isinstance(row, JsonKey) and row.field:
             item = FIELDS[row.field]
             default = row.default if row.default is not None else _default(item.default)
-            said = "; ".join(part
-                             for part in (setting_of(item).help if row.is_independent or not row.help else "", row.help)
-                             if part)
+            said = "; ".join(part for part in (setting_of(item).help if row.is_independent or not row.help else "",
+                                               row.help) if part)
             yield f"| `{name}` | {default} | `{flag_name(row.field)}`: {_cell(said)} |"
         elif isinstance(row, JsonKey):
             yield f"| `{name}` | | {WORDS.get(path, '')} |"

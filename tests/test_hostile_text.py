@@ -92,7 +92,7 @@ def of_console(text: str, capfd: Any) -> str:
 
 
 def of_checkpoint_list(text: str, capfd: Any) -> str:
-    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_parts=True, nbytes=1)
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_rank_manifests=True, nbytes=1)
     return f"{checkpoint._tag_line(found)}\n"
 
 
@@ -131,11 +131,11 @@ def of_a_session(text: str, capfd: Any) -> str:
 def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     """The prompt and its answer in two steps."""
     parts = [text[:3], text]
-    wording: Any = SimpleNamespace(settled=lambda _: parts.pop(0), of=lambda _: text)
+    wording: Any = SimpleNamespace(stable_text=lambda _: parts.pop(0), decode=lambda _: text)
     shown = _AnswerWriter(wording, out, jsonl)
     shown.add_prompt(0, text, 1)
     for ended in (None, "length"):
-        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), ended=ended, tokens=[1], logprobs=[0.0])
+        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), finish_reason=ended, tokens=[1], logprobs=[0.0])
         shown.write_ready(now)
     return out.getvalue()
 

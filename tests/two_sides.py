@@ -51,7 +51,7 @@ LOOK = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", 
 """What they return depends on values: the host waits for them."""
 
 
-GLOO = "mpu/backends.py:Pending.wait"
+GLOO = "mpu/backends.py:CollectiveWork.wait"
 """Copies that it makes of its own, where another backend would make none."""
 
 

@@ -15,9 +15,8 @@ from data.webtext.stage_folder import merge_shares
 
 
 def build_parser() -> StrictArgumentParser:
-    parser = StrictArgumentParser(
-        "data.webtext", "From pages of the web to a corpus. Each command reads files, or the folder of "
-        "the stage before, and writes a folder of shards.")
+    parser = StrictArgumentParser("data.webtext", "From pages of the web to a corpus. Each command reads files, or the "
+                                  "folder of the stage before, and writes a folder of shards.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in stages.STAGES.items():
         stage = commands.add_parser(name, help=command.help, description=command.help)
@@ -47,11 +46,7 @@ def add_common_flags(parser: StrictArgumentParser, what: str, *, shareable: bool
 
 
 def add_pipeline_flags(parser: StrictArgumentParser) -> None:
-    parser.add_argument("--skip",
-                        nargs="+",
-                        choices=stages.STAGE_ORDER,
-                        default=[],
-                        metavar="STAGE",
+    parser.add_argument("--skip", nargs="+", choices=stages.STAGE_ORDER, default=[], metavar="STAGE",
                         help="leave these out")
     parser.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="of the tokens (default: DIR/corpus)")
     parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", help=f"one of {', '.join(tokenizers.KINDS)}")

@@ -1,11 +1,11 @@
 """Keep evaluation text out of training text: documents that share a run of 13 words with an evaluation file.
 
-Words are those of `words`: case, punctuation and white space do not hide a copy. A *passage* is one string of a JSON
-file, or a whole text file; one of 8 to 12 words counts as a run of its own length, a shorter one is not looked for.
-The runs are held as hashes, 8 bytes each: evaluation sets are small.
+Words are those of ngram_hashes.py: case, punctuation and white space do not hide a copy. A *passage* is one string of a
+JSON file, or a whole text file; one of 8 to 12 words counts as a run of its own length, a shorter one is not looked
+for. The runs are held as hashes, 8 bytes each: evaluation sets are small.
 
-`drop` drops such a document. `cut` removes the shared words with `CUT_MARGIN` characters on both sides, where the rest of
-the evaluation text or its answer may be, and joins what is left; it drops a document that this leaves in scraps.
+`drop` drops such a document. `cut` removes the shared words with `CUT_MARGIN` characters on both sides, where the rest
+of the evaluation text or its answer may be, and joins what is left; it drops a document that this leaves in scraps.
 """
 
 from __future__ import annotations

@@ -175,7 +175,8 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
 
 def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, index: int,
                           count: int) -> None:
-    """The part of `run` that takes the time, for the index-th of `count` machines; `run` then does the rest."""
+    """The part of `run_dedup` that takes the time, for the index-th of `count` machines; `run_dedup` then does the
+    rest."""
     write_signatures(inputs, machine_share(len(inputs), index, count), output / ".work",
                      Banding.for_threshold(options.threshold), workers)
 
@@ -225,16 +226,13 @@ def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: Signatur
         return {"shard": shard_name(shard), "line": document - int(signatures.first_documents[shard]) + 1}
 
     drop = next(drops, None)
-    for number, (path, first,
-                 stop) in enumerate(zip(inputs, signatures.first_documents[:-1], signatures.first_documents[1:])):
+    for number, (path, first, stop) in enumerate(zip(inputs, signatures.first_documents[:-1],
+                                                     signatures.first_documents[1:])):
         reasons = {}
         while drop is not None and drop[0] < stop:
             document, reason, kept, alike = drop
-            log.write(
-                json.dumps({
-                    **line_of(document), "reason": REASONS[reason], "similarity": alike /
-                    SIMILARITY_SCALE, "kept": line_of(kept)
-                }).encode() + b"\n")
+            log.write(json.dumps({**line_of(document), "reason": REASONS[reason],
+                                  "similarity": alike / SIMILARITY_SCALE, "kept": line_of(kept)}).encode() + b"\n")
             reasons[document - int(first)] = reason
             drop = next(drops, None)
         yield path, output / shard_name(number), reasons

@@ -75,7 +75,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_shard_line(line: bytes, location: str) -> Document:
-    """A line of a shard. `where` (file and line) begins the error."""
+    """A line of a shard. `location` (file and line) begins the error."""
     try:
         return parse_json_line(line)[0]
     except DocumentError as fault:
@@ -143,10 +143,7 @@ def _load_json(text: str, repairs: list[str] | None) -> Any:
         repairs.append(reason)
 
     def load(strict: bool) -> Any:
-        return json.loads(text,
-                          object_pairs_hook=check_keys,
-                          parse_float=parse_number,
-                          parse_constant=parse_number,
+        return json.loads(text, object_pairs_hook=check_keys, parse_float=parse_number, parse_constant=parse_number,
                           strict=strict)
 
     try:
@@ -182,8 +179,7 @@ def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
             return value
         if repairs is None:
             raise DocumentError("lone surrogate",
-                                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a "
-                                "string")
+                                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a string")
         repairs.append("lone surrogate")
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):

@@ -24,10 +24,8 @@ PYTHON_CODECS = {"gbk": "gb18030", "gb18030": "gb18030", "big5": "big5hkscs", "s
 EXTRA_LETTERS = {"koi8-u": {0xAE: "\u045e", 0xBE: "\u040e"}, "windows-1255": {0xCA: "\u05ba"}}
 _TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
 _TO_REPLACEMENT = str.maketrans(dict.fromkeys("\uf8f0\uf8f1\uf8f2\uf8f3", ord(REPLACEMENT)))
-TRANSLATED = {
-    "gb18030": str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000"), "cp932": _TO_REPLACEMENT, "euc_jp": _TO_FULL_WIDTH,
-    "iso2022_jp_ext": _TO_FULL_WIDTH
-}
+TRANSLATED = {"gb18030": str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000"), "cp932": _TO_REPLACEMENT,
+              "euc_jp": _TO_FULL_WIDTH, "iso2022_jp_ext": _TO_FULL_WIDTH}
 """By decoder: characters that the standard maps to others."""
 ERROR_HANDLER = "megatron.webtext"
 
@@ -233,7 +231,7 @@ def encoding_name(text: str) -> str:
 
 
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """The text, and what was repaired. `charset`: of the server; `mend`: guess where there is nothing to go by."""
+    """The text, and what was repaired. `charset`: of the server; `repair`: guess where there is nothing to go by."""
     if page.startswith(UTF32):
         raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
     bom = encoding_of_bom(page)
@@ -241,9 +239,8 @@ def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tu
     if encoding is None:
         return _decode_undeclared(page, repair)
     if encoding.name == "replacement":
-        raise DocumentError(
-            REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or ISO-2022-KR); convert "
-            "it to UTF-8 (iconv), or say what it is in truth (--charset)")
+        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
+                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
     text, malformed = decode_as(page[bom[1]:] if bom else page, encoding)
     return text, (_not_in_encoding(encoding),) if malformed else ()
 
@@ -264,7 +261,6 @@ def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]
         return text, (_not_in_encoding(utf8),)
     runs = _RUNS.findall(page)
     if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
-        raise DocumentError(
-            NO_CHARSET, "names no character set, is not UTF-8, and does not look like windows-1252; say what "
-            "it is (--charset), or leave it out (--on-error skip)")
+        raise DocumentError(NO_CHARSET, "names no character set, is not UTF-8, and does not look like windows-1252; "
+                            "say what it is (--charset), or leave it out (--on-error skip)")
     return decode_as(page, known_encoding("windows-1252"))[0], (NO_CHARSET,)

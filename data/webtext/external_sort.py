@@ -109,7 +109,8 @@ def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
 
 
 def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
-    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key): with the first `crowd` only."""
+    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key): with the first `max_earlier`
+    only."""
     head: Rows | None = None  # the first rows of the last key so far
     for block in blocks:
         old = 0 if head is None else len(head)

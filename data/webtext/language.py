@@ -173,7 +173,7 @@ def _langid_detector() -> LanguageDetector:
 
 
 def text_samples(text: str) -> list[str]:
-    """At most `SAMPLES` of them, none without a letter; a short text is one."""
+    """At most `MAX_SAMPLES` of them, none without a letter; a short text is one."""
     return [sample for window in _windows(text) if _LETTER.search(sample := _words_of_window(window))]
 
 

@@ -29,8 +29,8 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
     """(offset, size, bytes) of each element; no bytes where there are more than `limit`.
 
-    Looks at brackets, commas and quotes only; whether an element is JSON is for its reader to say. A `Fault` where the
-    array does not open or close, or where something follows it.
+    Looks at brackets, commas and quotes only; whether an element is JSON is for its reader to say. A `DocumentError`
+    where the array does not open or close, or where something follows it.
     """
     parts = _array_parts(file, limit)
     _, size, before, opening = next(parts)

@@ -31,9 +31,10 @@ def summary_line(record: StageRecord) -> str:
     dropped = ", ".join(f"{reason} {number}" for reason, number in _drops_by_count(counts))
     repaired = ", ".join(f"{reason} {number}" for reason, number in sorted(counts.repaired.items()))
     return escape_to_one_line(
-        f"{record.stage}: {counts.documents_in} documents ({_format_bytes(counts.bytes_in)}) in, {counts.documents_kept} "
-        f"({_format_bytes(counts.bytes_kept)}) kept" + (f"; dropped: {dropped}" if dropped else "") +
-        (f"; repaired: {repaired}" if repaired else "") + "".join(f"; {note}" for note in record.notes))
+        f"{record.stage}: {counts.documents_in} documents ({_format_bytes(counts.bytes_in)}) "
+        f"in, {counts.documents_kept} ({_format_bytes(counts.bytes_kept)}) kept" + (f"; dropped: {dropped}"
+                                                                                    if dropped else "")
+        + (f"; repaired: {repaired}" if repaired else "") + "".join(f"; {note}" for note in record.notes))
 
 
 def write_report(folder: Path, records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> None:

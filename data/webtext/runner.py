@@ -91,13 +91,9 @@ class ShardResult:
     """Each file that could not be read to its end."""
 
 
-def run_map_stage(
-    stage: MapStage,
-    inputs: Sequence[str | Path],
-    output: Path,
-    read_options: WebReadOptions = WebReadOptions(),
-    run_options: StageRunOptions = StageRunOptions()
-) -> StageRecord:
+def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
+                  read_options: WebReadOptions = WebReadOptions(),
+                  run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
     """Bring a map stage to its end, from wherever it stopped."""
     sources, notes = find_source_files(inputs, read_options.format)
     check_output_is_apart([*inputs, *(source.path for source in sources), *stage.files], output)
@@ -105,10 +101,9 @@ def run_map_stage(
     own_units = machine_share(len(units), *run_options.shard)
     used = list(dict.fromkeys(piece.source for k in own_units for piece in units[k]))
     second_pass = stage.second_pass if run_options.shard == SINGLE_MACHINE else None
-    parameters = asdict(stage.options) | {
-        "reading": asdict(read_options), "shard_bytes": run_options.shard_bytes, "then": second_pass
-        and {second_pass.name: asdict(second_pass.options)}, "files": file_checksums(stage.files)
-    }
+    parameters = asdict(stage.options) | {"reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
+                                          "then": second_pass and {second_pass.name: asdict(second_pass.options)},
+                                          "files": file_checksums(stage.files)}
     check_unchanged = change_detector(source.path for source in used)
     key = stage_key(stage.name, parameters, source_fingerprints(used, run_options.workers), run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
@@ -127,9 +122,7 @@ def run_map_stage(
         return publish_stage(StageRecord(key, counts, shards, tuple(notes)), folder, output)
 
 
-def run_global_stage(stage: GlobalStage,
-                     inputs: Sequence[str | Path],
-                     output: Path,
+def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: Path,
                      run_options: StageRunOptions = StageRunOptions()) -> StageRecord | None:
     """Bring a global stage to its end; what it finds of itself in its folder is its own business.
 

@@ -25,13 +25,11 @@ FOREIGN_SENTENCES = (
     "Der Kater schlief den ganzen Tag auf dem warmen Dach und kam erst am Abend zum Essen zurück. ",
     "Le marché du samedi commence tôt le matin, et les meilleures tomates sont vendues avant dix heures. ",
     "La biblioteca del barrio abre todos los días, y los niños vienen a leer después de la escuela. ",
-    "Il treno per Bologna parte alle otto, ma oggi è in ritardo a causa della neve in montagna. ",
-)
-MALFORMED_LINES = (
-    b'{"text": "this line was cut o\n', b"[1, 2, 3]\n", b'{"url": "http://docs.example.org/no-text.html"}\n',
-    b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://docs.example.org/latin.html"}\n',
-    b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n",
-)
+    "Il treno per Bologna parte alle otto, ma oggi è in ritardo a causa della neve in montagna. ")
+MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
+                   b'{"url": "http://docs.example.org/no-text.html"}\n',
+                   b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://docs.example.org/latin.html"}\n',
+                   b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n")
 
 
 def html_page_of(title: str, text: str) -> str:

@@ -21,10 +21,8 @@ from data.input_files import (STAGE_FILE, WORK_FOLDER, FoundFiles, ShardRecord, 
 from data.storage import DataError, check_is_file
 
 LINE_FORMATS = ("jsonl", "urls")
-FORMAT_OF_SUFFIX = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html", ".htm": "html",
-    ".xhtml": "html"
-}
+FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
+                    ".htm": "html", ".xhtml": "html"}
 FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
 ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
                       ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
@@ -124,8 +122,7 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
         size = path.stat().st_size
         if not format:
             raise DataError(
-                f"{path}: its name does not say what it holds; expected {' '.join(FORMAT_OF_SUFFIX)}, or give "
-                "--format")
+                f"{path}: its name does not say what it holds; expected {' '.join(FORMAT_OF_SUFFIX)}, or give --format")
         return SourceFile(str(path), name, _detect_json_layout(path) if format == "json" else format, size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror or error}") from error

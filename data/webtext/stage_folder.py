@@ -165,7 +165,7 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
         if not path.is_dir():
             within = path.relative_to(place).parts if place in path.parents else ()
             is_input = bool(within) and (within[0] == WORK_FOLDER or SHARD_PATH_PATTERN.fullmatch("/".join(within))
-                                         is not None or within in ((STAGE_FILE, ), (DROP_LOG, )))
+                                         is not None or within in ((STAGE_FILE,), (DROP_LOG,)))
             relation = "holds" if is_input else ""
         else:
             relation = ("is" if path == place else "lies in" if path in place.parents else
@@ -179,11 +179,8 @@ def remove_stage(output: Path) -> None:
     work, record = output / WORK_FOLDER, output / STAGE_FILE
     if record.exists() and read_stage_record(output) is None:
         raise DataError(f"{record}: not the record of a stage; remove that folder, or choose another --output")
-    names = {
-        name
-        for path in (record, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
-        for name in _recorded_files(path)
-    }
+    names = {name for path in (record, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
+             for name in _recorded_files(path)}
     if any(path.name not in names for path in output.glob("part-*.jsonl")):
         raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; choose "
                         "another --output")

@@ -78,9 +78,7 @@ def character_set(text: str) -> str:
 def add_read_flags(parser: StrictArgumentParser) -> None:
     parser.add_argument("--text-key", default="text", metavar="KEY", help="the key of the text (default: text)")
     parser.add_argument("--url-key", default="url", metavar="KEY", help="the key of the address (default: url)")
-    parser.add_argument("--format",
-                        choices=FORMAT_CHOICES,
-                        default="auto",
+    parser.add_argument("--format", choices=FORMAT_CHOICES, default="auto",
                         help="of the inputs (default: by their names)")
     parser.add_argument("--on-error", choices=ON_ERROR, default="strict",
                         help="a malformed line ends the run, is left out, or is repaired where it can be; all counted")
@@ -130,9 +128,7 @@ def build_unique(args: argparse.Namespace) -> GlobalStage:
 def add_extract(parser: StrictArgumentParser) -> None:
     parser.add_argument("--extractor", choices=("auto", *extract.EXTRACTORS), default="auto",
                         help="resiliparse (default): drop what class or role marks as boilerplate; markup: keep it")
-    parser.add_argument("--html",
-                        choices=extract.HTML_CHOICES,
-                        default=extract.HTML_CHOICES[0],
+    parser.add_argument("--html", choices=extract.HTML_CHOICES, default=extract.HTML_CHOICES[0],
                         help="which documents are HTML")
 
 
@@ -248,8 +244,7 @@ STAGES = {
     "dedup": StageCommand("leave out exact and near copies", add_dedup, build_dedup),
     "decontaminate": StageCommand("leave out evaluation text", add_decontaminate, build_decontaminate),
     "shuffle": StageCommand("a random order", add_no_flags, build_shuffle),
-    "split": StageCommand("training, validation and test", add_split, build_split),
-}
+    "split": StageCommand("training, validation and test", add_split, build_split)}
 STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
 """Of `run`."""
 SEEDED_STAGES = ("shuffle", "split")

@@ -1,4 +1,4 @@
-"""`python -m megatron.checkpoint`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.checkpoint`: cli.py, after a check that no installed package shadows ours."""
 
 import sys
 

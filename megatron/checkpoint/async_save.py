@@ -31,21 +31,21 @@ from megatron.errors import ConfigError, PeerError, TrainerError
 from mpu.groups import Group
 
 COPY_ALIGNMENT = 64
-"""Of each tensor in the copy: views need their own width, copies like a cache line."""
+"""Alignment in bytes of each tensor in the copy: one cache line."""
 
 
 class HostSnapshot:
-    """One buffer on the host, as large as the largest state it has held."""
+    """A (pinned) host buffer, as large as the largest state copied so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copy_tensors(self, items: list[FileTensor]) -> list[FileTensor]:
-        """The items with their present data, which is good until the next call."""
+        """`items` with their current data, valid until the next call."""
         sizes = [-(-item.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT for item in items]
         if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_cuda)
         held, start = [], 0
         for item, size in zip(items, sizes, strict=True):
@@ -59,14 +59,12 @@ class HostSnapshot:
 
 
 class AsyncSaver:
-    """At most one save under way. Every rank of `world` makes the same calls in the same order."""
+    """Runs at most one save at a time. Every rank of `world` makes the same calls in the same order."""
 
-    def __init__(self,
-                 world: Group,
-                 before_collective: Callable[[str], None] = lambda where: None,
+    def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None,
                  owner: str = "") -> None:
-        """`meet` is called before ranks agree on something, with the name of the place. `owner` is whose saves these
-        are, for all ranks: drawn for this engine, not the id of the run that it goes on with."""
+        """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
+        whose saves these are, equal on all ranks; not the run id, which a resumed engine shares."""
         self.world, self.owner, self.root = world, owner, Path()
         self._before_collective, self._pid, self._name = before_collective, os.getpid(), ""
         self._save: tuple[SaveSteps, Callable[[SaveReport], None]] | None = None
@@ -76,18 +74,19 @@ class AsyncSaver:
 
     @property
     def has_pending_save(self) -> bool:
-        """A save is under way; equal on all ranks."""
+        """Whether a save is in progress; equal on all ranks."""
         return self._save is not None
 
     def belongs_to(self, world: Group) -> bool:
-        """These ranks can complete what it has under way."""
-        names = (self.world.name, self.world.control_name)  # of another process group with the same ranks they differ
+        """Whether these ranks can complete the pending save: same ranks, same process group, same process."""
+        # a recreated process group with the same ranks has other names
+        names = (self.world.name, self.world.control_name)
         return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
             self._pid == os.getpid()
 
     def start(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None], root: Path = Path(),
               tag: str = "a checkpoint") -> None:
-        """Begin a save of this tag into `root`; `then` is called when it is complete."""
+        """Start a save of `tag` into `root`; `on_complete` is called when it is complete."""
         assert not self.has_pending_save, "wait for the save under way first"
         self._job, self.root, self._name = _run_in_thread(next(steps)), root, f"{tag} of {root}"
         self._is_committing = False
@@ -96,10 +95,10 @@ class AsyncSaver:
     def _set_pending(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None]) -> None:
         self._save = steps, on_complete
         _PENDING_SAVES.append(self)
-        atexit.register(self._finish_at_exit)  # later than the process group's, and so called sooner
+        atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
 
     def _take_pending(self) -> tuple[SaveSteps, Callable[[SaveReport], None]]:
-        """It is not under way any more."""
+        """Clear and return the pending save."""
         assert self._save is not None
         taken, self._save = self._save, None
         _PENDING_SAVES.remove(self)
@@ -108,15 +107,15 @@ class AsyncSaver:
 
     @property
     def progress(self) -> tuple[float, ...]:
-        """Has this rank's job failed, and is it done? Empty while there is none."""
+        """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
         if not self.has_pending_save:
             return ()
         done = self._job.done()
         return float(done and self._job.exception() is not None), float(done)
 
     def poll(self, progress: Sequence[float]) -> None:
-        """Continue if all ranks can, or if one has failed; otherwise return at once. `progress` is the sum of theirs,
-        when it was asked for; a save that has ended since then, or gone on, takes no harm."""
+        """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
+        sum over the ranks at an earlier time; a save that has advanced since is handled."""
         self._raise_deferred_error()
         if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
@@ -128,7 +127,7 @@ class AsyncSaver:
             self._advance()
 
     def finish_for_other_engine(self) -> None:
-        """An error is this one's: it is raised by the next call here, or told at the end of the program."""
+        """Complete the save on behalf of another engine. An error is deferred to this saver's next call, or to exit."""
         try:
             self.wait_for_save()
         except PeerError:
@@ -144,9 +143,9 @@ class AsyncSaver:
             raise error
 
     def _advance(self) -> None:
-        """Wait for this rank's job, agree, and start the next one or end the save."""
+        """Wait for this rank's job, agree with the other ranks, then start the next job or end the save. Collective."""
         self._before_collective("a save in the background")
-        steps, then = self._take_pending()  # an error below ends the save
+        steps, then = self._take_pending()  # an error below leaves no save pending
         try:
             self._job = _run_in_thread(advance_save(steps, self._job.result, self.world))
         except StopIteration as end:
@@ -156,18 +155,18 @@ class AsyncSaver:
             self._set_pending(steps, then)
 
     def abandon(self) -> bool:
-        """The save under way is not to be completed: the older tags stay the newest. Its last job makes it one, and is
-        waited for where it is at work: is the save complete? Sends nothing."""
+        """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
+        completed. No communication."""
         if not self.has_pending_save:
             return False
         steps, _ = self._take_pending()
-        self._job.add_done_callback(lambda job: steps.close())  # its folder is held as long as somebody writes there
+        self._job.add_done_callback(lambda job: steps.close())  # the staging folder stays locked until the job ends
         return self._is_committing and self._job.exception() is None
 
     def _finish_at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a fork of it
+        if os.getpid() != self._pid:  # in a forked child
             return
-        uncaught = getattr(sys, "last_value", None)  # what the program ends by
+        uncaught = getattr(sys, "last_value", None)  # the uncaught exception of the program
         if isinstance(uncaught, KeyboardInterrupt if self.world.is_solo else BaseException):
             print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
                   "before; a load takes the one before it", file=sys.stderr)
@@ -177,7 +176,7 @@ class AsyncSaver:
                 raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
             self._before_collective("the end of its program, with a save to complete")
             self.wait_for_save()
-        except BaseException as error:  # nobody is left to raise it to
+        except BaseException as error:  # at exit the error can only be printed
             failure = exit_codes.exit_reason_of(error)
             exit_codes.write_error(f"{self._name}, which was being written in the background, is not complete: "
                                    f"{failure.text}")
@@ -185,16 +184,16 @@ class AsyncSaver:
 
 
 _PENDING_SAVES: list[AsyncSaver] = []
-"""Of the process."""
+"""Pending saves of this process."""
 
 
 def pending_saves_in(root: Path) -> list[str]:
-    """Whose saves this process has under way in the same folder."""
+    """Owners of this process's pending saves into `root`."""
     return [save.owner for save in _PENDING_SAVES if _is_same_folder(save.root, root)]
 
 
 def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
-    """Wait for what these ranks have under way of them. Collective."""
+    """Complete the pending saves of these owners. Collective."""
     saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
     for owner in owners:
         if owner in saves:
@@ -209,7 +208,7 @@ def _is_same_folder(one: Path, other: Path) -> bool:
 
 
 def _run_in_thread(job: SaveJob) -> Future[Any]:
-    """Do the job in a thread that does not keep a process alive which leaves after a failure."""
+    """Run the job in a daemon thread, which does not delay an exit after a failure."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -220,6 +219,6 @@ def _run_in_thread(job: SaveJob) -> Future[Any]:
 
     try:
         threading.Thread(target=work, name="save", daemon=True).start()
-    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+    except RuntimeError:  # no new threads during interpreter shutdown
         work()
     return future

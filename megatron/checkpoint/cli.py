@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line per complete tag, by step: name, iteration, layout, bytes and the tag it was saved after. `latest` marks
-    the one that a load uses, `other branch` those that are neither its ancestors nor its descendants, `damaged` those
-    with a file that is missing or of another size. A warning for each that is damaged or cannot be read; an error where
-    that is the one."""
+    """Print one line per complete tag, by step: name, iteration, layout, bytes and parent tag. `latest` marks the tag
+    that a load uses, `other branch` tags that are neither its ancestors nor its descendants, `damaged` tags with a
+    missing file or one of the wrong size. Warns for each damaged or unreadable tag; raises if that is the tag a load
+    uses."""
     manifests = complete_manifests(root)
     records = {manifest.tag: manifest.commit_record for manifest in manifests}
     manifests = manifests if tag is None else [check_sizes(root, check_tag_exists(root, tag))]
-    if not manifests and describe_format(root):  # its tags are not ours, and not damaged
+    if not manifests and describe_format(root):  # another program's checkpoint, not a damaged one
         raise CheckpointError(no_checkpoint_message(root))
     damaged = unreadable_tags(root, check_sizes) if tag is None else {}
     latest = latest_tag(root)
@@ -74,7 +74,7 @@ def _tag_line(manifest: Manifest) -> str:
 
 
 def _branch_text(record: CommitRecord, records: Mapping[str, CommitRecord], used: CommitRecord | None) -> str:
-    """The tag that it was saved after, and whether the one that a load uses is of another branch."""
+    """The parent tag, and whether the tag is on another branch than `used`, which a load uses."""
     text = ""
     if record.history:
         parent = record.history[-1]
@@ -89,7 +89,7 @@ def _total_bytes(manifest: Manifest) -> int:
 
 
 def verify_tags(root: Path, tag: str | None) -> None:
-    """Check every tag, then fail with the first that is damaged."""
+    """Check every tag, then raise for the first damaged one."""
     damaged: list[CheckpointError] = []
     names = [check_tag_exists(root, tag)] if tag is not None else list(
         dict.fromkeys([*all_tags(root), *unreadable_tags(root)]))
@@ -120,7 +120,7 @@ def merge_weights(root: Path, tag: str | None, output: Path) -> None:
 
 
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
-    """To or from another program's files; with --dtype int8 from either to int8 weights."""
+    """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.huggingface import export_huggingface
     from megatron.checkpoint.convert.import_weights import import_weights, open_external_checkpoint, quantise_weights
     from megatron.checkpoint.reader import open_checkpoint
@@ -152,7 +152,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
 
 
 def _print_quantised_note(checkpoint: Checkpoint) -> None:
-    """What is written is not what a run had at work that rounds its weights."""
+    """Note that the output holds the exact masters of a run that trained with quantised weights."""
     if "quantisation" in checkpoint.shared_state.get("engine", {}):
         print(f"note: {checkpoint.tag} was quantised in training, and these are its exact masters: megatron.generate, "
               "evaluate and serve load the weights that it had at work, with --dtype int8 on its own grid")
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
         run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise  # launch/exits.py ends a command whose reader has seen enough
+        raise  # exit_codes.py ends a command whose reader has seen enough
     except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error) or EXIT_STORAGE

@@ -6,9 +6,9 @@
     .trash-<name>            being deleted; never read
     .latest-pending          what `latest` is about to say (resolve_tag.py)
 
-Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>, fsync
-the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint, after it
-the new one. Nothing is deleted in place. Several saves into one root commit one after the other.
+Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>,
+fsync the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint,
+after it the new one. Nothing is deleted in place. Several saves into one root commit one after the other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from megatron.distributed.process_group import is_stop_requested
 from megatron.errors import CheckpointError, ConfigError, StorageError
 
 LOCK_SECONDS = 300.0
-"""Seconds that a commit of somebody else is waited for."""
+"""Seconds to wait for a commit of another process."""
 
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Nobody finds the folder `is_abandoned` meanwhile."""
+    """Lock the folder, so that `is_abandoned` is False in other processes."""
     with _open_folder(folder) as descriptor:
         if descriptor is not None:
             with suppress(OSError):
@@ -52,7 +52,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """The folder is there, and nobody holds it."""
+    """Whether the folder exists and no process holds its lock."""
     with _open_folder(folder) as descriptor:
         try:
             if descriptor is not None:
@@ -66,7 +66,7 @@ def is_abandoned(folder: Path) -> bool:
 
 @contextmanager
 def exclusive_access(root: Path) -> Iterator[None]:
-    """Nobody else is alone in the folder meanwhile."""
+    """Lock the save root against other commits and clean-ups; waits up to LOCK_SECONDS, then raises StorageError."""
     with _open_folder(root) as descriptor:
         if descriptor is not None:
             _wait_for_lock(descriptor, root)
@@ -80,17 +80,16 @@ def _wait_for_lock(descriptor: int, root: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise StorageError(
-                    f"--save {root}: another program has been changing this folder for {LOCK_SECONDS:.0f} "
-                    "seconds; stop it or choose another folder") from None
+                raise StorageError(f"--save {root}: another program has been changing this folder for "
+                                   f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder") from None
             time.sleep(0.02)
-        except OSError:  # no such locks here
+        except OSError:  # the file system has no locks
             return None
 
 
 @contextmanager
 def _open_folder(folder: Path) -> Iterator[int | None]:
-    """Of the open folder; None where it cannot be opened, which whoever uses it will be told better."""
+    """A descriptor of the folder; None if it cannot be opened, which its user reports better."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -100,35 +99,35 @@ def _open_folder(folder: Path) -> Iterator[int | None]:
         with unlock_on_exit(descriptor):
             yield descriptor
     finally:
-        with suppress(OSError):  # nothing was written through it
+        with suppress(OSError):  # read-only descriptor: nothing is lost
             os.close(descriptor)
 
 
 STAGING_PREFIX = ".staging-"
 LOCK_FILE = ".lock"
-"""Held by the one training job that saves into a folder; the content names it, for people. The kernel's lock goes with
-its process, so that a dead job does not block the next one."""
+"""Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the
+lock of a dead process."""
 FP32_SCRIPT = "zero_to_fp32.py"
-"""Placed beside the tags: it turns them into one state dict where this program is not installed."""
+"""Copied beside the tags: converts them to one state dict where this package is not installed."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which step tags stay after a save: the newest `last`, and those whose step `every` divides."""
+    """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
 
     last: int | None = None
-    """None: all stay."""
+    """None keeps all."""
     every: int | None = None
 
 
 @contextmanager
 def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
-    """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free. Lack of memory is no
-    matter of the disk."""
+    """Turn an OSError inside into a StorageError with flag, path, reason, bytes needed and bytes free. ENOMEM passes
+    through."""
     kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
-    except StorageFault as error:  # names its file itself
+    except StorageFault as error:  # it already names its file
         raise StorageError(f"{flag}: {error}{_inode_note(path)}{kept}") from error
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
@@ -145,7 +144,7 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
 def _free_bytes(path: Path) -> int | str:
     with suppress(OSError):
         disk = shutil.disk_usage(_nearest_existing(path))
-        return disk.free if disk.total else "unknown"  # some network file systems do not say
+        return disk.free if disk.total else "unknown"  # some network file systems do not report it
     return "unknown"
 
 
@@ -158,7 +157,7 @@ def _inode_note(path: Path) -> str:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """It, or the nearest folder above it that is there."""
+    """`path`, or its nearest existing parent."""
     return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
@@ -176,9 +175,9 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
             root.mkdir(exist_ok=True)
             trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
             trial.mkdir()
-            with suppress(FileNotFoundError):  # another program's sweep was here
+            with suppress(FileNotFoundError):  # another program's clean-up removed it
                 trial.rmdir()
-    except FileNotFoundError:  # as under /proc, where folders are there and take no new ones
+    except FileNotFoundError:  # for example under /proc, where no folder can be created
         problem = f"{root.parent} is there, but nothing can be created in it; choose another folder"
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
@@ -191,7 +190,8 @@ def lock_save_root(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
     path = Path(root) / LOCK_FILE
     with explain_disk_errors(path,
-                             0):  # the file is emptied below: a symbolic link in its place must not lead to another one
+                             # O_NOFOLLOW: the file is truncated below, which must not hit the target of a symbolic link
+                             0):
         file = open(path, "a+", encoding="utf-8", errors="replace",
                     opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     with file, unlock_on_exit(file):
@@ -209,13 +209,13 @@ def lock_save_root(root: str | Path) -> Iterator[None]:
 
 
 def check_parent_folder(path: Path, flag: str) -> None:
-    """The folder that `path` is to be written into is there."""
+    """Raise a StorageError if the parent folder of `path` does not exist."""
     if (objection := _missing_parent_problem(path)) is not None:
         raise StorageError(f"{flag} {path}: {objection}")
 
 
 def _missing_parent_problem(path: Path) -> str | None:
-    """Why nothing can be created at `path`: a folder on the way to it is missing, or is a file."""
+    """Why `path` cannot be created: a parent is missing or is a file; None if it can."""
     if path.parent.is_dir():
         return None
     there = next(folder for folder in path.parents if folder.exists() or folder == folder.parent)
@@ -227,9 +227,9 @@ def _missing_parent_problem(path: Path) -> str | None:
 @contextmanager
 def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine = print_to_stderr, needed: int = 0,
                         deleter: BackgroundDeleter | None = None) -> Iterator[Path]:
-    """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
-    free: better no byte of a checkpoint than half of them. It is held until the block ends. What is in the `trash` is
-    waited for only where its room is needed, or where it piles up."""
+    """Yield an empty, locked staging folder for `tag`, after cleaning up interrupted saves. Raises StorageError unless
+    `needed` bytes are free, so that no half checkpoint is written. Waits for background deletions only if their space
+    is needed or they pile up."""
     staging = root / f"{STAGING_PREFIX}{check_safe_name(tag, 'tag')}-{check_safe_name(run_id, 'run id')}"
     with ExitStack() as until_saved:
         with explain_disk_errors(staging, needed):
@@ -242,7 +242,7 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
             if _lacks_disk_space(root, needed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with exclusive_access(root):
-                while staging.exists():  # another engine that went on from the same checkpoint is saving the same tag
+                while staging.exists():  # another engine resumed from the same checkpoint is saving this tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
                 until_saved.enter_context(hold_folder(staging))
@@ -250,7 +250,7 @@ def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine
 
 
 def _wait_for_disk_space(root: Path, needed: int, deleter: BackgroundDeleter, print_line: PrintLine) -> None:
-    """Not alone in the folder, where others may save meanwhile."""
+    """Without the lock of the save root, so that others may save meanwhile."""
     if deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
         print_line(
             f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
@@ -265,10 +265,9 @@ def _lacks_disk_space(root: Path, needed: int) -> bool:
     return isinstance(free, int) and free < needed
 
 
-def clean_up_save_root(root: Path,
-                       print_line: PrintLine = print_to_stderr,
+def clean_up_save_root(root: Path, print_line: PrintLine = print_to_stderr,
                        delete: DeleteFolder = delete_folder) -> None:
-    """Remove what a killed save left, and give a tag that was moved aside its name back."""
+    """Remove leftovers of killed saves, and restore a tag that was moved aside."""
     with exclusive_access(root):
         _clean_up_entries(root, print_line, delete)
 
@@ -289,20 +288,20 @@ def _clean_up_entries(root: Path, print_line: PrintLine, delete: DeleteFolder) -
 
 
 def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: DeleteFolder) -> None:
-    """Finish a replacement that was cut short: forward if the new copy is there, otherwise back."""
+    """Complete an interrupted replacement of a tag: keep the new copy if it is valid, otherwise restore the old one."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
         print_line(f"restoring {folder}, moved aside by an interrupted save")
         os.rename(aside, folder)
         fsync_directory(root)
         return
-    with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
+    with suppress(CheckpointError):  # if the new copy is damaged, the old one stays aside
         read_tag_manifest(root, tag)
         discard_folder(aside, delete)
 
 
 def _finish_latest(root: Path, print_line: PrintLine) -> None:
-    """Let `latest` name the tag whose save was interrupted after its commit."""
+    """Write `latest` for a save that was interrupted after its commit."""
     if tag := committed_pending_tag(root):
         print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
         _write_latest(root, tag)
@@ -311,7 +310,7 @@ def _finish_latest(root: Path, print_line: PrintLine) -> None:
 
 
 def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete: DeleteFolder = delete_folder) -> None:
-    """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name, and name it in `latest`."""
+    """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     with explain_disk_errors(folder, 0):
         fsync_directory(staging)
@@ -321,7 +320,7 @@ def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete:
                 pending = PendingLatest(tag, str(manifest_checksum(staging)), read_latest(root))
                 write_json_atomic(remove_link(root / PENDING_LATEST), asdict(pending))
             if folder.exists() and aside.exists():
-                discard_folder(folder, delete)  # `sweep` kept the aside copy because this one is damaged
+                discard_folder(folder, delete)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
@@ -342,33 +341,28 @@ def _write_latest(root: Path, tag: str) -> None:
 
 
 def last_commit_number(root: Path) -> int:
-    """The largest number of a commit in the root."""
-    return max((read_commit_number(root / name)
-                for name in tag_folder_names(root) if link_target_outside(root / name, root) is None),
-               default=0)
+    """The largest commit number in the root; 0 without tags."""
+    return max((read_commit_number(root / name) for name in tag_folder_names(root)
+                if link_target_outside(root / name, root) is None), default=0)
 
 
 def _copy_fp32_script(root: Path) -> None:
-    """The script that reads the tags of this format, if it is not there."""
-    text, path = (Path(__file__).with_name("interchange") / FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
+    """Copy zero_to_fp32.py into the root if it is missing or differs."""
+    text, path = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
     if path.is_symlink() or not path.is_file() or path.read_bytes() != text:
         with staged_file(remove_link(path)) as file:
             file.write(text)
 
 
-def delete_old_tags(root: Path,
-                    keep: Keep,
-                    saved: CommitRecord,
-                    print_line: PrintLine = print_to_stderr,
+def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: PrintLine = print_to_stderr,
                     delete: DeleteFolder = delete_folder) -> list[str]:
-    """Delete the complete step tags that `keep` does not name, after the save `saved`; the names deleted.
+    """Delete complete step tags that `keep` does not name, after the save `saved`; returns the deleted names.
 
-    The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
-    oldest of these. Of the earlier ones those of this run are deleted, an abandoned branch first. Never deleted: what
-    `latest` names, tags of the user's own and of other runs, those after the step of `saved` (of a branch that this run
-    has not reached yet), and links to elsewhere. `say` gets a warning of files in a deleted tag that no
-    save wrote, and, with the first save of a run, a note of the tags of others.
-    """
+    Kept are the newest `keep.last` of this save and its ancestors, and every tag committed after the oldest of these.
+    Of earlier ones only tags of this run are deleted. Never deleted: the tag that `latest` names, tags with user-chosen
+    names, tags of other runs, tags of later steps (of a branch this run has not reached), and links out of the root.
+    `print_line` gets a warning for unknown files in a deleted tag and, at the first save of a run, a note of other
+    runs' tags."""
     if keep.last is None:
         return []
     with explain_disk_errors(root, 0):
@@ -377,21 +371,17 @@ def delete_old_tags(root: Path,
         others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
         if others and len(ancestors) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            print_line(
-                f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
-                "checkpoints of this run only")
+            print_line(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and "
+                       "deletes the checkpoints of this run only")
         if len(ancestors) < keep.last:
             return []
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
-        doomed = [
-            record.tag for record in steps
-            if record.commit_order < oldest_kept and record.iteration <= saved.iteration and record.tag not in (
-                latest, *others) and not (keep.every and record.iteration % keep.every == 0)
-        ]
+        doomed = [record.tag for record in steps if record.commit_order < oldest_kept
+                  and record.iteration <= saved.iteration and record.tag not in (latest, *others)
+                  and not (keep.every and record.iteration % keep.every == 0)]
         for tag in doomed:
             if strangers := unknown_files(tag_folder(root, tag)):
-                print_line(
-                    f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {format_file_names(strangers)}"
-                )
+                print_line(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
+                           f"{format_file_names(strangers)}")
             discard_folder(tag_folder(root, tag), delete)
     return doomed

@@ -1,4 +1,5 @@
-"""Delete checkpoints: rename to `.trash-<name>` at once, then remove the files, in a background thread while training runs.
+"""Delete checkpoints: rename to `.trash-<name>` at once, then remove the files, in a background thread while training
+runs.
 
 What a killed program leaves in the trash, the next start or save deletes (commit.py). No torch.
 """
@@ -21,15 +22,15 @@ from megatron.distributed.rank_status import STATUS
 
 TRASH_PREFIX = ".trash-"
 MAX_PENDING_FOLDERS = 1
-"""Folders in the trash beside which a save begins: where a disk deletes more slowly than checkpoints come, it waits."""
+"""Pending folders with which a save still starts; with more it waits, since the disk deletes too slowly."""
 POLL_SECONDS = 0.2
 
 DeleteFolder = Callable[[Path], object]
-"""What is done with a folder in the trash."""
+"""Deletes a folder in the trash."""
 
 
 def discard_folder(folder: Path, delete: DeleteFolder) -> None:
-    """Delete a folder so that no part of it is ever seen under its name; what cannot be deleted waits in the trash."""
+    """Rename the folder into the trash at once, so that it is never partially visible, then `delete` it."""
     trash = folder.with_name(f"{TRASH_PREFIX}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, trash)
     fsync_directory(folder.parent)
@@ -37,12 +38,12 @@ def discard_folder(folder: Path, delete: DeleteFolder) -> None:
 
 
 def delete_folder(path: Path) -> OSError | None:
-    """As far as it can be deleted, or why not; a link goes without what it leads to."""
+    """Delete as much as possible; returns the error if something is left. Of a link, only the link is deleted."""
     try:
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
             return None
-        shutil.rmtree(path, ignore_errors=True)  # all that can be, and what others delete meanwhile
+        shutil.rmtree(path, ignore_errors=True)  # deletes what it can, and tolerates concurrent deletions
         if os.path.lexists(path):
             shutil.rmtree(path)
     except FileNotFoundError:
@@ -54,21 +55,20 @@ def delete_folder(path: Path) -> OSError | None:
 
 @final
 class BackgroundDeleter:
-    """Deletes in a thread, one folder after the other. A save waits for it where room is short or too much is waiting,
-    and so does the end of a program that ends well; one that fails, or is asked to stop, leaves the rest to the next
-    start."""
+    """Deletes folders one by one in a thread. A save waits for it if disk space is short or too many folders are
+    pending, and a successful program waits at its end; a failed or stopped one leaves the rest to the next start."""
 
     def __init__(self, print_line: PrintLine = print_to_stderr) -> None:
         self._print_line, self._pid = print_line, os.getpid()
         self._pending: list[Path] = []
-        """The first is being deleted."""
+        """The first one is being deleted."""
         self._is_deleting = False
         self._changed = threading.Condition()
         self._warned: set[Path] = set()
         after_shutdown(self._finish_at_shutdown)
 
     def delete(self, path: Path) -> None:
-        """Returns at once. A folder may be given again while it waits."""
+        """Queue the folder and return at once. Queuing it again has no effect."""
         if self._is_in_forked_child():
             delete_folder(path)
             return
@@ -80,16 +80,16 @@ class BackgroundDeleter:
             self._is_deleting = True
         try:
             threading.Thread(target=self._delete_pending, name="delete", daemon=True).start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # no thread can be started
             self._delete_pending()
 
     @property
     def pending_count(self) -> int:
-        """Folders that somebody is about to delete."""
+        """Folders waiting to be deleted."""
         return len(self._pending) if self._is_deleting and not self._is_in_forked_child() else 0
 
     def wait_for_deletions(self, most: int = 0, until: Callable[[], object] = lambda: False) -> None:
-        """Until all but so many are deleted, or cannot be, or something has happened."""
+        """Wait until at most `most` folders are pending, or `until()` is true."""
         if self._is_in_forked_child():
             return
         with self._changed:
@@ -97,7 +97,7 @@ class BackgroundDeleter:
                 self._changed.wait(POLL_SECONDS)
 
     def _is_in_forked_child(self) -> bool:
-        """In a forked child, which has no such thread, and the lock as it was."""
+        """Whether this is a forked child: it has no deleting thread, and the lock may be held forever."""
         return os.getpid() != self._pid
 
     def _finish_at_shutdown(self) -> None:
@@ -124,10 +124,9 @@ class BackgroundDeleter:
             raise
 
     def _warn_once(self, path: Path, why: OSError | None) -> None:
-        """Once of each folder."""
+        """Warn once per folder."""
         if why is not None and path not in self._warned:
             self._warned.add(path)
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                self._print_line(
-                    f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the next "
-                    "save tries again")
+            with suppress(OSError, ValueError):  # the output is closed
+                self._print_line(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the "
+                                 "next save tries again")

@@ -23,15 +23,16 @@ T = TypeVar("T")
 
 CHECKSUM_FIELD = b',"crc32":"'
 MAX_JSON_BYTES = 256 << 20
-"""Bytes of a file of JSON: the longest that was ever written, a manifest of format 2 of many ranks, has half of it. A
-longer one, sparse or not, is not read into memory."""
+"""Largest JSON file in bytes, twice the longest one ever written (a format 2 manifest of many ranks). Longer ones, even
+sparse, are not read into memory."""
 MAX_COUNT = 10**15
-"""Steps, samples, elements, bytes: no count is as large."""
+"""Upper bound of steps, samples, elements and bytes."""
 
 
 @contextmanager
 def reraise_as_corrupt(where: str) -> Iterator[None]:
-    """Whatever the block, which talks to no other rank, makes of values from a checkpoint: an error of it is theirs."""
+    """Turn errors of a block that uses values from a checkpoint into CheckpointErrors. The block must not communicate.
+    """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, ConfigError) as error:
@@ -39,7 +40,7 @@ def reraise_as_corrupt(where: str) -> Iterator[None]:
 
 
 def parse_json(data: bytes | str, where: str) -> object:
-    """The JSON value in `data`; whatever else the bytes are (a pickle, say), they are only ever parsed as text."""
+    """Parse a JSON value. Anything else, such as a pickle, is never executed."""
     try:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -61,22 +62,21 @@ def read_bytes(path: Path, where: str) -> bytes:
 
 
 def seal_record(fields: Mapping[str, Any]) -> bytes:
-    """The record as JSON, sealed."""
+    """The record as JSON with its checksum."""
     text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
     return check_json_size(text + checksum_ending(text))
 
 
 def check_json_size(data: bytes) -> bytes:
-    """`data`, which a reader will take: what is too long for that is refused when it is saved."""
+    """Return `data`; CheckpointError if it is too long to be read back."""
     if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"a state of {len(data)} bytes of JSON is not saved, as no more than {MAX_JSON_BYTES} would be "
-            "read; hold large values in tensors")
+        raise CheckpointError(f"a state of {len(data)} bytes of JSON is not saved, as no more than {MAX_JSON_BYTES} "
+                              "would be read; hold large values in tensors")
     return data
 
 
 def unseal_record(data: bytes, where: str) -> object:
-    """The record in `data`, without its seal, which must be good, and without the signature of an older version."""
+    """The record in `data`, after checking its checksum; drops the signature of older versions."""
     text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
     if data[len(text):] != checksum_ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
@@ -90,12 +90,12 @@ def unseal_record(data: bytes, where: str) -> object:
 
 
 def checksum_ending(text: bytes | memoryview) -> bytes:
-    """The end of a sealed record whose other bytes are `text`."""
+    """The bytes that end a sealed record, for the preceding bytes `text`."""
     return CHECKSUM_FIELD + b'%08x"}\n' % crc32(text)
 
 
 class StrictRecord:
-    """One JSON object under reading: take each field once by type, then `done()`."""
+    """Reads one JSON object strictly: take each field once with its type, then `check_all_taken()`."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -107,7 +107,7 @@ class StrictRecord:
         if name not in self.fields:
             raise CheckpointError(f"{self.where}: field {name!r} is missing")
         value = self.fields.pop(name)
-        # bool is an int to Python, not to us.
+        # bool is a subclass of int
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(f"{self.where}: field {name!r} must be {kind.__name__}, found {value!r:.80}")
         return value
@@ -147,20 +147,20 @@ class StrictRecord:
 
 
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
-"""Of one element of each type that a checkpoint holds."""
+"""Bits per element of each supported dtype."""
 METADATA_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100 << 20
-"""Bytes of a header, as in other readers of such files."""
+"""Largest header in bytes, as in other safetensors readers."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One tensor of a file."""
+    """Where a tensor is in a file."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +174,7 @@ class SafetensorsHeader:
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = {}) -> bytes:
-    """The beginning of a file that holds these tensors, dtype and shape by key, in this order."""
+    """The header of a safetensors file with these tensors (key -> dtype, shape), in this order."""
     entries: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     end = 0
     for key, (dtype, shape) in tensors.items():
@@ -186,7 +186,7 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
 
 
 def read_header(file: IO[bytes], where: str) -> SafetensorsHeader:
-    """Of a file at its beginning."""
+    """Read and check the header of a file opened at its beginning."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

@@ -17,24 +17,24 @@ from torch import Tensor
 from megatron.errors import CheckpointError
 
 INT8_KIND, SCALE_KIND = "int8", "scale"
-"""Kinds of tensors; the name is the matrix's."""
+"""Tensor kinds of a quantised matrix; the tensor's name is the matrix's."""
 
 MAX_LEVEL = 127
 
 BLOCK_ELEMENTS = 1 << 18
-"""Numbers in memory at a time, but at least a row."""
+"""Elements in memory at a time, at least one row."""
 
 ReadRange = Callable[[int, Tensor], None]
-"""read(start, out): fill the 1-D `out` with a flattened matrix from `start` on."""
+"""read(start, out): fill the 1-D `out` with elements of the flattened matrix from `start` on."""
 
 
 def is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """Whether int8 is for this parameter of a GPT-2."""
+    """Whether this parameter of a GPT-2 is stored as int8."""
     return len(shape) == 2 and name != "wpe.weight"
 
 
 def row_maxima(read: ReadRange, shape: Sequence[int]) -> Tensor:
-    """[rows, columns] -> the largest |number| of each row, fp32."""
+    """[rows, columns] -> [rows], the largest absolute value of each row in fp32."""
     found = torch.empty(shape[0])
     for first, block in _row_blocks(read, shape):
         found[first : first + len(block)] = _row_maxima_of_block(block)
@@ -49,8 +49,8 @@ def quantise_matrix(read: ReadRange, shape: Sequence[int], where: str, maxima: T
 
 
 def quantise_into(levels: Tensor, read: ReadRange, where: str, maxima: Tensor | None = None) -> Tensor:
-    """Fill `levels`, [rows, columns] int8 on any device; the scales [rows] in fp32. `maxima` are of whole rows, where
-    these are parts. `where` is what an error names."""
+    """Fill `levels`, [rows, columns] int8 on any device; returns the scales, [rows] in fp32. `maxima` are the maxima of
+    full rows if these are slices of rows. Errors name `where`."""
     scale = torch.empty(len(levels))
     for first, block in _row_blocks(read, levels.shape):
         rows = slice(first, first + len(block))
@@ -67,7 +67,7 @@ def scales_from_maxima(maxima: Tensor, where: str) -> Tensor:
 
 
 def _row_blocks(read: ReadRange, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """(first row, some rows in fp32); their room is used again for the next ones."""
+    """(first row, [rows, columns] block in fp32) for consecutive blocks, which share one buffer."""
     rows, columns = shape
     each = max(1, min(rows, BLOCK_ELEMENTS // max(1, columns)))
     buffer = torch.empty(each * columns)

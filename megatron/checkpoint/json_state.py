@@ -1,7 +1,8 @@
 """Nested Python state as JSON plus a list of tensors, and back with exact types. No pickle.
 
 What JSON cannot express is an object with one key that begins with `$` (`{"$tensor": key}`, tuples, sets, bytes, paths,
-numpy arrays, ...). Classes derived from these types (a namedtuple, an IntEnum) are refused, with their path in the state.
+numpy arrays, ...). Classes derived from these types (a namedtuple, an IntEnum) are refused, with their path in the
+state.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ TENSOR, PARAMETER, TUPLE, SET, FROZENSET, BYTES, BYTEARRAY, PATH, NAMESPACE, DIC
 ORDERED, COUNTER, DEFAULT, SIZE, TORCH_VERSION = "$ordered", "$counter", "$default", "$size", "$torch_version"
 
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set, bytes)}
-"""What a defaultdict may make."""
+"""Supported factories of a defaultdict."""
 
 StateEncoder = Callable[[Any, str, list[FileTensor]], Any]
-"""(value, its path, what its tensors are appended to) -> JSON."""
+"""(value, its path, list that its tensors are appended to) -> JSON."""
 
 ReadTensor = Callable[[str], Tensor]
-"""The tensor of a path."""
+"""Path -> tensor."""
 
 
 def encode_state(value: object, path: str, items: list[FileTensor]) -> Any:
-    """`value` as JSON; its tensors are appended to `items`, with their paths as keys."""
-    if isinstance(value, np.generic):  # of many types
+    """`value` as JSON; its tensors are appended to `items` with their paths as keys."""
+    if isinstance(value, np.generic):  # numpy scalars have many types
         return {NUMPY: [_numpy_dtype(value, path), _base64(value.tobytes())]}
     encoder: StateEncoder = ENCODERS.get(type(value), _refuse_type)
     return encoder(value, path, items)
@@ -68,15 +69,13 @@ def _encode_dict(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -
 
 
 def _encode_pairs(value: Mapping[Any, Any], path: str, items: list[FileTensor]) -> list[Any]:
-    pairs = enumerate(value.items())  # 1 and "1" are two keys: their places tell them apart
-    return [[
-        encode_state(key, f"{path}/key {i}", items),
-        encode_state(child, f"{path}/{i}: {_escape_key(str(key))}", items)
-    ] for i, (key, child) in pairs]
+    pairs = enumerate(value.items())  # keys 1 and "1" differ: their index keeps the paths apart
+    return [[encode_state(key, f"{path}/key {i}", items),
+             encode_state(child, f"{path}/{i}: {_escape_key(str(key))}", items)] for i, (key, child) in pairs]
 
 
 def _escape_key(key: str) -> str:
-    """A key as one step of a path, and no other's: a tensor is found by its path."""
+    """A key as one path component: paths must be unique, since tensors are stored by them."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -89,7 +88,7 @@ def _encode_defaultdict(value: defaultdict[Any, Any], path: str, items: list[Fil
 
 
 def _encode_sequence(value: Iterable[Any], path: str, items: list[FileTensor]) -> list[Any]:
-    # Sets have no order of their own; a file should not differ from run to run.
+    # Sort sets, so that the file does not differ from run to run.
     members = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     return [encode_state(child, f"{path}/{index}", items) for index, child in enumerate(members)]
 
@@ -119,7 +118,7 @@ def _refuse_type(value: object, path: str, items: list[FileTensor]) -> Any:
 
 
 SAVABLE_BASES = frozenset({dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray})
-"""What a value of a class of its own may be saved as, where it is a kind of one of these."""
+"""Base types suggested for saving an instance of a subclass."""
 
 ENCODERS: dict[type, StateEncoder] = {
     **dict.fromkeys((type(None), bool, int, float, str), _encode_plain),
@@ -139,13 +138,12 @@ ENCODERS: dict[type, StateEncoder] = {
     type(Path()): lambda value, path, items: {PATH: str(value)},
     argparse.Namespace: lambda value, path, items: {NAMESPACE: _encode_dict(vars(value), path, items)},
     np.ndarray: _encode_array,
-    TorchVersion: lambda value, path, items: {TORCH_VERSION: str(value)},
-}
-"""A type, and no kind of it -> how to write it."""
+    TorchVersion: lambda value, path, items: {TORCH_VERSION: str(value)}}
+"""Exact type (no subclass) -> its encoder."""
 
 
 def decode_state(value: Any, fetch: ReadTensor) -> Any:
-    """The inverse of `encode`."""
+    """The inverse of `encode_state`."""
     if isinstance(value, list):
         return [decode_state(child, fetch) for child in value]
     if not isinstance(value, dict):
@@ -192,6 +190,5 @@ DECODERS: dict[str, Callable[[Any, ReadTensor], Any]] = {
     DEFAULT: _decode_defaultdict,
     ARRAY: _decode_array,
     NUMPY: lambda content, fetch: np.ndarray((), np.dtype(content[0]), base64.b64decode(content[1]))[()],
-    TORCH_VERSION: lambda content, fetch: TorchVersion(content),
-}
-"""The mark of an object with one key -> how to read what it holds."""
+    TORCH_VERSION: lambda content, fetch: TorchVersion(content)}
+"""Marker key -> decoder of its content."""

@@ -30,7 +30,8 @@ from megatron.errors import CheckpointError
 
 
 class Ancestor(NamedTuple):
-    """A save, as the history of a later one names it. Formats 1 to 4: branch "", and the time instead of the number."""
+    """An earlier save in a later one's history. Formats 1 to 4: branch "" and the time in place of the commit number.
+    """
 
     branch: str
     commit: int
@@ -42,7 +43,7 @@ History = tuple[Ancestor, ...]
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What orders the saves of a root and relates them."""
+    """Identifies a save: its order within the root and its ancestors."""
 
     tag: str
     iteration: int
@@ -58,11 +59,11 @@ class CommitRecord:
 
     @property
     def commit_order(self) -> tuple[int, int, int, str]:
-        """Sorts the saves of a root as they were committed."""
+        """Sort key: saves in order of commit."""
         return self.commit, 0 if self.branch else self.saved_at, self.iteration, self.tag
 
     def descends_from(self, other: CommitRecord) -> bool:
-        """`other` is an ancestor of this save, or this save itself."""
+        """Whether `other` is an ancestor of this save, or this save itself."""
         branch, commit, _ = other.as_ancestor
         return (other.iteration <= self.iteration and (branch != "" or other.run_id == self.run_id)
                 and any(branch == known.branch and commit <= known.commit
@@ -70,26 +71,26 @@ class CommitRecord:
 
 
 class Lineage:
-    """What the next save of an engine continues from; the lineage of rank 0 is the one recorded."""
+    """What an engine's next save continues from. The lineage of rank 0 is recorded."""
 
     def __init__(self, parent: CommitRecord | None = None) -> None:
-        """`parent`: what was loaded; None at the start of a run."""
+        """`parent` is the checkpoint that was loaded; None at the start of a run."""
         self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
         if parent is not None:
             self.set_parent(parent)
 
     def set_parent(self, parent: CommitRecord) -> None:
-        """From here on the next save continues from this one."""
+        """Let the next save continue from `parent`."""
         earlier = (known for known in self.history if known.branch != parent.branch)
         self.history = *earlier, parent.as_ancestor
 
     def next_commit_number(self, last: int) -> int:
-        """Of the next commit into a root whose last one has the number `last`."""
+        """Number of the next commit into a root whose last commit has number `last`."""
         return 1 + max([last, *(known.commit for known in self.history if known.branch)])
 
 
 def parse_lineage(record: StrictRecord) -> tuple[str, History]:
-    """The branch and the history that a manifest, or the part of rank 0, states."""
+    """(branch, history) of a manifest or of the rank 0 manifest."""
     branch, history = record.take_field("branch", str), []
     for value in record.take_field("history", list):
         entry = StrictRecord(value, f"{record.where}: history[]")
@@ -104,20 +105,20 @@ def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
 
 
 FORMAT = 5
-"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they, 3 and 4 are read as well."""
+"""The format written. Formats 1 (without `saved_at`) and 2 list all files and pieces; formats 1 to 4 can be read."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _HEAD_PATTERN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)","iteration":([0-9]{1,18})')
 _TAIL_PATTERN = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
                            rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
 _TAIL_BYTES = 250
-"""Bytes that hold the end."""
+"""Bytes read from the end of a manifest."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
 
 
 def check_safe_name(name: str, what: str) -> str:
-    """`name`, which may become a path: no separator, no leading dot, nothing a file system reads otherwise."""
+    """Return `name` if it is safe as a path: no separator, no leading dot, nothing special to a file system."""
     if not is_safe_name(name):
         raise CheckpointError(f"{what} {name!r:.80} is not a plain name: letters, digits, '_', '-' and inner '.' only")
     return name
@@ -132,14 +133,14 @@ def tag_of_iteration(iteration: int) -> str:
 
 
 def iteration_of_tag(tag: str) -> int | None:
-    """N of `global_step<N>`; None for a tag of the user's own."""
+    """N of `global_step<N>`; None for a user-chosen tag name."""
     match = _STEP_TAG.fullmatch(tag)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of the tag must be, to the byte."""
+    """Size and checksum that a file of the tag must have."""
 
     size: int
     crc32: str
@@ -151,7 +152,7 @@ class FileEntry:
 
 @dataclass(frozen=True, order=True)
 class PieceEntry:
-    """`count` elements from `offset` of the flattened local tensor of `tp_rank`."""
+    """Where elements [offset, offset + count) of the flattened local tensor of `tp_rank` are stored."""
 
     tp_rank: int
     offset: int
@@ -162,7 +163,7 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One logical tensor: the cut it was written under, and where its elements are."""
+    """One logical tensor: how it is sharded, and where its elements are."""
 
     kind: str
     name: str
@@ -179,12 +180,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of one tensor-parallel rank's local tensor."""
+        """Elements of the local tensor of one tensor-parallel rank."""
         return prod(self.sharding.local_shape)
 
     def check_coverage(self, tp: int, shards: int) -> None:
-        """The cut exists, and every element of every rank's local tensor is held once: the flat buffer of `shards`
-        shards that the tensor is spread over contains it, or the pieces, in order, cover it."""
+        """Raise unless the sharding is valid and every element of every rank's local tensor is stored once: it lies
+        inside the flat buffer of `shards` shards, or the pieces cover it in order."""
         self.sharding.check()
         if self.dp_sharding is None:
             self._check_pieces()
@@ -208,13 +209,13 @@ class TensorEntry:
 
 
 def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
-    """The key of a piece, as `Piece.key` has it."""
+    """The key of a piece, as in `TensorPiece.key`."""
     return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint: who wrote it, under which config and layout, in which files, holding which tensors."""
+    """One checkpoint: its run, configuration, layout and tensors."""
 
     run_id: str
     tag: str
@@ -223,22 +224,22 @@ class Manifest:
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
-    """Time of the commit in microseconds since 1970, for people; 0 in format 1, which does not record it."""
+    """Time of the commit in microseconds since 1970, for display only; 0 in format 1."""
     branch: str = ""
     commit: int = 0
-    """The number of the commit; 0 in formats 1 to 4, which have no branch and no history either (lineage.py)."""
+    """Commit number; 0 in formats 1 to 4, which also have no branch and history."""
     history: History = ()
     save_id: str = ""
-    """What this save wrote into each of its files of JSON; empty in formats 1 and 2."""
+    """Written into each JSON file of this save; empty in formats 1 and 2."""
     nbytes: int = 0
-    """Of all other files of the tag."""
+    """Size of all other files of the tag."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Formats 1 and 2: every other file of the tag. Later: empty, unless `tags.verify` has filled it in."""
+    """Formats 1 and 2: every other file of the tag. Later formats: empty unless filled in by `tags.verify_tag`."""
     format: int = FORMAT
 
     @property
     def save_name(self) -> str:
-        """Differs from save to save; before format 3, where its files do."""
+        """An identifier of the save; before format 3 it depends on the files only."""
         return self.save_id or f"{crc32(repr(sorted(self.files.items())).encode()):08x}"
 
     @property
@@ -256,8 +257,8 @@ class Manifest:
 
     @property
     def tp_dp_sizes(self) -> tuple[int, int]:
-        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k is tensor-parallel rank k % tp
-        and has data-parallel shard k // tp."""
+        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k has tensor-parallel rank k % tp
+        and data-parallel shard k // tp."""
         tp, dp = (self.layout.get(axis) for axis in ("tp", "dp"))
         if not (isinstance(tp, int) and isinstance(dp, int) and tp > 0 and dp > 0):
             raise CheckpointError(f"tag {self.tag}: {MANIFEST}: layout expected with sizes tp and dp, found "
@@ -266,7 +267,7 @@ class Manifest:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote it."""
         tp, dp = self.tp_dp_sizes
         return tp * dp
 
@@ -276,23 +277,22 @@ class Manifest:
         self.check()
 
     def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
-        """(offset, count) of the elements of the tensor that the rank writes; None where there are none."""
+        """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
         shard, tp_rank = divmod(rank, self.tp_dp_sizes[0])
         assert tensor.dp_sharding is not None
         return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
 
     def tensors_as_json(self) -> bytes:
-        """What is said about the tensors."""
         return json.dumps([_tensor_to_json(tensor) for tensor in self.tensors], separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """Of what makes it this checkpoint and no other. The end of its `save_id`."""
+        """Digest of run, tag, iteration, layout, configuration and tensors; `save_id` ends with it."""
         content = {name: getattr(self, name) for name in ("run_id", "tag", "iteration", "layout", "config")}
         content["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
         return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """What `read_commit_record` reads is at the beginning and at the end."""
+        """The file's content. `read_commit_record` needs its fields at the beginning and the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
@@ -300,7 +300,7 @@ class Manifest:
         return seal_record(body)
 
     def check(self) -> None:
-        """What no single field can promise: tensors named once and whole, their pieces in listed files."""
+        """Check across fields: tensors are named once and fully stored, and their pieces are in listed files."""
         tp, shards = self.tp_dp_sizes if any(tensor.dp_sharding for tensor in self.tensors) else (1, 1)
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
@@ -322,8 +322,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_commit_record(folder: Path) -> CommitRecord | None:
-    """Of the manifest in `folder`, without its history, if its bytes match its checksum. It is read and not parsed: one
-    of format 2 can be hundreds of megabytes, and each save asks this of every tag."""
+    """The CommitRecord, without history, of the manifest in `folder`; None if its checksum is wrong. Uses regular
+    expressions in place of a JSON parser: format 2 manifests can have hundreds of MB, and each save reads this of every
+    tag."""
     try:
         data = read_bytes(folder / MANIFEST, MANIFEST)
     except CheckpointError:
@@ -338,14 +339,13 @@ def read_commit_record(folder: Path) -> CommitRecord | None:
 
 
 def manifest_checksum(folder: Path) -> str | None:
-    """The checksum that the manifest in `folder` ends with, which identifies one save; None without a manifest."""
-    return None if (end :=
-                    _read_tail(folder)) is None else end[-len(checksum_ending(b"")):][len(CHECKSUM_FIELD):-3].decode(
-                        "ascii", "replace")
+    """The checksum at the end of the manifest in `folder`, which identifies a save; None without a manifest."""
+    return (None if (end := _read_tail(folder)) is None
+            else end[-len(checksum_ending(b"")):][len(CHECKSUM_FIELD):-3].decode("ascii", "replace"))
 
 
 def read_commit_number(folder: Path) -> int:
-    """The number of the commit, from the last bytes alone; 0 where there is none."""
+    """The commit number, from the manifest's last bytes; 0 if there is none."""
     found = _TAIL_PATTERN.search(_read_tail(folder) or b"")
     return int(found[2] or 0) if found else 0
 
@@ -360,26 +360,20 @@ def _read_tail(folder: Path) -> bytes | None:
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
-    """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
+    """Parse and check a manifest; CheckpointError names what is wrong."""
     record = StrictRecord(unseal_record(data, where), where)
     if (version := record.take_count("format")) not in range(1, FORMAT + 1):
         raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
     branch, history = parse_lineage(record) if version > 4 else ("", ())
     manifest = Manifest(
-        run_id=record.take_field("run_id", str),
-        tag=check_safe_name(record.take_field("tag", str), f"{where}: tag"),
-        iteration=record.take_count("iteration"),
-        layout=record.take_field("layout", dict),
+        run_id=record.take_field("run_id", str), tag=check_safe_name(record.take_field("tag", str), f"{where}: tag"),
+        iteration=record.take_count("iteration"), layout=record.take_field("layout", dict),
         config=record.take_field("config", dict),
         tensors=tuple(_parse_tensor_entry(value, where, version < 3) for value in record.take_field("tensors", list)),
-        saved_at=record.take_count("saved_at", 10**18) if version > 1 else 0,
-        branch=branch,
-        history=history,
-        commit=record.take_count("commit") if version > 4 else 0,
-        save_id=record.take_field("save_id", str) if version > 2 else "",
-        nbytes=record.take_count("nbytes") if version > 2 else 0,
-        files=parse_file_entries(record.take_field("files", dict), where) if version < 3 else {},
-        format=version)
+        saved_at=record.take_count("saved_at", 10**18) if version > 1 else 0, branch=branch, history=history,
+        commit=record.take_count("commit") if version > 4 else 0, save_id=record.take_field("save_id", str)
+        if version > 2 else "", nbytes=record.take_count("nbytes") if version > 2 else 0,
+        files=parse_file_entries(record.take_field("files", dict), where) if version < 3 else {}, format=version)
     record.check_all_taken()
     manifest.check()
     _check_save_id(manifest, where)
@@ -402,7 +396,7 @@ def parse_file_entries(values: dict[str, object], where: str) -> dict[str, FileE
 
 def _parse_file_entry(record: StrictRecord) -> FileEntry:
     entry = FileEntry(record.take_count("size"), record.take_field("crc32", str))
-    record.fields.pop("sha256", None)  # of a tag that an older version signed
+    record.fields.pop("sha256", None)  # signed tags of older versions have it
     record.check_all_taken()
     return entry
 

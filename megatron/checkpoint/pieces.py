@@ -1,4 +1,5 @@
-"""A piece: consecutive elements of one parameter's state, as the engine hands it to a save. See docs/architecture.md."""
+"""A piece: consecutive elements of one parameter's state, as the engine hands it to a save. See
+docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from mpu.split import Partition
 
 @dataclass(frozen=True)
 class LazyData:
-    """Data that is fetched when it is written (from NVMe, say), so that a rank never holds all of it at once."""
+    """Data that is loaded when it is written (from NVMe, for example), so that a rank never holds all of it."""
 
     count: int
     dtype: torch.dtype
@@ -26,12 +27,12 @@ class LazyData:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The elements from `offset` of the flattened local tensor of a tensor-parallel rank."""
+    """Elements from `offset` on of the flattened local tensor of one tensor-parallel rank."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    """Local (tensor-parallel) shape of the whole parameter."""
+    """Local (tensor-parallel) shape of the full parameter."""
     partition: Partition | None
     tp_rank: int
     tp_size: int
@@ -45,13 +46,13 @@ class TensorPiece:
 
     @property
     def key(self) -> str:
-        """Unique in a checkpoint: for a replicated tensor tp_rank is 0 for every piece that is written."""
+        """Unique in a checkpoint: pieces of replicated tensors are written with tp_rank 0."""
         return f"{self.kind}/{self.name}/{self.tp_rank}/{self.offset}"
 
     def load(self) -> torch.Tensor:
-        """The data, which must be finite: a checkpoint one cannot train on is never committed."""
+        """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""
         data = self.data.load() if isinstance(self.data, LazyData) else self.data
-        # A sum finds any non-finite element at memory speed; it can overflow by itself, hence the second look.
+        # A sum is fast and finds any non-finite element, but may overflow itself: then check each element.
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data
@@ -60,13 +61,13 @@ class TensorPiece:
         return FileTensor(self.key, self.data.dtype, (self.count,), self.load)
 
     def to_tensor_entry(self) -> TensorEntry:
-        """The whole tensor, where one data-parallel rank holds all of it."""
+        """The manifest entry if one data-parallel rank holds the whole tensor."""
         return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
                            tp_sharding_of(self.shape, self.partition, self.tp_size), DPSharding(0, prod(self.shape)))
 
 
 def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
-    """mpu's description of a cut in the manifest's words."""
+    """mpu's Partition as a TPSharding."""
     if partition is None:
         return TPSharding(tuple(shape), None, 1, None, 1)
     return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)

@@ -21,12 +21,13 @@ from megatron.errors import CheckpointError
 CONFIG_FILE = "config.json"
 SHARED_STATE_FILE = "shared.json"
 RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)
-"""Files that rank 0 writes beside its own."""
+"""Files that rank 0 writes in addition to its own."""
 
 
 @dataclass(frozen=True)
 class FileProvenance:
-    """Save, and rank in it. The save's name ends with a digest of the manifest; run, tag and step are for people."""
+    """The save and rank that wrote a file. `save_id` ends with the manifest's digest; run, tag and iteration are for
+    people."""
 
     save_id: str
     rank: int
@@ -35,7 +36,7 @@ class FileProvenance:
     iteration: int
 
     def as_metadata(self) -> dict[str, str]:
-        """In the header of a safetensors file, which holds texts."""
+        """As safetensors metadata, which holds strings."""
         return {name: str(value) for name, value in asdict(self).items()}
 
 
@@ -44,7 +45,7 @@ def provenance_of(manifest: Manifest, rank: int) -> FileProvenance:
 
 
 def check_provenance(stated: object, expected: FileProvenance, where: str) -> None:
-    """`found` is the origin that a file has, as a dict or as metadata."""
+    """Raise unless `stated`, a file's provenance as dict or metadata, equals `expected`."""
     if not isinstance(stated, Mapping):
         raise CheckpointError(f"{where}: does not say which checkpoint it is of")
     for field in fields(FileProvenance):
@@ -58,15 +59,15 @@ def check_provenance(stated: object, expected: FileProvenance, where: str) -> No
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank wrote."""
+    """The files and state that one rank wrote."""
 
     provenance: FileProvenance
     files: Mapping[str, FileEntry]
-    """This file is not among them: it ends with its own checksum."""
+    """Without this file, which ends with its own checksum."""
     state: Any
-    """The rank's own state, encoded (state.py)."""
+    """The rank's own state, encoded (json_state.py)."""
     lineage: Mapping[str, Any] | None = None
-    """Rank 0: that of the manifest again, for the case that the manifest is damaged."""
+    """Rank 0 only: a copy of the manifest's lineage, in case the manifest is damaged."""
 
     @property
     def tensor_files(self) -> list[str]:
@@ -87,13 +88,13 @@ def tensor_file_name(rank: int, index: int) -> str:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that writes a file of this name; None for a name that no rank uses."""
+    """The rank that writes a file of this name; None for a foreign name."""
     match = re.fullmatch(r"rank(0|[1-9][0-9]{0,8})(\.json|(-[1-9][0-9]{0,8})?\.safetensors)", name)
     return int(match[1]) if match else 0 if name in RANK_0_FILES else None
 
 
 def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[RankManifest, FileEntry]:
-    """The part of one rank, which must belong to this manifest, and what its file is."""
+    """The manifest of one rank, checked against `manifest`, and the size and checksum of its file."""
     name = rank_manifest_name(rank)
     where = f"tag {manifest.tag}: file {name}"
     if not (folder / name).is_file():
@@ -120,19 +121,15 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> tuple[Ran
 
 
 def commit_record_of_rank_0(folder: Path) -> CommitRecord | None:
-    """What the part of rank 0 says of the save, where the manifest is damaged; None where it says nothing. The
-    commit number is not stored here: every other tag counts as earlier."""
+    """The CommitRecord in rank 0's manifest, for a damaged main manifest; None if unreadable. The commit number is not
+    stored there: every other tag then counts as earlier."""
     where = rank_manifest_name(0)
     try:
         record = StrictRecord(unseal_record(read_bytes(folder / where, where), where), where)
         origin = StrictRecord(record.take_field("origin", dict), where)
-        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict), where)) if "lineage" in record.fields \
-            else ("", ())
-        return CommitRecord(origin.take_field("tag", str),
-                            origin.take_count("iteration"),
-                            origin.take_field("run_id", str),
-                            saved_at=10**18,
-                            branch=branch,
-                            history=history)
+        branch, history = parse_lineage(StrictRecord(record.take_field("lineage", dict),
+                                                     where)) if "lineage" in record.fields else ("", ())
+        return CommitRecord(origin.take_field("tag", str), origin.take_count("iteration"),
+                            origin.take_field("run_id", str), saved_at=10**18, branch=branch, history=history)
     except CheckpointError:
         return None

@@ -46,12 +46,11 @@ from mpu.split import Partition
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
                     print_line: PrintLine = print_to_stderr, int8: bool = False) -> Checkpoint:
-    """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
+    """Open `tag`, or the tag that `latest` names, after verifying every byte of it.
 
-    Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
-    With `fallback` a damaged tag makes way for the newest intact one that it continues, and `say` prints why. One with
-    int8 weights is for those who ask for it with `int8`.
-    """
+    Collective over `world`: the ranks share the verification, and all succeed or all raise the same error. With
+    `fallback` a damaged tag is replaced by its newest intact ancestor, and `print_line` gets the reason. `int8` accepts
+    int8 weights, which are otherwise refused."""
     found = _open_or_fall_back(Path(root), tag, world, fallback, print_line)
     if found.has(INT8_KIND) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
@@ -60,10 +59,8 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
 
 
 def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool, print_line: PrintLine) -> Checkpoint:
-    first = str(
-        on_rank_0(
-            lambda: check_tag_exists(root, tag)
-            if tag is not None else latest_tag(root) or load_candidates(root)[0], world))
+    first = str(on_rank_0(lambda: check_tag_exists(root, tag) if tag is not None else latest_tag(root) or
+                          load_candidates(root)[0], world))
     try:
         if tag is None and world.rank == 0 and (warning := latest_file_warning(root, first)):
             print_line(warning)
@@ -87,7 +84,7 @@ def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool
 
 
 def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) -> Checkpoint:
-    """Every rank checks its share of the files, and the first one whether there are others. Collective."""
+    """Verify a tag, each rank its share of the files, rank 0 also unexpected files. Collective."""
     def check() -> tuple[Manifest, int]:
         with _explain_read_errors(root, tag):
             manifest = read_tag_manifest(root, tag)
@@ -107,7 +104,7 @@ def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) ->
 
 @contextmanager
 def _explain_read_errors(root: Path, tag: str) -> Iterator[None]:
-    """A folder that cannot be listed, or a file that cannot be looked at, is an error of the checkpoint."""
+    """Turn an OSError while listing or reading into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -116,16 +113,13 @@ def _explain_read_errors(root: Path, tag: str) -> Iterator[None]:
 
 
 class Checkpoint:
-    """One open checkpoint. Names of tensors are pairs (kind, name)."""
+    """One open checkpoint. A tensor is named by a pair (kind, name)."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.tensors = {
-            (tensor.kind, tensor.name): _StoredTensor(tensor,
-                                                      manifest.tp_dp_sizes[0] if manifest.has_rank_manifests else 1)
-            for tensor in manifest.tensors
-        }
+        self.tensors = {(tensor.kind, tensor.name): _StoredTensor(
+            tensor, manifest.tp_dp_sizes[0] if manifest.has_rank_manifests else 1) for tensor in manifest.tensors}
         self._open_files: dict[str, SafetensorsReader] = {}
         self._rank_manifests: dict[int, RankManifest] = {}
 
@@ -156,7 +150,6 @@ class Checkpoint:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """The logical shape."""
         return self._stored_tensor(kind, name).sharding.logical_shape
 
     @cached_property
@@ -164,7 +157,7 @@ class Checkpoint:
         return self._read_state(SHARED_STATE_FILE, 0)
 
     def rank_state(self, rank: int, layout: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """What `rank` saved; None when it was not a rank of that run, or when tp or dp of `layout` are others."""
+        """State that `rank` saved; None if that run had no such rank, or if tp or dp of `layout` differ."""
         differs = layout is not None and any(layout[key] != self.layout.get(key) for key in ("tp", "dp"))
         if differs:
             return None
@@ -178,7 +171,7 @@ class Checkpoint:
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the elements from `offset` of the flattened local tensor of `shape` at `tp_rank`."""
+        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
         stored, wanted = self._stored_tensor(kind, name), tp_sharding_of(shape, partition, tp_size)
         if wanted.logical_shape != stored.sharding.logical_shape:
             raise CheckpointError(f"tag {self.tag}: {kind} {name!r}: shape expected {list(wanted.logical_shape)}, "
@@ -194,7 +187,7 @@ class Checkpoint:
                 self._copy_segment(stored, part, out[start:start + part.count])
 
     def _copy_segment(self, stored: _StoredTensor, segment: TensorSegment, out: torch.Tensor) -> None:
-        """Copy a run of the stored local tensor of one rank, piece by piece."""
+        """Copy a segment of one rank's stored local tensor, piece by piece."""
         done = 0
         for holder, key, start, count in stored.locate(segment):
             file = self._file_holding(holder, key)
@@ -214,7 +207,7 @@ class Checkpoint:
         return self._open_files[name]
 
     def _file_holding(self, holder: str | int, key: str) -> SafetensorsReader:
-        """The file of a name, or the one of a rank's that holds `key`."""
+        """The file named `holder`, or the file of rank `holder` that contains `key`."""
         if isinstance(holder, str):
             return self._open_file(holder)
         names = self._files_of(holder)
@@ -234,7 +227,7 @@ class Checkpoint:
         return [name for name in self.manifest.files if name.startswith((f"rank{rank}.s", f"rank{rank}-"))]
 
     def _read_state(self, name: str, writer: int) -> dict[str, Any]:
-        """The state in a file of JSON; its tensors are in the files of the rank that wrote it."""
+        """Decode a JSON state file; its tensors are in the files of the rank `writer`."""
         where = f"tag {self.tag}: file {name}"
         value = parse_json(read_bytes(self.folder / name, where), where)
         if self.manifest.has_provenance:
@@ -250,14 +243,15 @@ class Checkpoint:
 
 
 class _StoredTensor:
-    """A tensor of the manifest, ready for look-ups."""
+    """A tensor of the manifest, indexed for look-ups."""
 
     def __init__(self, entry: TensorEntry, tp_size: int) -> None:
-        self.entry, self.sharding, self.slice_map, self._tp_size = entry, entry.sharding, entry.sharding.slice_map, tp_size
+        self.entry, self.sharding, self.slice_map, self._tp_size = (
+            entry, entry.sharding, entry.sharding.slice_map, tp_size)
         self._starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
 
     def locate(self, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
-        """(rank or file that holds it, key, start in the piece, count) of the pieces that make up `run`."""
+        """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
         start, stop = segment.local_start, segment.local_start + segment.count
         if self.entry.dp_sharding is None:
             yield from self._locate_in_list(segment.tp_rank, start, stop)
@@ -266,7 +260,7 @@ class _StoredTensor:
             yield shard * self._tp_size + segment.tp_rank, piece_key(self.entry, segment.tp_rank, offset), within, count
 
     def _locate_in_list(self, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
-        """The pieces follow each other, rank by rank, without gaps."""
+        """Formats 1 and 2: pieces are contiguous and ordered by rank."""
         index = bisect_right(self._starts, (tp_rank, start)) - 1
         while start < stop:
             piece = self.entry.pieces[index]
@@ -277,11 +271,11 @@ class _StoredTensor:
 
 
 DIGEST_BLOCK = 1 << 22
-"""Elements of a tensor in memory at a time while it is digested."""
+"""Elements in memory at a time while digesting."""
 
 
 def digest_lines(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line `<sha256> <kind> <shape> <name>` for each logical tensor, in order, then `total <sha256 of the lines>`."""
+    """`<sha256> <kind> <shape> <name>` for each logical tensor in order, then `total <sha256 of the lines>`."""
     total = sha256()
     for kind in checkpoint.kinds:
         for name in checkpoint.names(kind):
@@ -305,14 +299,14 @@ def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count
 
 
 def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
-    """Write all weights as one fp32 safetensors file, which appears complete or not at all; its size in bytes."""
+    """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
     if not checkpoint.has("weight"):
         raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
     names = {name: name for name in checkpoint.names("weight")}
     with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
         names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
     items = []
-    for name, saved in sorted(names.items()):  # one tensor under two names is stored twice: safetensors wants that
+    for name, saved in sorted(names.items()):  # safetensors requires a tied tensor to be stored under each name
         shape = checkpoint.shape("weight", saved)
         items.append(
             FileTensor(name, torch.float32, shape, partial(read_logical, checkpoint, "weight", saved, 0, prod(shape))))
@@ -329,9 +323,9 @@ def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
 class RecordedModel:
     shape: ModelConfig
     precision: str
-    """fp32, fp16 or bf16: of the weights in training."""
+    """Precision of the weights in training: fp32, fp16 or bf16."""
     data: Mapping[str, Any]
-    """The section `data` of the configuration, with the type of the recorded tokenizer where it names none."""
+    """The configuration's `data` section; tokenizer_type is filled in from the recorded tokenizer."""
     tokenizer: TokenizerFacts | None
 
 
@@ -341,9 +335,8 @@ def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
         precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
     if shape.vocab_size is None:
         raise CheckpointError(
-            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected "
-            "a GPT2 of megatron.model; load_checkpoint into the model it was saved from, and "
-            "save_checkpoint, record it")
+            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected a GPT2 "
+            "of megatron.model; load_checkpoint into the model it was saved from, and save_checkpoint, record it")
     state = StrictRecord(checkpoint.shared_state,
                          f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
     tokenizer = tokenizer_facts_of_state(state)

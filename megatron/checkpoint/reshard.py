@@ -1,4 +1,5 @@
-"""Index arithmetic for resharding: local element <-> logical element under tensor parallelism, and element -> data-parallel shard.
+"""Index arithmetic for resharding: local element <-> logical element under tensor parallelism, and element ->
+data-parallel shard.
 
 A *logical* tensor is what one process without tensor parallelism or padding would hold. Cut along `dim` with stride s
 over tp ranks it is a row of equal blocks, one for each index of the dimensions before `dim` and each of the s parts.
@@ -22,7 +23,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorSegment:
-    """`count` elements that are consecutive in both the local tensor of `tp_rank` and the logical tensor."""
+    """`count` elements that are contiguous in both the local tensor of `tp_rank` and the logical tensor."""
 
     tp_rank: int
     local_start: int
@@ -32,13 +33,13 @@ class TensorSegment:
 
 @dataclass(frozen=True)
 class TPSliceMap:
-    """Block lengths of one tensor: `local` elements on one rank are part of `logical` ones."""
+    """Block lengths of one tensor: `local_block` elements on each rank out of `logical_block`."""
 
     local_block: int
     logical_block: int
 
     def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[TensorSegment]:
-        """The runs of [start, stop) of rank `tp_rank`'s flattened tensor, in order; padding belongs to no run."""
+        """Segments of [start, stop) of rank `tp_rank`'s flattened local tensor, in order; padding is in no segment."""
         if self.local_block == 0 or self.logical_block == 0:
             return
         for block in range(start // self.local_block, -(-stop // self.local_block)):
@@ -49,7 +50,7 @@ class TPSliceMap:
                 yield TensorSegment(tp_rank, low, block * self.logical_block + first, last - first)
 
     def to_local(self, start: int, stop: int) -> Iterator[TensorSegment]:
-        """The runs of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
+        """Segments of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
         while start < stop:
             block, within = divmod(start, self.logical_block)
             tp_rank, beyond = divmod(within, self.local_block)
@@ -60,19 +61,20 @@ class TPSliceMap:
 
 @dataclass(frozen=True)
 class TPSharding:
-    """How one tensor is cut: mpu's Partition as plain numbers, with the local shape and the number of ranks."""
+    """How one tensor is split over tensor-parallel ranks: mpu's Partition with the local shape and the number of ranks.
+    """
 
     local_shape: tuple[int, ...]
     dim: int | None
-    """None: every rank holds the whole tensor (then stride is 1, size None and tp_size 1)."""
+    """None: replicated on every rank (stride is 1, size None, tp_size 1)."""
     stride: int
     size: int | None
-    """Logical length along `dim` where the tensor is padded."""
+    """Unpadded logical length along `dim`; None without padding."""
     tp_size: int
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
-        """The logical, unpadded shape."""
+        """The unpadded logical shape."""
         if self.dim is None:
             return self.local_shape
         length = self.local_shape[self.dim] * self.tp_size if self.size is None else self.size
@@ -87,7 +89,7 @@ class TPSharding:
         return TPSliceMap(local, local * self.tp_size if self.size is None else self.size * inner)
 
     def check(self) -> None:
-        """The numbers describe a cut that can exist."""
+        """Raise unless such a sharding can exist."""
         if self.dim is None:
             good = (self.stride, self.size, self.tp_size) == (1, None, 1)
         else:
@@ -100,19 +102,19 @@ class TPSharding:
 
 @dataclass(frozen=True)
 class DPSharding:
-    """A flattened local tensor begins at element `start` of a flat buffer that is cut into shards of `each`."""
+    """Position of a flattened local tensor in a flat buffer that is split into shards of `shard_size` elements."""
 
     start: int
     shard_size: int
 
     def piece_in_shard(self, shard: int, numel: int) -> tuple[int, int] | None:
-        """(offset, count) of the elements of a tensor of `numel` that are in the shard; None where there are none."""
+        """(offset, count) of the elements of a tensor of `numel` elements in the shard; None if there are none."""
         low = max(shard * self.shard_size - self.start, 0)
         high = min((shard + 1) * self.shard_size - self.start, numel)
         return (low, high - low) if low < high else None
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """The elements [start, stop) in order, as (shard, offset of its piece, start in the piece, count)."""
+        """Elements [start, stop) in order, as (shard, offset of its piece, start within the piece, count)."""
         while start < stop:
             shard = (self.start + start) // self.shard_size
             offset = max(shard * self.shard_size - self.start, 0)

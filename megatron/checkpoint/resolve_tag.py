@@ -30,22 +30,20 @@ PENDING_LATEST = ".latest-pending"
 
 @dataclass(frozen=True)
 class PendingLatest:
-    """What `latest` is about to say: content of `.latest-pending`."""
+    """Content of `.latest-pending`: what `latest` will name after the commit."""
 
     tag: str
     seal: str
-    """The checksum that the manifest of the new tag ends with: an older tag of that name has another."""
+    """Manifest checksum of the new tag; an older tag of that name has another."""
     was: str | None
-    """What `latest` said before; a file edited since then wins."""
+    """Previous content of `latest`; if the file was edited since, the edit wins."""
 
 
 # ---- what the user names --------------------------------------------------------------------------------------------
 
 def parse_checkpoint_path(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    """`DIR`, `DIR:TAG` or the folder of one tag -> the save root and the tag, if one is named.
-
-    A folder that exists is meant as it is written, colons and all.
-    """
+    """`DIR`, `DIR:TAG` or the folder of one tag -> (save root, tag or None). An existing folder is taken literally,
+    colons included."""
     path = Path(name)
     if (path / MANIFEST).is_file():
         folder = path.resolve()
@@ -57,9 +55,10 @@ def parse_checkpoint_path(name: str | os.PathLike[str]) -> tuple[Path, str | Non
 
 
 def find_tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
-    """The tag of iteration `step`, and a note where there are several: the one committed last is used."""
+    """The tag of iteration `step`, and a note if there are several; the one committed last is used."""
     found = [manifest.tag for manifest in manifests_in_commit_order(root) if manifest.iteration == step]
-    found = found or [tag for tag, of in iterations_by_tag(root).items() if of == step]  # damaged: a load says how
+    # a damaged one: loading it reports the damage
+    found = found or [tag for tag, of in iterations_by_tag(root).items() if of == step]
     if not found:
         raise CheckpointError(f"--ckpt-step {step}: no checkpoint of it under {root}, which holds {names_in(root)}")
     *others, tag = found
@@ -69,10 +68,10 @@ def find_tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
 # ---- latest ---------------------------------------------------------------------------------------------------------
 
 def read_latest(root: Path) -> str | None:
-    """What the file says; None where there is none. A link that leads out of the root is not followed."""
+    """Content of `latest`; None if it is missing. A link out of the root is not followed."""
     path = root / LATEST
     try:
-        if link_target_outside(path, root) is not None or not path.is_file():  # a pipe in its place would never end
+        if link_target_outside(path, root) is not None or not path.is_file():  # reading a named pipe would never end
             return None
         with open(path, "rb") as file:
             return file.read(256).decode("utf-8", "replace").strip()
@@ -92,7 +91,7 @@ def read_pending_latest(root: Path) -> PendingLatest | None:
 
 
 def committed_pending_tag(root: Path) -> str | None:
-    """The tag that was committed when its save was interrupted before `latest` was written; usually None."""
+    """The tag of a save that was interrupted after its commit and before `latest` was written; usually None."""
     pending = read_pending_latest(root)
     if pending is None or not is_safe_name(pending.tag) or pending.was != read_latest(root):
         return None
@@ -100,7 +99,7 @@ def committed_pending_tag(root: Path) -> str | None:
 
 
 def latest_tag(root: Path) -> str | None:
-    """The tag that a load uses, if `latest` names one: a folder that is there and not empty."""
+    """The tag that a load uses, if `latest` names an existing, non-empty folder; else None."""
     tag = committed_pending_tag(root) or read_latest(root)
     return tag if tag is not None and is_safe_name(tag) and _holds_files(tag_folder(root, tag)) else None
 
@@ -108,19 +107,18 @@ def latest_tag(root: Path) -> str | None:
 # ---- the order of tags ----------------------------------------------------------------------------------------------
 
 def manifests_in_commit_order(root: Path) -> list[Manifest]:
-    """The manifests of all complete tags in the order of their commits."""
     return sorted(complete_manifests(root), key=lambda manifest: manifest.commit_record.commit_order)
 
 
 def step_records_in_commit_order(root: Path) -> list[CommitRecord]:
-    """Of all complete tags named by their step, in order of commit, without their histories. Nothing is parsed."""
+    """CommitRecords, without histories, of complete `global_step<N>` tags in order of commit. No manifest is parsed."""
     found = [read_commit_record(tag_folder(root, tag)) for tag in iterations_by_tag(root)
              if iteration_of_tag(tag) is not None and link_target_outside(tag_folder(root, tag), root) is None]
     return sorted((record for record in found if record is not None), key=lambda record: record.commit_order)
 
 
 def has_no_checkpoint(root: Path) -> bool:
-    """No checkpoint is here, and none of another program either: that is an error which says whose it is."""
+    """Whether the root has no checkpoint. Raises CheckpointError if it holds another program's."""
     check_latest_inside(root)
     empty = not tag_names(root) and latest_tag(root) is None
     if empty and describe_format(root):
@@ -129,7 +127,7 @@ def has_no_checkpoint(root: Path) -> bool:
 
 
 def all_tags(root: Path) -> list[str]:
-    """Every folder that is, or should be, a checkpoint, by step; at least one."""
+    """Every folder that is or should be a checkpoint, by step; CheckpointError if there is none."""
     check_latest_inside(root)
     latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(tag_folder(root, tag))]
     if not found and latest is None:
@@ -139,12 +137,12 @@ def all_tags(root: Path) -> list[str]:
 
 def unreadable_tags(root: Path,
                     check: Callable[[Path, str], Manifest] = read_tag_manifest) -> dict[str, CheckpointError]:
-    """Tags that do not pass the check, and why: folders, or links, that `latest` names, that are named by a step, or
-    that hold a manifest (under a name that may not be its own)."""
+    """Tags that fail `check`, with the error: folders or links that `latest` names, that are named by a step, or that
+    hold a manifest (perhaps under another name)."""
     try:
         entries = sorted(os.listdir(root))
     except OSError:
-        return {}  # who lists the complete ones says so
+        return {}  # listing the complete tags reports it
     latest, found = latest_tag(root), dict[str, CheckpointError]()
     for entry in entries:
         tag, folder = entry.removeprefix(ASIDE_PREFIX), root / entry
@@ -163,48 +161,46 @@ def unreadable_tags(root: Path,
 
 
 def load_candidates(root: Path, asked: str | None = None) -> list[str]:
-    """The tags that a load may use, the best first, at least one. Any may be damaged: the caller finds out.
-
-    First the tag `asked` for, or that of `latest`, or the newest one; then its ancestors, those committed last first.
-    """
+    """Tags that a load may use, best first, at least one; any may be damaged. First the tag `asked` for, or that of
+    `latest`, or the newest; then its ancestors, newest commit first."""
     first, known, good = _choose_tag(root, asked)
     return [first, *(tag for tag, record in good.items() if tag != first and known and known.descends_from(record))]
 
 
 def no_fallback_reason(root: Path, asked: str | None = None) -> str:
-    """Why nothing may take the place of the first candidate."""
+    """Why no other tag may replace the first candidate."""
     first, known, good = _choose_tag(root, asked)
     return (f"the branch of {first} is unknown, and the other tags are not all on one: name the tag to load"
             if known is None and good else "no tag is there that it continues from: name another one")
 
 
 def assumed_ancestor_note(root: Path, asked: str | None = None) -> str:
-    """A note where the first candidate does not state from what it continues, but others are offered."""
+    """A note if the first candidate's ancestry is unknown and was assumed."""
     first, known, _ = _choose_tag(root, asked)
     return "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
 
 
 def _choose_tag(root: Path, asked: str | None) -> tuple[str, CommitRecord | None, dict[str, CommitRecord]]:
-    """The first candidate, what it continues (None: not known), and the complete tags, those committed last first."""
+    """(first candidate, its CommitRecord or None if unknown, complete tags by newest commit)."""
     first, there, steps = asked or latest_tag(root), all_tags(root), iterations_by_tag(root)
     good = {manifest.tag: manifest.commit_record for manifest in reversed(manifests_in_commit_order(root))}
     newest = next(iter(good.values()), None)
-    if first is None:  # a damaged manifest does not say when it was committed: here the step and the history decide
+    if first is None:  # a damaged manifest has no commit number: use step and history
         stated = {tag: _record_stated_by_rank_0(root, tag) or CommitRecord(tag, steps.get(tag, 0), "")
                   for tag in dict.fromkeys([*reversed(there), *unreadable_tags(root)]) if tag not in good}
         damaged = [record for record in stated.values() if newest is None or record.iteration > newest.iteration
                    or record.descends_from(newest)]
         first = max(damaged, key=lambda record: record.iteration).tag if damaged or newest is None else newest.tag
     known = good.get(first) or _record_stated_by_rank_0(root, first)
-    if known is None and newest is not None:  # it continues the newest one, unless some tag speaks against that
+    if known is None and newest is not None:  # assume it continues the newest tag, unless another tag contradicts that
         last = replace(newest, iteration=steps.get(first, newest.iteration))
         known = last if all(last.descends_from(record) for record in good.values()) else None
     return first, known, good
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:
-    """What the part of rank 0 says of this tag."""
+    """The CommitRecord in rank 0's manifest of this tag."""
     folder = tag_folder(root, tag)
     record = None if link_target_outside(folder, root) is not None else commit_record_of_rank_0(folder)
     return record if record is not None and record.tag == tag else None
@@ -214,11 +210,11 @@ def _holds_files(folder: Path) -> bool:
     try:
         return folder.is_dir() and any(folder.iterdir())
     except OSError:
-        return True  # who opens it will say why it cannot be read
+        return True  # opening it reports the error
 
 
 def latest_file_warning(root: Path, chosen: str) -> str | None:
-    """A warning where `latest` does not simply name the tag that was chosen without being asked for."""
+    """A warning if `latest` does not name the tag `chosen`, which was chosen by default."""
     said = read_latest(root)
     if said == chosen:
         return None
@@ -230,7 +226,7 @@ def latest_file_warning(root: Path, chosen: str) -> str | None:
 
 
 def dangling(root: Path) -> str:
-    """The second half of a line: what `latest` names in vain; nothing where there is no such file."""
+    """A clause naming a tag in `latest` that does not exist; "" without the file."""
     said = read_latest(root)
     if said is None:
         return ""

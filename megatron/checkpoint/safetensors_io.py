@@ -32,22 +32,22 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_FILE_BYTES = 4 << 30
-"""A file is closed when the next tensor would make it larger: lost or damaged files stay small, copies resume."""
+"""Largest file, unless one tensor is larger: damaged files stay small, and interrupted copies can continue."""
 
 
 READ_BYTES = 16 << 20
-"""Bytes that are read at a time: where they are wanted in another dtype or place, so much memory is between."""
+"""Bytes per read, and size of the buffer for tensors of another dtype or device."""
 
 
 WRITE_BLOCK_BYTES = 8 << 20
-"""Bytes handed to the disk at once: from here on a disk is as fast as it can be. A multiple of every sector size."""
+"""Bytes per write: large enough for full disk speed, and a multiple of every sector size."""
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor to be written: its size is known now, its data is fetched when its turn comes."""
+    """A tensor to be written: its size is known now, its data is loaded when it is written."""
 
     key: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class FileTensor:
 
 
 def split_files(items: Sequence[FileTensor], limit: int | None = None) -> Iterator[list[FileTensor]]:
-    """The items of each file, filled in order; wide dtypes first, so that each is aligned to its width."""
+    """The tensors of each file, in order; wide dtypes first, so that each is aligned to its width."""
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
     batch: list[FileTensor] = []
     used = 0
@@ -89,7 +89,7 @@ def write_tensors(file: IO[bytes], items: Sequence[FileTensor], metadata: Mappin
 
 
 def write_blob(path: Path, data: bytes) -> FileEntry:
-    """Write and fsync a new file of other content."""
+    """Write and fsync a new file with other content."""
     with open(path, "xb", buffering=0) as file, ChecksummedWriter(file) as sink:
         sink.write(data)
         return sink.finish()
@@ -107,8 +107,8 @@ def _tensor_bytes(item: FileTensor) -> memoryview:
 
 
 class ChecksummedWriter:
-    """An empty file being written, and what its manifest entry will say. While one block is filled and checksummed, a
-    second thread writes the other one; both leave the interpreter to the training."""
+    """Writes an empty file and computes its manifest entry. Double-buffered: a second thread writes one block while the
+    other is filled and checksummed; both release the GIL for training."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.crc = file, 0, 0
@@ -129,14 +129,14 @@ class ChecksummedWriter:
         while rest.size:
             part = self._filling[self._used:self._used + rest.size]
             np.copyto(part, rest[:part.size])
-            self.crc = crc32(part.data, self.crc)  # while it is in the processor's cache
+            self.crc = crc32(part.data, self.crc)  # while it is in the CPU cache
             self._used += part.size
             rest = rest[part.size:]
             if self._used == WRITE_BLOCK_BYTES:
                 self._start_block_write()
 
     def finish(self) -> FileEntry:
-        """Wait until everything is on the disk."""
+        """Write the rest and fsync; returns the manifest entry."""
         self._wait_for_block_write()
         _set_direct_io(self.file, False)
         _write_all(self.file, self._filling[:self._used].data)
@@ -144,14 +144,14 @@ class ChecksummedWriter:
         return FileEntry(self.size, f"{self.crc:08x}")
 
     def _start_block_write(self) -> None:
-        """The full block leaves, the other one is filled next."""
+        """Start writing the full block and swap the buffers."""
         if self._pending_write is None:
             _set_direct_io(self.file, True)
         self._wait_for_block_write()
         try:
             self._pending_write = self._helper.submit(_write_all, self.file, self._filling.data)
-        except RuntimeError:  # no thread can be had: the interpreter is ending, for one
-            self._helper.shutdown(cancel_futures=True)  # or a later thread would write this block once more
+        except RuntimeError:  # no thread can be started, for example at interpreter shutdown
+            self._helper.shutdown(cancel_futures=True)  # a later thread would write this block again
             _write_all(self.file, self._filling.data)
         self._filling, self._flushing, self._used = self._flushing, self._filling, 0
 
@@ -164,13 +164,13 @@ def _write_all(file: IO[bytes], data: memoryview) -> None:
     while data:
         try:
             data = data[os.write(file.fileno(), data):]
-        except OSError as error:  # EINVAL: the flag was taken, but not these bytes (a short write before them)
+        except OSError as error:  # EINVAL: O_DIRECT is set, but this range is unaligned (after a short write)
             if error.errno != errno.EINVAL or not _set_direct_io(file, False):
                 raise
 
 
 def _set_direct_io(file: IO[bytes], on: bool) -> bool:
-    """Whether the flag could be, and was, changed."""
+    """Set or clear O_DIRECT; returns whether it changed."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     wanted = flags | O_DIRECT if on else flags & ~O_DIRECT
     try:
@@ -180,7 +180,7 @@ def _set_direct_io(file: IO[bytes], on: bool) -> bool:
 
 
 class SafetensorsReader:
-    """A safetensors file under reading: of a run of a tensor, only its bytes are read, to where they are wanted."""
+    """An open safetensors file. Reads only the bytes of the requested elements, directly into their destination."""
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
@@ -194,15 +194,13 @@ class SafetensorsReader:
             raise self._read_error(error) from error
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor."""
         place = self._location_of(key)
         found = torch.empty(place.shape, dtype=DTYPES[place.dtype], device="cpu")
         self.read(key, 0, found.view(-1))
         return found
 
     def read(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the elements from `start` on of the flattened tensor, whatever its dtype and
-        device."""
+        """Fill the 1-D `out`, of any dtype and device, with elements from `start` on of the flattened tensor."""
         place, count = self._location_of(key), len(out)
         dtype = DTYPES[place.dtype]
         if start + count > prod(place.shape):

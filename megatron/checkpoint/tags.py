@@ -26,12 +26,12 @@ from megatron.checkpoint.rank_manifest import (CONFIG_FILE, FileProvenance, chec
 from megatron.errors import CheckpointError
 
 MAX_NAMES = 3
-"""Files that a line names; of others it gives the number."""
+"""File names in a message; of further ones it gives the number."""
 _OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
 
 
 def link_target_outside(path: Path, root: Path) -> str | None:
-    """Where a link leads that leaves the save root; None for anything else."""
+    """Target of a link that leaves the save root; None for anything else."""
     if not path.is_symlink():
         return None
     target, root_path = os.path.realpath(path), os.path.realpath(root)
@@ -53,14 +53,14 @@ def check_latest_inside(root: Path) -> None:
 
 
 def remove_link(path: Path) -> Path:
-    """The path, about to be written: a link there makes way, and what it leads to stays as it is."""
+    """Return `path` for writing; a link there is removed, its target stays."""
     if path.is_symlink():
         path.unlink()
     return path
 
 
 def unknown_files(folder: Path) -> list[str]:
-    """Names in the folder of a tag that no save uses. Nothing is opened."""
+    """Names in a tag's folder that no save uses. Opens nothing."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -77,14 +77,13 @@ def format_file_names(names: Iterable[str]) -> str:
 
 
 def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
-    """The warning of a reader."""
     return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"
 
 
 PrintLine = Callable[[str], None]
 
 ASIDE_PREFIX = ".aside-"
-"""Prefix of a committed tag that was moved out of the way of its successor of the same name (commit.py)."""
+"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
 
 
 def print_to_stderr(line: str) -> None:
@@ -92,13 +91,13 @@ def print_to_stderr(line: str) -> None:
 
 
 def tag_folder(root: Path, tag: str) -> Path:
-    """The folder of `tag`: of that name, or aside if a kill fell between the two renames of its replacement."""
+    """The folder of `tag`, or its aside copy after a kill between the two renames of a replacement."""
     folder, aside = root / check_safe_name(tag, "tag"), root / (ASIDE_PREFIX + tag)
     return aside if not folder.exists() and (aside / MANIFEST).exists() else folder
 
 
 def check_tag_exists(root: Path, tag: str) -> str:
-    """The tag, if there is one of that name."""
+    """Return the tag; CheckpointError if it does not exist."""
     if not tag_folder(root, tag).is_dir():
         raise CheckpointError(f"no tag {tag} under {root}, which holds {names_in(root)}" if tag_names(root) else
                               f"no tag {tag}: {no_checkpoint_message(root)}")
@@ -106,7 +105,7 @@ def check_tag_exists(root: Path, tag: str) -> str:
 
 
 def read_tag_manifest(root: Path, tag: str) -> Manifest:
-    """The valid manifest of one tag."""
+    """The manifest of one tag; CheckpointError if it is missing or invalid."""
     folder = tag_folder(root, tag)
     check_tag_inside(folder, root, tag)
     if not (folder / MANIFEST).is_file():
@@ -118,18 +117,18 @@ def read_tag_manifest(root: Path, tag: str) -> Manifest:
 
 
 def tag_names(root: Path) -> list[str]:
-    """Names that look like tags, by step: every folder named global_step<N>, and any other with a valid manifest."""
+    """Tags by step: every folder named global_step<N>, and any other with a valid manifest."""
     return list(iterations_by_tag(root))
 
 
 def names_in(root: Path) -> str:
-    """The same for a line: of many the first and the last ones."""
+    """`tag_names` for a message; of many only the first and last."""
     names = tag_names(root)
     return ", ".join(names if len(names) < 8 else [*names[:2], f"{len(names) - 5} more", *names[-3:]]) or "none"
 
 
 def iterations_by_tag(root: Path) -> dict[str, int]:
-    """The same with their steps, in the order of the steps."""
+    """Tag -> iteration, sorted by iteration."""
     found: dict[str, int] = {}
     for name in tag_folder_names(root):
         tag = name.removeprefix(ASIDE_PREFIX)
@@ -142,19 +141,19 @@ def iterations_by_tag(root: Path) -> dict[str, int]:
 
 
 def tag_folder_names(root: Path) -> Iterator[str]:
-    """Names of what may be tags."""
+    """Names of folders that may be tags."""
     try:
         with os.scandir(root) as entries:
             yield from (entry.name for entry in entries
                         if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE_PREFIX)))
     except (FileNotFoundError, NotADirectoryError):
-        return  # an absent root holds no checkpoint; the caller says so
-    except OSError as error:  # an unreadable one may well hold some: this is not a fresh start
+        return  # a missing root holds no checkpoint; the caller reports it
+    except OSError as error:  # an unreadable one may hold some, so this is not a fresh start
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
 
 
 def _iteration_in_manifest(root: Path, tag: str) -> int | None:
-    """The step of a tag whose name does not contain it; None when it is not a valid one of ours."""
+    """The iteration of a tag whose name does not contain it; None if its manifest is invalid."""
     try:
         return read_tag_manifest(root, tag).iteration
     except CheckpointError:
@@ -162,7 +161,7 @@ def _iteration_in_manifest(root: Path, tag: str) -> int | None:
 
 
 def complete_manifests(root: Path) -> list[Manifest]:
-    """The manifests of all complete tags, by step."""
+    """The manifests of all complete tags by step."""
     manifests = []
     for tag in tag_names(root):
         try:
@@ -173,8 +172,8 @@ def complete_manifests(root: Path) -> list[Manifest]:
 
 
 def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> Manifest:
-    """Every byte of the tag against its manifest and its parts; the manifest with all files. `say` is told of others.
-    """
+    """Check every byte of the tag; returns the manifest with all files filled in. `print_line` gets a warning of other
+    files."""
     manifest = read_tag_manifest(root, tag)
     folder = tag_folder(root, tag)
     files = verify_share(folder, manifest)
@@ -184,7 +183,7 @@ def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) ->
 
 
 def check_sizes(root: Path, tag: str) -> Manifest:
-    """The valid manifest of one tag whose files are all there, and of their sizes. No tensor is read."""
+    """The manifest of a tag whose files all exist with the right size. No tensor is read."""
     manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
     for rank in range(manifest.world_size if manifest.has_rank_manifests else 1):
         files = read_rank_manifest(folder, manifest, rank)[0].files if manifest.has_rank_manifests else manifest.files
@@ -194,8 +193,8 @@ def check_sizes(root: Path, tag: str) -> Manifest:
 
 
 def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
-    """Check every byte of the files of one share, so that ranks can divide the work; those files. No rank looks at a
-    file of another share."""
+    """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
+    of another share."""
     if manifest.has_rank_manifests:
         found: dict[str, FileEntry] = {}
         for rank in range(share, manifest.world_size, shares):
@@ -210,7 +209,7 @@ def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int =
 
 
 def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
-    """What is there beside the manifest and the `count` files that all shares together have checked."""
+    """Names beside the manifest and the `count` files that all shares together have checked."""
     names = set(os.listdir(folder)) - {MANIFEST}
     if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
         return []
@@ -218,7 +217,7 @@ def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
 
 
 def _expected_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """The files of the tag, as far as those of `names` are concerned. Only where something is wrong: it opens parts."""
+    """The tag's files, as far as `names` are concerned. Opens rank manifests, so it is used only after a mismatch."""
     if not manifest.has_rank_manifests:
         yield from manifest.files
         return
@@ -230,7 +229,7 @@ def _expected_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> I
 # ---- the files of one rank ------------------------------------------------------------------------------------------
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    """Those of one rank. All sizes first: they cost nothing."""
+    """Check the files of one rank; all sizes first, since they are cheap."""
     for name, entry in files.items():
         _check_size(folder / name, entry.size, manifest)
     for name, entry in files.items():
@@ -245,7 +244,7 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifes
 
 
 def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
-    """The rank's files of tensors hold each piece that the manifest says it wrote, once and as it says, and nothing
+    """Check that the rank's tensor files hold each piece of the manifest once, with its dtype and count, and no key
     twice."""
     found: dict[str, TensorLocation] = {}
     for name in names:
@@ -282,7 +281,7 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
 
 
 def _verify_provenance(path: Path, manifest: Manifest, where: str) -> None:
-    """What the file says that it is of."""
+    """Check the provenance that the file states."""
     if path.name == CONFIG_FILE:
         if parse_json(read_bytes(path, where), where) != manifest.config:
             raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
@@ -297,7 +296,7 @@ def _verify_provenance(path: Path, manifest: Manifest, where: str) -> None:
 
 
 def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
-    """What `shared.json` holds, if it is of the checkpoint."""
+    """The state in `shared.json`, after checking its provenance."""
     record = StrictRecord(value, where)
     check_provenance(record.take_field("origin", dict), expected, where)
     state = record.take_field("state", dict)
@@ -306,7 +305,7 @@ def parse_shared_state(value: object, expected: FileProvenance, where: str) -> o
 
 
 def _describe_file(name: str, manifest: Manifest) -> str:
-    """A file, with its rank where it is one rank's shard."""
+    """A file name, with the rank if it is a rank's shard."""
     rank, shared = rank_of_file(name), not name.startswith("rank")
     if rank is None or shared:
         return f"file {name}"

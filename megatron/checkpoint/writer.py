@@ -6,8 +6,8 @@
     commit    rank 0: manifest.json, fsync, rename; old tags are deleted                     all ranks agree
 
 "Agree" is megatron/distributed/consistency.py: if one rank fails, all raise its error and no tag is touched. The
-protocol is a generator (`save_protocol`) that yields its slow parts as jobs: `save` runs them at once, async_save.py in a
-thread. Replicated parameters are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
+protocol is a generator (`save_protocol`) that yields its slow parts as jobs: `save` runs them at once, async_save.py in
+a thread. Replicated parameters are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mpu.groups import Group
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What was saved, and what it cost: bytes of all ranks, seconds on this one."""
+    """What was saved: bytes of all ranks, seconds on this one."""
 
     tag: str
     bytes: int
@@ -52,22 +52,22 @@ class SaveReport:
 
 
 SaveJob = Callable[[], int]
-"""A slow part of a save that needs no other rank; the bytes that it wrote."""
+"""A slow part of a save without communication; returns the bytes written."""
 
 SaveSteps = Generator[SaveJob, int, SaveReport]
-"""A save under way: yields a job, is sent the sum over the ranks of what it gave."""
+"""A save in progress: yields a job, and is sent the sum of the results over all ranks."""
 
 Snapshot = Callable[[list[FileTensor]], list[FileTensor]]
-"""The same items with data that later steps of training do not change."""
+"""Copies the items' data, so that later training steps do not change it."""
 
 
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
-    """`saving` in one go: on return the checkpoint is complete and durable, whoever wrote its parts."""
+    """`save_protocol` at once: on return the checkpoint of all ranks is complete and durable. Collective."""
     return finish_save(save_protocol(root, tag, world=world, **content), world)
 
 
 def finish_save(steps: SaveSteps, world: Group) -> SaveReport:
-    """Do what is left of a save, here and now."""
+    """Run the rest of a save in this thread."""
     try:
         job = next(steps)
         while True:
@@ -78,8 +78,8 @@ def finish_save(steps: SaveSteps, world: Group) -> SaveReport:
 
 
 def advance_save(steps: SaveSteps, job: SaveJob, world: Group) -> SaveJob:
-    """The next job, after all ranks have agreed on this one; StopIteration at the end. An error of any rank is raised
-    inside the save on every rank, so that it cleans up."""
+    """Run `job`, agree with all ranks, return the next job; StopIteration at the end. An error of any rank is raised
+    inside the save on every rank, so that it cleans up. Collective."""
     try:
         written = sum_over_ranks(all_succeed_or_raise(job, world), world)
     except BaseException as error:
@@ -87,35 +87,21 @@ def advance_save(steps: SaveSteps, job: SaveJob, world: Group) -> SaveJob:
     return steps.send(written)
 
 
-def save_protocol(root: str | Path,
-                  tag: str,
-                  *,
-                  pieces: Iterable[TensorPiece],
-                  rank_state: Mapping[str, Any],
-                  shared_state: Mapping[str, Any],
-                  config: Mapping[str, Any],
-                  layout: Mapping[str, Any],
-                  world: Group,
-                  run_id: str,
-                  iteration: int,
-                  tensors: Iterable[TensorEntry] | None = None,
-                  place: int | None = None,
-                  say: PrintLine = print_to_stderr,
-                  keep: Keep = Keep(),
-                  hold: Snapshot | None = None,
-                  latest: bool = True,
-                  trash: BackgroundDeleter | None = None,
+def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any],
+                  world: Group, run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None,
+                  place: int | None = None, say: PrintLine = print_to_stderr, keep: Keep = Keep(),
+                  hold: Snapshot | None = None, latest: bool = True, trash: BackgroundDeleter | None = None,
                   lineage: Lineage | None = None) -> SaveSteps:
-    """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name. It continues from
-    the last save of this `lineage`; without one it is the first of a branch.
+    """Write the checkpoint `tag` under `root`, then delete older ones that `keep` does not name.
 
-    `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
-    local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
-    `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
-    "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
-    by; left out, it is the rank. A save without `latest` is loaded only by its name. Old folders, and what a
-    kill has left, are taken apart in the `trash`; without one they are gone when the save ends.
-    """
+    `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full local
+    tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams); `shared_state` and
+    `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
+    "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp * data-parallel rank, and names its
+    files; default: the rank. `hold` copies the data for an asynchronous save. With `latest` False the tag is loaded
+    only by name. `trash` deletes folders in the background; None: before the save ends. The save continues `lineage`;
+    None starts a branch."""
     begin = time.perf_counter()
     delete = delete_folder if trash is None else trash.delete
     root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
@@ -126,11 +112,10 @@ def save_protocol(root: str | Path,
                         history=lineage.history)
     manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
     with_memory_check = partial(raise_shared_out_of_memory, world=world, doing=f"saving {tag}")
-    share = all_succeed_or_raise(
-        lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state, shared_state, hold)),
-        world)
+    share = all_succeed_or_raise(lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state,
+                                                                                     shared_state, hold)), world)
     needed = sum_over_ranks(share.nbytes, world)
-    with ExitStack() as until_saved:  # rank 0 holds the staging folder
+    with ExitStack() as until_saved:  # rank 0 keeps the staging folder locked
         def prepare() -> str:
             return str(until_saved.enter_context(open_staging_folder(root, tag, run_id, say, needed, trash)))
 
@@ -140,12 +125,10 @@ def save_protocol(root: str | Path,
             with explain_disk_errors(root / tag, 0), exclusive_access(root):
                 if replaced := _replacement_note(root, tag):
                     say(replaced)
-                now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
-                made = replace(manifest,
-                               nbytes=written,
-                               saved_at=now,
+                now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+                made = replace(manifest, nbytes=written, saved_at=now,
                                commit=lineage.next_commit_number(last_commit_number(root)))
-                data = made.to_bytes()  # the last of all files
+                data = made.to_bytes()  # the last file written
                 with explain_disk_errors(staging / MANIFEST, len(data)):
                     write_blob(staging / MANIFEST, data)
                 commit_tag(staging, root, tag, latest, delete)
@@ -156,7 +139,7 @@ def save_protocol(root: str | Path,
         try:
             written = yield partial(with_memory_check, partial(_write_rank_files, staging, share))
             size = yield partial(with_memory_check, publish) if world.rank == 0 else lambda: 0
-        except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
+        except Exception:  # not if the save is abandoned: a thread may still write, and the next save cleans up
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -164,8 +147,8 @@ def save_protocol(root: str | Path,
 
 
 def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int, world: Group) -> str:
-    """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
-    have. Collective."""
+    """The id of this save, equal on all ranks, after checking that all list the same tensors and hold the right pieces.
+    Collective."""
     tensors_checksum = f"{crc32(manifest.tensors_as_json()):08x}"
     save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", tensors_checksum], world)
 
@@ -181,14 +164,13 @@ def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int
 
 
 def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int) -> None:
-    """The rank has exactly the pieces that the manifest says it has."""
+    """Raise unless the rank has exactly the pieces that the manifest assigns to it."""
     found = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
     for tensor in manifest.tensors:
         expected, here = manifest.piece_of_rank(tensor, rank), found.pop((tensor.kind, tensor.name), None)
         if here != expected:
-            raise CheckpointError(
-                f"{tensor.label}: rank {rank} should write {_describe_elements(expected)} of {tensor.numel}, "
-                f"and has {_describe_elements(here)}")
+            raise CheckpointError(f"{tensor.label}: rank {rank} should write {_describe_elements(expected)} of "
+                                  f"{tensor.numel}, and has {_describe_elements(here)}")
     if found:
         raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(found)))
 
@@ -198,7 +180,7 @@ def _describe_elements(piece: tuple[int, int] | None) -> str:
 
 
 def _replacement_note(root: Path, tag: str) -> str | None:
-    """What to say about the tag of this name that the save replaces."""
+    """A note on the tag of this name that the save replaces; None if there is none."""
     if not os.path.lexists(root / tag):
         return None
     if (root / tag).is_symlink():
@@ -215,15 +197,14 @@ def _replacement_note(root: Path, tag: str) -> str | None:
 
 @dataclass(frozen=True)
 class _RankShare:
-    """What one rank is to write."""
+    """What one rank writes."""
 
     provenance: FileProvenance
     tensors: list[FileTensor]
-    """In files of tensors."""
     texts: Mapping[str, bytes]
-    """Other files by name."""
+    """Other files: name -> content."""
     state: Any
-    """The rank's own, encoded."""
+    """The rank's own state, encoded."""
     lineage: Mapping[str, Any] | None
 
     @property
@@ -233,7 +214,7 @@ class _RankShare:
 
 def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
                       shared_state: Mapping[str, Any], snapshot: Snapshot | None) -> _RankShare:
-    """Tensors of the states are in the same files as the pieces."""
+    """Collect what this rank writes; tensors of the states go into the same files as the pieces."""
     items: list[FileTensor] = []
     provenance = provenance_of(manifest, rank)
     own = encode_state(rank_state, f"rank{rank}", items)
@@ -241,16 +222,14 @@ def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiec
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
         shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
-        texts = {
-            SHARED_STATE_FILE: _json_bytes(shared),
-            CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))
-        }
+        texts = {SHARED_STATE_FILE: _json_bytes(shared),
+                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
     items += [piece.to_file_tensor() for piece in pieces]
     return _RankShare(provenance, items if snapshot is None else snapshot(items), texts, own, lineage)
 
 
 def _write_rank_files(staging: Path, share: _RankShare) -> int:
-    """Write a rank's share, and then what it was; the bytes."""
+    """Write a rank's share, then its rank manifest; returns the bytes."""
     files: dict[str, FileEntry] = {}
     rank = share.provenance.rank
     for index, batch in enumerate(split_files(share.tensors)):

@@ -108,9 +108,8 @@ class TagReader:
         if exclude_frozen:
             learnt = {tensor["name"] for tensor in self.manifest["tensors"] if tensor["kind"] != "weight"}
             if not learnt:
-                raise InvalidArguments(
-                    f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, which would "
-                    "show what is frozen; leave the flag out")
+                raise InvalidArguments(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, "
+                                       "which would show what is frozen; leave the flag out")
             tensors = [tensor for tensor in tensors if tensor["name"] in learnt]
         if self.manifest["format"] >= 3:
             layout = self.manifest["layout"]
@@ -237,9 +236,8 @@ class TagReader:
             while data := file.read(BLOCK):
                 size, crc = size + len(data), crc32(data, crc)
         if (size, f"{crc:08x}") != (said["size"], said["crc32"]):
-            raise DamagedCheckpoint(
-                f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found {size} of "
-                f"{crc:08x}; choose another tag with -t")
+            raise DamagedCheckpoint(f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found "
+                                    f"{size} of {crc:08x}; choose another tag with -t")
         if self.manifest["format"] > 3 and path.suffix == ".safetensors":
             rank = re.match(r"rank(\d+)", name)
             self._check_provenance(path, read_header(path)[2], int(rank[1]) if rank else 0)

@@ -26,13 +26,14 @@ from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-"""What other programs write after a switch."""
+"""Values that may follow a switch, as in other programs."""
 
-OPTIMIZER_DEVICE, CPU_OPTIMIZER_TEXT = "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device"
+OPTIMIZER_DEVICE, CPU_OPTIMIZER_TEXT = (
+    "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device")
 
 
 class TrainerArgumentParser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors, so that they end like every other error: in one line."""
+    """argparse that raises ConfigErrors, so that a usage error prints one line like every other error."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)
@@ -40,7 +41,7 @@ class TrainerArgumentParser(argparse.ArgumentParser):
 
 
 class _PrintTextAction(argparse.Action):
-    """Print a text and leave."""
+    """Print a text and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         text: Callable[[], str] = self.const
@@ -49,11 +50,9 @@ class _PrintTextAction(argparse.Action):
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Collection[str] = ()) -> Config:
-    """The configuration these flags describe; ConfigError names the flag that cannot be honoured.
-
-    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `beside`: the options of another
-    command (the planner, the tuner) that these flags were given to.
-    """
+    """The Config that these flags describe; ConfigError names every flag that is wrong. `world_size` is used to solve
+    the batch sizes of a `--deepspeed_config`. `other_options` are the options of another command (planner, tuner) that
+    these flags were given to."""
     parser = build_parser()
     arguments, problems = normalise_switches(parser, normalize_flag_names(argv))
     ours, foreign_errors, notes = cli_help.answer_foreign_flags(arguments, starts_ranks=not other_options)
@@ -62,14 +61,14 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     try:
         given, unknown = parser.parse_known_args(ours)
         problems += [*_unknown_flag_errors(parser, unknown, arguments, other_options), *_conflict_errors(parser, ours)]
-    except ConfigError as error:  # one line names everything that has to be changed
+    except ConfigError as error:  # collected: one message names everything that is wrong
         problems.append(str(error))
     ErrorList(problems).raise_if_any()
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     preset = {**_fields_of_huggingface_folder(values),
-              **preset}  # flags and a preset that differ are refused when the folder is read
-    for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
+              **preset}  # a preset that contradicts the folder is refused when the folder is read
+    for said in ("deepspeed", "dry_run"):  # no part of the configuration
         values.pop(said, None)
     flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
     collector, by_name = ErrorCollector(), OPTIMIZER_DEVICE in values or not values.get("cpu_optimizer")
@@ -84,33 +83,27 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
 
 def _build_from_flags(values: dict[str, Any], preset: dict[str, Any], world_size: int,
                       collector: ErrorCollector) -> Config:
-    """Of flags and the JSON file that they name. `--cpu-optimizer` means what the file says, where it says more."""
+    """The Config of the flags and the JSON file they name. `--cpu-optimizer` yields to a file that says more."""
     source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
     if on_host:
         preset = {**preset, OPTIMIZER_DEVICE: "cpu"}
     config = build_config({**preset, **values}, collector) if source is None else ds_json.build_ds_config(
-        source,
-        flags=values,
-        fallback=preset,
-        world_size=world_size,
-        argument="--deepspeed-config",
+        source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
         collector=collector)
     if on_host and config.offload.offload_optimizer_device == "none":
-        collector.add_errors([
-            f"--cpu-optimizer keeps the optimizer's state on the host, but {flag_name(OPTIMIZER_DEVICE)} is none: give one "
-            "of them"
-        ])
+        collector.add_errors(["--cpu-optimizer keeps the optimizer's state on the host, but "
+                              f"{flag_name(OPTIMIZER_DEVICE)} is none: give one of them"])
     return config
 
 
 def is_dry_run(argv: Sequence[str]) -> bool:
-    """The run is not to be started, but planned: --dry-run."""
+    """Whether --dry-run is given: plan the run, do not start it."""
     return "--dry-run" in normalise_switches(build_parser(), normalize_flag_names(argv))[0]
 
 
 def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the folder of `--load-hf` says of the model, and of the tokenizer where no flag does; a run that resumes
-    with --load does not need the folder any more."""
+    """Model fields of the `--load-hf` folder, and tokenizer fields unless flags give them. Empty if the folder is gone
+    and the run resumes with --load."""
     folder = values.get("load_hf")
     if folder is None or ("load" in values and not Path(folder).exists()):
         return {}
@@ -119,9 +112,7 @@ def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = TrainerArgumentParser(prog="pretrain_gpt2.py",
-                                   allow_abbrev=False,
-                                   add_help=False,
+    parser = TrainerArgumentParser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False,
                                    argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=cli_help.short_help)
     parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=cli_help.full_help)
@@ -161,7 +152,7 @@ class _TupleAction(argparse.Action):
 
 
 def _number(flag: str, kind: type) -> Callable[[str], Any]:
-    """An integer, also in scientific notation (5e8) when it is whole, or any number."""
+    """Parser of a number; an integer may be in scientific notation (5e8)."""
 
     def convert(text: str) -> Any:
         try:
@@ -176,7 +167,7 @@ def _number(flag: str, kind: type) -> Callable[[str], Any]:
 
 
 def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] = {}) -> Callable[[str], str]:
-    """`refused`: why a text that somebody may expect is not among the words."""
+    """Parser of a choice; `refused` explains values that users may expect."""
 
     def convert(text: str) -> str:
         if text not in choices:
@@ -189,7 +180,8 @@ def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] =
 
 
 def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with `--compile=False` as --no-compile, so for every switch; a sentence for each other value."""
+    """(arguments with `--compile=False` written as --no-compile, and so on; an error text for each other value of a
+    switch)."""
     actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     kept, sentences = [], []
     for word in arguments:
@@ -210,7 +202,7 @@ def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 
 def _negated_flag(name: str, action: argparse.Action) -> str:
-    """The flag that turns a switch off again; "" for one that is off where it is left out, and cannot be otherwise."""
+    """The flag that turns a switch off; "" if there is none."""
     if not isinstance(action, argparse.BooleanOptionalAction):
         return ""
     return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
@@ -218,7 +210,7 @@ def _negated_flag(name: str, action: argparse.Action) -> str:
 
 def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str], arguments: Sequence[str],
                          other_options: Collection[str]) -> list[str]:
-    """One sentence for each unknown flag and switch with a value, or for the first word that belongs to none."""
+    """An error text for each unknown flag and for each switch with a value; else for the first stray argument."""
     known = {option: action for action in parser._actions for option in action.option_strings}
     valued = [(before, word) for before, word in zip(arguments, arguments[1:])
               if before in known and known[before].nargs == 0 and word.lower() in YES | NO]
@@ -233,8 +225,8 @@ def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str]
 
 
 def _conflict_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
-    """A sentence for each setting whose names were given different values. Of one name the last value counts: a user's
-    flags follow those of a script."""
+    """An error text for each setting whose aliases were given different values. Of one name the last value wins, since
+    users append flags to a script's."""
     known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
     said: list[str] = []
     for word in arguments:

@@ -23,15 +23,15 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """What to type instead."""
+    """A flag of another program: what to use instead."""
 
     answer: str
     accepted_values: tuple[str, ...] = ()
-    """Values that are accepted and change nothing; "" is a switch, "*" any value."""
+    """Values that are accepted without effect; "" is a switch, "*" any value."""
     prints_note: bool = False
-    """An accepted one has an effect elsewhere, and is answered with a note."""
+    """It has an effect in the other program, so an accepted value prints a note."""
     is_alias: bool = False
-    """Other values are those of a field that declares the name."""
+    """Other values go to the field that declares this name as an alias."""
 
 
 _ON_VALUES = ("", "True", "true")
@@ -43,7 +43,7 @@ _RANKS = "gpus num-gpus nproc-per-node world-size"
 
 
 def _foreign_flags(rows: Mapping[str, ForeignFlag | str]) -> dict[str, ForeignFlag]:
-    """Names, of which several may have one answer -> the answer. A text refuses every value."""
+    """Split keys with several names; a plain text refuses every value."""
     return {name: row if isinstance(row, ForeignFlag) else ForeignFlag(row) for names, row in rows.items()
             for name in names.split()}
 
@@ -57,41 +57,48 @@ FOREIGN_FLAGS = _foreign_flags({
     # length and batches
     "epochs num-epochs num-train-epochs": "use --train-iters STEPS; the data is repeated as often as that needs",
     "gradient-accumulation-steps": ForeignFlag(
-        "use --global-batch-size, which is --batch-size x data parallel size x accumulation", ("1", )),
-    "train-samples lr-decay-samples lr-warmup-samples": "lengths are counted in optimizer steps: use --train-iters, --lr-decay-iters, --lr-warmup-iters",
+        "use --global-batch-size, which is --batch-size x data parallel size x accumulation", ("1",)),
+    "train-samples lr-decay-samples lr-warmup-samples": "lengths are counted in optimizer steps: use --train-iters, "
+    "--lr-decay-iters, --lr-warmup-iters",
     "rampup-batch-size": "the batch size is constant: use --global-batch-size",
     "per-device-eval-batch-size": "leave it out: evaluation uses --batch-size",
     # learning rate and optimizer
-    "lr-scheduler-type lr-scheduler lr-schedule": "use --lr-decay-style constant, linear, cosine, inverse-square-root or WSD",
+    "lr-scheduler-type lr-scheduler lr-schedule": "use --lr-decay-style constant, linear, cosine, inverse-square-root "
+    "or WSD",
     "decay-lr": ForeignFlag("use --lr-decay-style; constant does not decay", _ON_VALUES),
     "weight-decay-incr-style start-weight-decay end-weight-decay": ForeignFlag(
-        "weight decay is constant: use --weight-decay", ("constant", )),
+        "weight decay is constant: use --weight-decay", ("constant",)),
     "optim": ForeignFlag("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
     # model
     "dropout": "use --attention-dropout and --hidden-dropout",
     "bias": ForeignFlag("leave it out: layers have biases, as in GPT-2", _ON_VALUES),
-    "model model-name-or-path config-name": "use --load-hf FOLDER for weights, or --preset for a shape; nothing is downloaded",
+    "model model-name-or-path config-name": "use --load-hf FOLDER for weights, or --preset for a shape; nothing is "
+    "downloaded",
     "tokenizer-name tokenizer-model": "use --tokenizer-type, and --tokenizer-path for its file",
-    "init-from": ForeignFlag("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", ("scratch", )),
+    "init-from": ForeignFlag("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", ("scratch",)),
     "swiglu squared-relu use-rotary-position-embeddings rotary-percent rotary-base disable-bias-linear kv-channels "
     "untie-embeddings-and-output-weights group-query-attention num-query-groups qk-layernorm": _MODEL,
-    "model-type": ForeignFlag(_MODEL, ("gpt2", )),
-    "normalization": ForeignFlag(_MODEL, ("LayerNorm", )),
-    "position-embedding-type": ForeignFlag(_MODEL, ("learned_absolute", )),
+    "model-type": ForeignFlag(_MODEL, ("gpt2",)),
+    "normalization": ForeignFlag(_MODEL, ("LayerNorm",)),
+    "position-embedding-type": ForeignFlag(_MODEL, ("learned_absolute",)),
     # parallelism and memory
     "ddp-impl": ForeignFlag("leave it out: gradients are summed as --zero-stage says", ("local", "torch")),
-    "pipeline-model-parallel-size": ForeignFlag(_PIPELINE, ("1", )),
+    "pipeline-model-parallel-size": ForeignFlag(_PIPELINE, ("1",)),
     "num-layers-per-virtual-pipeline-stage": _PIPELINE,
-    "context-parallel-size": ForeignFlag(_SEQUENCE, ("1", )),
+    "context-parallel-size": ForeignFlag(_SEQUENCE, ("1",)),
     "sequence-parallel": _SEQUENCE,
-    "expert-model-parallel-size num-experts": ForeignFlag("there are no experts in this model", ("1", )),
+    "expert-model-parallel-size num-experts": ForeignFlag("there are no experts in this model", ("1",)),
     "use-torch-fsdp2 fsdp": "use --zero-stage 3",
-    "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also reduces over ranks in fp32",
-    "recompute-activations recompute-granularity recompute-method recompute-num-layers": "use --checkpoint-activations, with --checkpoint-num-layers N for longer chunks",
-    "cpu-offload offload zero-cpu-offload fsdp-cpu-offload": "use --offload-optimizer-device cpu, and --offload-param-device cpu at stage 3",
+    "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also "
+    "reduces over ranks in fp32",
+    "recompute-activations recompute-granularity recompute-method recompute-num-layers": "use "
+    "--checkpoint-activations, with --checkpoint-num-layers N for longer chunks",
+    "cpu-offload offload zero-cpu-offload fsdp-cpu-offload": "use --offload-optimizer-device cpu, and "
+    "--offload-param-device cpu at stage 3",
     "offload-optimizer": "use --offload-optimizer-device cpu or nvme",
-    "offload-param offload-params cpu-offload-param cpu-offload-params": "use --offload-param-device cpu or nvme, at --zero-stage 3",
-    "remote-device": ForeignFlag("use --offload-param-device cpu or nvme", ("none", ), is_alias=True),
+    "offload-param offload-params cpu-offload-param cpu-offload-params": "use --offload-param-device cpu or nvme, at "
+    "--zero-stage 3",
+    "remote-device": ForeignFlag("use --offload-param-device cpu or nvme", ("none",), is_alias=True),
     "nvme-path": "use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters",
     "cpu-torch-adam use-torch-optimizer-for-cpu-offload": ForeignFlag("the same optimizer runs on every device",
                                                                       _ON_VALUES),
@@ -99,57 +106,50 @@ FOREIGN_FLAGS = _foreign_flags({
     "cpu-offload-use-pin-memory pin-cpu-grads pin-cpu-params": ForeignFlag(
         "use --offload-optimizer-pin-memory, which is on by default", _ON_VALUES),
     "no-pin-cpu-grads no-pin-cpu-params": "use --no-offload-optimizer-pin-memory",
-    "split-transformers": ForeignFlag(
-        "a block is gathered as a whole; use --memory-centric-tiled-linear for layers that "
-        "are too large",
-        _ON_VALUES,
-        prints_note=True),
+    "split-transformers": ForeignFlag("a block is gathered as a whole; use --memory-centric-tiled-linear for layers "
+                                      "that are too large", _ON_VALUES, prints_note=True),
     "scattered-embeddings": ForeignFlag("use --partition-activations to split activations over tensor parallel ranks",
-                                        _ON_VALUES,
-                                        prints_note=True),
+                                        _ON_VALUES, prints_note=True),
     "distributed-timeout-minutes": "use --distributed-timeout-seconds",
     # kernels
     "use-mcore-models use-cpu-initialization": ForeignFlag("there is one model; its weights start the same anywhere",
                                                            _ON_VALUES),
-    "attention-backend transformer-impl": ForeignFlag(_KERNELS, ("*", ), prints_note=True),
+    "attention-backend transformer-impl": ForeignFlag(_KERNELS, ("*",), prints_note=True),
     "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
     "no-gradient-accumulation-fusion attention-softmax-in-fp32": ForeignFlag(_KERNELS, _ON_VALUES, prints_note=True),
     # data, checkpoints, logs
-    "cache-dir": ForeignFlag("nothing is downloaded; sample indices are kept in --data-cache-path", ("*", ),
+    "cache-dir": ForeignFlag("nothing is downloaded; sample indices are kept in --data-cache-path", ("*",),
                              prints_note=True),
     "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
     "dataloader-type": ForeignFlag("leave it out: each epoch is shuffled by --seed", ("single", "cyclic")),
-    "data-impl": ForeignFlag("leave it out: corpora are always read where they are", ("mmap", )),
+    "data-impl": ForeignFlag("leave it out: corpora are always read where they are", ("mmap",)),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume-from-checkpoint": "use --load FOLDER",
     "checkpoint-key": NOT_SIGNED_MESSAGE,
-    "ckpt-format": ForeignFlag("there is one format, which any number of ranks loads", ("torch_dist", ),
+    "ckpt-format": ForeignFlag("there is one format, which any number of ranks loads", ("torch_dist",),
                                prints_note=True),
     "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",
     "do-train": ForeignFlag("leave it out: the program trains, unless --skip-train is given", _ON_VALUES),
     "logging-strategy": "use --log-interval STEPS",
-    "report-to": ForeignFlag("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", ("none", )),
+    "report-to": ForeignFlag("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", ("none",)),
     "wandb-log": "use --wandb-project NAME",
     "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
     "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
-    "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling": ForeignFlag(
-        "leave it out: what it asks for always happens", _ON_VALUES),
-    "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1", )),
-})
-"""Flag without dashes, in lower case -> what to type instead."""
+    "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
+        ForeignFlag("leave it out: what it asks for always happens", _ON_VALUES),
+    "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1",))})
+"""Flag without dashes, in lower case -> its answer."""
 
 _PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})
-"""The same where another command is to plan or to tune a run."""
+"""Entries that differ for the planner and the tuner."""
 
 
-def answer_foreign_flags(arguments: Sequence[str],
-                         *,
+def answer_foreign_flags(arguments: Sequence[str], *,
                          starts_ranks: bool = True) -> tuple[list[str], list[str], list[str]]:
-    """The words without foreign flags and their values, one sentence for each that cannot be ignored, and notes of
-    those that are ignored."""
+    """(arguments without foreign flags, error texts for those that cannot be ignored, notes on ignored ones)."""
     table = FOREIGN_FLAGS if starts_ranks else FOREIGN_FLAGS | _PLANNER_FLAGS
     kept, sentences, notes, index = [], [], [], 0
     while index < len(arguments):
@@ -183,8 +183,7 @@ Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a 
 """
 COMMON_FLAGS = {
     "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
-    "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it",
-}
+    "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it"}
 RARE_FLAGS = {
     "--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the options of "
                  "`python -m megatron.plan` as well",
@@ -195,10 +194,10 @@ RARE_FLAGS = {
 
 
 class CommandArgumentParser(StrictArgumentParser):
-    """The command line of `python -m megatron.NAME`; what is wrong with it is a ConfigError, and so one line."""
+    """The parser of `python -m megatron.NAME`; usage errors are ConfigErrors, so they print one line."""
 
     def __init__(self, module: str, description: str, examples: str = "", **more: Any) -> None:
-        """`module` as it is run; help and examples have what was typed in its place."""
+        """`module` is the command's module form; help and examples show the command as typed."""
         program = command_name(module)
         super().__init__(program, description.replace(module, program), epilog=examples.replace(module, program),
                          formatter_class=argparse.RawDescriptionHelpFormatter, **more)
@@ -208,7 +207,7 @@ class CommandArgumentParser(StrictArgumentParser):
 
 
 def _usage_lines() -> list[str]:
-    """How to call it, in the words of a clone or of an installation."""
+    """Usage and examples, as typed in a clone or for an installed package."""
     program = command_name("python pretrain_gpt2.py")
     launch = ("gpt2-launch --nproc-per-node 2 -m pretrain_gpt2" if program == "gpt2-train" else
               "python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py")
@@ -245,7 +244,7 @@ def _fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
 
 
 def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
-    """The flag and what follows it."""
+    """The flag and its value placeholder."""
     flag = flag_name(item.name)
     if hint is bool:
         return flag if item.name.startswith("no_") or not switches else f"--[no-]{flag[2:]}"
@@ -272,7 +271,7 @@ def _full_text(item: Field[Any], hint: Any) -> str:
 
 
 def _help_entry(flag: str, text: str) -> list[str]:
-    """A flag and its text, in two columns."""
+    """A flag and its text in two columns."""
     lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
     if len(flag) + 4 > COLUMN:
         return [f"  {flag}", *(" " * COLUMN + line for line in lines)]

@@ -1,8 +1,8 @@
 """Collect configuration errors, so that one run reports all of them, and name settings as the user wrote them.
 
 Checks run from keys to single values to combinations. A setting that an earlier check complained about is doubtful:
-later errors about it may only follow from that and are dropped. `FlagToKeyNames` rewrites flags in a message to the keys
-of the JSON file that set them.
+later errors about it may only follow from that and are dropped. `FlagToKeyNames` rewrites flags in a message to the
+keys of the JSON file that set them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 _FLAG = r"--[a-z][\w-]*"
 NAME_PREFIX_END = "\0"
-"""Ends a name that the next word of the message belongs to: "optimizer.params.", and then a parameter."""
+"""Ends a name that joins the next word of the message: "optimizer.params." and a parameter."""
 
 
 def flags_in(message: str) -> set[str]:
-    """The settings that a message names by their flags; --no-compile is --compile."""
+    """The flags in a message; --no-compile counts as --compile."""
     return {re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, message)}
 
 
 @dataclass(frozen=True)
 class FlagToKeyNames:
-    """A message that names a setting of the file names all its settings as the file does."""
+    """Rewrites flags in messages to the keys of the JSON file that set them."""
 
     keys_of_given: Mapping[str, str] = field(default_factory=dict)
-    """Flag -> what was written instead of it."""
+    """Flag -> the key that was given in its place."""
     keys_of_others: Mapping[str, str] = field(default_factory=dict)
-    """Flag that neither the file nor the command line gave -> its key."""
+    """Flag that neither the file nor the command line set -> its key."""
     has_only_keys: bool = False
-    """Whoever reads it has keys only."""
+    """The reader knows keys only (an engine without a command line)."""
     file: str = ""
-    """Where the keys are."""
+    """Name of the file."""
 
     def translate(self, message: str) -> str:
-        """A message that speaks of flags, in these words."""
+        """The message with keys in place of flags, if any of these came from the file."""
         if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(
                 {*re.findall(_FLAG, message), *flags_in(message)}):
             return message
@@ -52,7 +52,7 @@ class FlagToKeyNames:
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """An error of the block is in these words."""
+        """Translate the message of a TrainerError in the block."""
         try:
             yield
         except TrainerError as error:
@@ -61,11 +61,11 @@ class FlagToKeyNames:
 
 
 MAX_SHOWN_ERRORS = 40
-"""Errors in one message: a file with more is of another kind."""
+"""Errors shown in one message."""
 
 
 class ConfigErrors(ConfigError):
-    """Several errors in one, a line each."""
+    """Several errors in one, each on its own line."""
 
     def __init__(self, sentences: Sequence[str], name: str = "") -> None:
         self.sentences = tuple(dict.fromkeys(sentences))
@@ -80,7 +80,7 @@ def error_sentences(error: ConfigError) -> tuple[str, ...]:
 
 
 class ErrorList(list[str]):
-    """Sentences, until `stop` raises them as one error."""
+    """Error texts, until `raise_if_any` raises them as one error."""
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -88,7 +88,7 @@ class ErrorList(list[str]):
 
     def require_range(self, section: Any, names: str, low: float, high: float = math.inf, *,
                       open_low: bool = False) -> None:
-        """Every named field that is set lies in [low, high] (or (low, high] with open_low), and is a number at all."""
+        """Require that every named field that is set is finite and in [low, high], or (low, high] with `open_low`."""
         for name in names.split():
             value = getattr(section, name)
             if value is None:
@@ -98,17 +98,16 @@ class ErrorList(list[str]):
             self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
 
     def raise_if_any(self, name: str = "") -> None:
-        """Raise what was found, as one error."""
         if self:
             raise ConfigErrors(self, name)
 
 
 class ErrorCollector:
-    """What is wrong so far, and with which settings."""
+    """Errors found so far, and the settings that they concern."""
 
     def __init__(self) -> None:
         self.key_names = FlagToKeyNames()
-        """How what is noted from now on is said."""
+        """Translates the errors added from now on."""
         self.has_errors = False
         self._sentences: list[str] = []
         self._doubtful: set[str] = set()
@@ -118,7 +117,7 @@ class ErrorCollector:
         self._doubtful.update(*map(flags_in, flags))
 
     def add_errors(self, sentences: Iterable[str], file: str = "") -> None:
-        """What one check has found, in the names of flags; `file`: in the words of this file."""
+        """Add one check's errors, which name flags; with `file` they already name its keys."""
         new_sentences = [sentence for sentence in sentences if self._doubtful.isdisjoint(flags_in(sentence))]
         translated = new_sentences if file else list(map(self.key_names.translate, new_sentences))
         if file and new_sentences or translated != new_sentences:
@@ -129,13 +128,13 @@ class ErrorCollector:
 
     @contextmanager
     def collecting_errors(self) -> Iterator[None]:
-        """A ConfigError of the block is noted, and what comes after the block goes on."""
+        """Collect a ConfigError of the block and continue after it."""
         try:
             yield
         except ConfigError as error:
             self.add_errors(error_sentences(error))
 
     def raise_if_any(self) -> None:
-        """Raise what was noted, as one error."""
+        """Raise the collected errors as one."""
         if self._sentences:
             raise ConfigErrors(self._sentences, self._file)

@@ -23,7 +23,7 @@ FieldValue = tuple[str, Any, str]
 OPTIMIZER_PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
 COMMON_OPTIMIZER_PARAMS = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
                            "ns_method")
-"""Optimizer parameters that are read alike whatever the type."""
+"""Optimizer parameters with the same meaning for every type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
 WARMUP_PEAK = "scheduler.params.warmup_max_lr"
@@ -33,11 +33,10 @@ SCHEDULER_PARAMS = {
     "WarmupDecayLR": f"{_WARMUP_PARAMS} warmup_min_lr warmup_max_lr total_num_steps",
     "WarmupCosineLR": f"{_WARMUP_PARAMS} warmup_min_ratio total_num_steps cos_min_ratio",
     "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-                "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
-                "cycle_max_mom decay_mom_rate last_batch_iteration",
+    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+    "cycle_max_mom decay_mom_rate last_batch_iteration",
     "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
-                   "last_batch_iteration",
-}
+    "last_batch_iteration"}
 """scheduler.type -> its parameters"""
 DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
 _WEIGHT_GROUP_FIELDS = (
@@ -49,7 +48,7 @@ DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 
 def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList) -> Iterator[FieldValue]:
-    """The parameters whose field depends on the optimizer, which a flag may name where the file does not."""
+    """Fields set by parameters whose meaning depends on the optimizer; a flag may name it if the file does not."""
     if "optimizer.type" in ds_values.invalid_keys:
         return
     named = ds_values.keys.get("optimizer.type")
@@ -82,8 +81,8 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
 
 
 def param_group_min_lr(ds_values: DsKeyValues) -> float | None:
-    """Where each param group of an engine has a peak of its own, the rate it was given: its floor, as a share of that.
-    None where the scheduler names one peak for all."""
+    """The learning rate floor as a fraction of each param group's peak, if each group has its own peak; None if the
+    scheduler sets one peak for all."""
     kind = ds_values.keys.get("scheduler.type")
     if kind == "WarmupCosineLR":
         floor: float = ds_values.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
@@ -93,7 +92,7 @@ def param_group_min_lr(ds_values: DsKeyValues) -> float | None:
 
 def scheduler_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
                      peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
-    """`peak` is the learning rate where neither the file nor a flag has one."""
+    """Fields of the scheduler section. `peak` is the learning rate if neither the file nor a flag sets one."""
     kind = ds_values.keys.get("scheduler.type")
     if kind is None:
         has_parameters = any(path.startswith("scheduler.params.")
@@ -120,7 +119,7 @@ def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any],
     if warmup is None and not (WARMUP_STEPS in ds_values.auto_keys or flags.keys() & {"warmup", "lr_warmup_iters"}):
         warmup = DEEPSPEED_WARMUP_STEPS
     if kind == "WarmupLR":
-        total = max(1, warmup or 0)  # a constant rate has no end
+        total = max(1, warmup or 0)  # a constant rate has no end of decay
     if total is None:
         problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
         return
@@ -139,14 +138,14 @@ def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any],
         yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
     if kind == "WarmupDecayLR":
         yield "min_lr", 0.0, "scheduler.type"
-    elif kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
+    elif kind == "WarmupCosineLR":  # its floor is a fraction of a peak that a flag may set
         peak = flags.get("lr", ds_values.keys.get("optimizer.params.lr", peak))
         floor = peak * ds_values.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
         yield "min_lr", floor, ds_values.first_given(COSINE_FLOOR, "scheduler.type")
 
 
 def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[FieldValue]:
-    """The triangle from cycle_min_lr to cycle_max_lr and back, then the decay."""
+    """OneCycle: from cycle_min_lr to cycle_max_lr and back, then decay."""
     def of(name: str, default: Any) -> tuple[Any, str]:
         path = f"scheduler.params.{name}"
         return ds_values.keys.get(path, default), path if path in ds_values.keys else "scheduler.type"
@@ -173,7 +172,7 @@ def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[F
 
 
 def _range_test_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
-    """A rate that grows in equal steps from its first value."""
+    """LRRangeTest: a rate that grows in equal steps."""
     prefix = "scheduler.params.lr_range_test_"
     where = {name: prefix + name if prefix + name in ds_values.keys else "scheduler.type"
              for name in ("min_lr", "step_size", "step_rate", "staircase")}
@@ -186,7 +185,7 @@ def _range_test_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
 
 
 def monitor_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
-    """Where scalars go."""
+    """Fields of the scalar writers."""
     for section, field in (("tensorboard", "tensorboard_dir"), ("csv_monitor", "csv_dir")):
         if ds_values.keys.get(f"{section}.enabled"):
             folder = ds_values.keys.get(f"{section}.output_path") or "runs"
@@ -201,7 +200,7 @@ def monitor_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
 
 
 def layer_drop_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Iterator[FieldValue]:
-    """As in DeepSpeed, a file that does not say theta leaves nothing out; the flag's default is the published one."""
+    """As in DeepSpeed, a file without theta drops nothing; the flag's default is the published value."""
     theta = "progressive_layer_drop.theta"
     if theta in ds_values.keys:
         yield "pld_theta", ds_values.keys[theta], theta
@@ -211,8 +210,8 @@ def layer_drop_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Itera
 
 
 def weight_group_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Iterator[FieldValue]:
-    """The bits of compression_training. What its group does not say has DeepSpeed's default, unless something else
-    says it."""
+    """Bits of compression_training's weight group; DeepSpeed's defaults apply unless a flag or another key sets them.
+    """
     path = "compression_training.weight_quantization.different_groups"
     if path not in ds_values.keys:
         return
@@ -231,12 +230,12 @@ BATCH_SIZE_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradie
 BATCH_FIELDS = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "batch_size"}
 
 ValueAndSource = tuple[int, str] | None
-"""A number and the name of its source."""
+"""(number, name of its source), or None."""
 
 
 def solve_batch_sizes(total: ValueAndSource, micro: ValueAndSource, accumulation: ValueAndSource,
                       dp_size: int) -> tuple[int, int]:
-    """(train batch, micro-batch), with what is missing computed."""
+    """(train batch, micro-batch); computes missing values, and raises if given ones contradict each other."""
     if total is None:
         size, steps = (micro or (TrainConfig.batch_size, ""))[0], (accumulation or (1, ""))[0]
         return size * steps * dp_size, size
@@ -253,7 +252,7 @@ def solve_batch_sizes(total: ValueAndSource, micro: ValueAndSource, accumulation
 
 
 def _divide_batch(total: tuple[int, str], name: str, given: ValueAndSource, dp_size: int) -> int:
-    """total / (given x dp_size), which must be whole."""
+    """total / (given x dp_size); raises if it is not an integer."""
     product = (given[0] if given else 1) * dp_size
     named = f"{name} {given[0]} ({given[1]}) x " if given else ""
     require(total[0] % product == 0, f"train_batch_size {total[0]} ({total[1]}) is not divisible by {named}"

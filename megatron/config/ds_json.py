@@ -30,22 +30,22 @@ from megatron.errors import ConfigError
 
 FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
                       if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
-"""Fields that mean something only with fp16 on; as in DeepSpeed, the file says nothing about them otherwise."""
+"""Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then."""
 
-KEYS_THAT_YIELD_TO_FLAGS = frozenset(path for path, row in DS_KEYS.items()
-                                     if isinstance(row, JsonKey) and row.flag_wins)
-"""Keys that flags may differ from."""
+KEYS_THAT_YIELD_TO_FLAGS = frozenset(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and
+                                     row.flag_wins)
+"""Keys that a flag may override."""
 
 
 def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
                     fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
                     argument: str = "config", collector: ErrorCollector | None = None) -> Config:
-    """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
-    are the trainer's, or the engine's; `argument` is what the caller gave the source in. What is wrong is raised; or it
-    goes to the `draft`, and the Config is what is left without it."""
+    """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both.
+    `in_engine` selects the engine's notes in place of the trainer's; `argument` names the parameter that held `source`.
+    Errors are raised, or added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback, errors = flags or {}, fallback or {}, collector or ErrorCollector()
     found, problems = parse_ds_json(source, argument)
-    # No flags of a warm-up reach an engine: what DeepSpeed does where the key is absent.
+    # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(found, auto_keys=tuple(path for path in found.auto_keys
                                                if path != WARMUP_STEPS)) if in_engine else found
     errors.ignore_later_errors_of(_flags_of_keys(found.invalid_keys))
@@ -57,7 +57,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     dp = 1
     with errors.collecting_errors():
         tp = flags.get("model_parallel_size", 1)
-        dp = data_parallel_size(world_size, max(1, tp))  # a wrong size is reported by its section
+        dp = data_parallel_size(world_size, max(1, tp))  # an invalid size is reported by its section
         values |= _batch_sizes(in_effect, flags, dp)
     config = build_config({**fallback, **values}, errors)
     if collector is None:
@@ -71,8 +71,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
 
 
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
-    """What the file says, every key checked against the table, and against its neighbours; `argument` is what the
-    caller gave it in, and the name of a dict."""
+    """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
     found, problems = parse_ds_json(source, argument)
     merge_with_flags(found, {}, problems)
     problems.raise_if_any(found.name)
@@ -81,7 +80,7 @@ def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: s
 
 def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
                   argument: str = "config") -> tuple[DsKeyValues, ErrorList]:
-    """What the file says, and what is wrong with its keys one by one."""
+    """The file's keys, and the errors of single keys."""
     name = argument if isinstance(source, Mapping) else os.fspath(source)
     text = None if isinstance(source, Mapping) else _read_text(name, argument)
     if text is not None and not os.path.exists(name):
@@ -97,7 +96,7 @@ def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
 
 
 def _read_text(name: str, argument: str) -> str:
-    """The file's text, or the text that `name` itself is in base64."""
+    """The file's text, or the text that `name` itself encodes in base64."""
     given = f"{argument}{' ' if argument.startswith('--') else '='}{name}"
     try:
         return Path(name).read_text(encoding="utf-8-sig")
@@ -105,12 +104,12 @@ def _read_text(name: str, argument: str) -> str:
         if (text := _decode_base64(name)) is not None:
             return text
         raise ConfigError(f"{given} cannot be read: {error.strerror or error}; give the path of a JSON file") from None
-    except ValueError as error:  # not UTF-8, or a path with a zero byte
+    except ValueError as error:  # not UTF-8, or a path with a null byte
         raise ConfigError(f"{given} is not a text file: {error}; give the path of a JSON file") from None
 
 
 def _decode_base64(name: str) -> str | None:
-    """The object that a base64 text holds, as launchers pass it on a command line; None if this is no such text."""
+    """The JSON object in a base64 text, as launchers pass it on a command line; None if it is not one."""
     try:
         text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
     except ValueError:
@@ -121,35 +120,30 @@ def _decode_base64(name: str) -> str | None:
 # ---- from keys to fields -----------------------------------------------------------------------------------------
 
 
-def merge_with_flags(
-    ds_values: DsKeyValues,
-    flags: Mapping[str, Any],
-    problems: ErrorList,
-    peak: float = ScheduleConfig.lr,
-) -> tuple[dict[str, Any], ErrorList]:
-    """Flags and keys as one set of field values, without the batch sizes, and where the two say different things. What
-    is wrong with keys together goes to `problems`. `peak` is the learning rate where neither says one."""
+def merge_with_flags(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
+                     peak: float = ScheduleConfig.lr) -> tuple[dict[str, Any], ErrorList]:
+    """(field values of flags and keys without batch sizes, errors where a flag and a key differ). Errors of keys
+    together go to `problems`. `peak` is the default learning rate."""
     values: dict[str, Any] = {}
     conflicts = ErrorList()
     for name, value, path in _field_values(ds_values, flags, problems, peak):
         if name in flags and not values_are_close(flags[name], value) and path not in KEYS_THAT_YIELD_TO_FLAGS:
             meant = "" if values_match(ds_values.raw_value(path),
                                        value) else f" (that is {flag_name(name)} {value_text(value)})"
-            conflicts.append(
-                f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} is "
-                f"{json_text(ds_values.raw_value(path))}{meant}: give one of them, or the same value")
+            conflicts.append(f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} "
+                             f"is {json_text(ds_values.raw_value(path))}{meant}: give one of them, or the same value")
         values[name] = value
     given = {**values, **flags}
     return {name: value for name, value in given.items() if name in flags or _applies(name, given)}, conflicts
 
 
 def _applies(name: str, given: Mapping[str, Any]) -> bool:
-    """Some keys mean nothing where fp16 is not `given`."""
+    """False for fp16-only fields without fp16."""
     return bool(given.get("fp16")) or name not in FP16_ONLY
 
 
 def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
-    """What these keys would have set."""
+    """The flags that these keys correspond to."""
     for row in map(DS_KEYS.get, paths):
         if isinstance(row, RenamedKey):
             yield from _flags_of_keys(row.new_paths)
@@ -159,10 +153,10 @@ def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
 
 def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
                   peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
-    """(field, value, path of the key) of everything but the batch sizes."""
+    """(field, value, path of the key) for everything but the batch sizes."""
     rows = ((DS_KEYS[path], value, path) for path, value in ds_values.keys.items())
-    alone = ((row.field, row.convert(value), path) for row, value, path in rows
-             if isinstance(row, JsonKey) and row.is_independent)
+    alone = ((row.field, row.convert(value), path)
+             for row, value, path in rows if isinstance(row, JsonKey) and row.is_independent)
     yield from _check_no_conflicts(chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)), ds_values,
                                    problems)
     yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
@@ -173,26 +167,22 @@ def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: Er
 
 def _check_no_conflicts(settings: Iterable[FieldValue], ds_values: DsKeyValues,
                         problems: ErrorList) -> Iterator[FieldValue]:
-    """The same settings: no two keys may give one field different values."""
+    """Pass the settings through; report two keys that give one field different values."""
     seen: dict[str, tuple[Any, str]] = {}
     for name, value, path in settings:
         other, where = seen.setdefault(name, (value, path))
-        problems.require(
-            values_are_close(other, value),
-            f"{ds_values.name_as_written(where, '')} {json_text(ds_values.raw_value(where))} and "
-            f"{ds_values.name_as_written(path, '')} {json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; "
-            "leave one out")
+        problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where, '')} "
+                         f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path, '')} "
+                         f"{json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; leave one out")
         yield name, value, path
 
 
 def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int) -> dict[str, int]:
-    """The batch sizes of the file and of the flags, solved for what is missing; nothing if the file has none."""
+    """Batch sizes of the file and the flags, with missing ones computed; {} if the file has none."""
     if not ds_values.invalid_keys.isdisjoint(BATCH_SIZE_KEYS):
         return {}
-    given = {
-        key: (ds_values.keys[key], ds_values.name_as_written(key))
-        for key in BATCH_SIZE_KEYS if key in ds_values.keys
-    }
+    given = {key: (ds_values.keys[key], ds_values.name_as_written(key)) for key in BATCH_SIZE_KEYS
+             if key in ds_values.keys}
     if not given:
         return {}
     problems = ErrorList()
@@ -213,16 +203,14 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
 
 
 def _keys_of_flags(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Flag -> the key that was given instead."""
-    return {
-        flag_name(name): OPTIMIZER_PARAMS +
-        NAME_PREFIX_END if name == "optimizer_params" else ds_values.name_as_written(path, "")
-        for name, _, path in _field_values(ds_values, flags, ErrorList()) if name not in flags
-    }
+    """Flag -> the key that was given in its place."""
+    return {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END
+            if name == "optimizer_params" else ds_values.name_as_written(path, "")
+            for name, _, path in _field_values(ds_values, flags, ErrorList()) if name not in flags}
 
 
 def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dict[str, str]:
-    """Flag that is not given -> the key that sets the same. What several keys together set has no such name."""
+    """Flag that is not given -> the key that sets the same field, if a single key does."""
     paths: dict[str, list[JsonKey]] = {}
     for key in keys_of_fields():
         paths.setdefault(key.field, []).append(key)
@@ -233,12 +221,10 @@ def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dic
 
 
 def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
-    """What the user should read once: deprecated keys, keys without effect, the values chosen for "auto"."""
-    lines = [
-        *ds_values.notices, *(() if in_engine else _unused_in_trainer(ds_values)),
-        *_overridden_by_flags(ds_values, config),
-        *(f'{path} "auto": {_value_of_auto(path, config, dp_size)}' for path in ds_values.auto_keys)
-    ]
+    """Notes for the user: deprecated keys, keys without effect, the values chosen for "auto"."""
+    lines = [*ds_values.notices, *(() if in_engine else _unused_in_trainer(ds_values)),
+             *_overridden_by_flags(ds_values, config), *(f'{path} "auto": {_value_of_auto(path, config, dp_size)}'
+                                                         for path in ds_values.auto_keys)]
     if not config.precision.fp16:
         unused = [path for path in ds_values.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if unused and "fp16.enabled" not in ds_values.keys:
@@ -264,7 +250,7 @@ def _overridden_by_flags(ds_values: DsKeyValues, config: Config) -> Iterator[str
 
 
 def _value_in_effect(path: str, config: Config) -> str:
-    """The flag of a key and its value; "" where the key sets no field."""
+    """The flag of a key and its value; "" if the key sets no field."""
     row = DS_KEYS[path]
     if not isinstance(row, JsonKey) or not row.field:
         return ""
@@ -273,14 +259,13 @@ def _value_in_effect(path: str, config: Config) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A field's value in a message."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _value_of_auto(path: str, config: Config, dp_size: int) -> str:
-    """The value in the configuration where the file says "auto"."""
+    """The value used for a key that is "auto"."""
     if path in BATCH_SIZE_KEYS:
         chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
         return str(chosen[BATCH_SIZE_KEYS.index(path)])

@@ -36,7 +36,7 @@ class IgnoredKey:
     default: Any
     reason: str
     is_honoured_by_engine: bool = False
-    """The engine of `zero.initialize` does what it says: `reason` is the trainer's, which has its own."""
+    """The engine of `zero.initialize` honours it; `reason` applies to the trainer."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class RenamedKey:
     json_type: JsonType
     convert: Callable[[Any], Any] = lambda value: value
     deprecated: bool = True
-    """In DeepSpeed; otherwise the two names are equals, and no note says so."""
+    """Deprecated in DeepSpeed; otherwise both names are equal, and no note is printed."""
 
 
 @dataclass(frozen=True)
 class UnsupportedSection:
     reason: str
     off: tuple[Any, ...] = ()
-    """Further values that switch it off."""
+    """More values that mean "off"."""
 
 
 DsKeyRow = JsonKey | FixedValue | IgnoredKey | RenamedKey | UnsupportedSection
 
 
 def keys_of_fields() -> Iterator[JsonKey]:
-    """The keys that are declared with a field, with path, kind and field filled in."""
+    """The keys declared with fields, with path, type and field filled in."""
     for section in SECTIONS.values():
         hints = typing.get_type_hints(section)
         for item in fields(section):
@@ -80,13 +80,13 @@ _ZERO_SECTION, _OFFLOAD_OPTIMIZER_SECTION = "zero_optimization.", "zero_optimiza
 
 
 def _dependent_key(path: str, kind: JsonType) -> dict[str, DsKeyRow]:
-    """A key whose effect depends on others."""
+    """A key whose effect depends on other keys (ds_cross_keys.py)."""
     return {path: JsonKey(path, kind, is_independent=False)}
 
 
 def _type_of_extra_param(name: str, default: Any) -> JsonType:
-    return one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None else JSON_TYPE_OF[
-        type(default)]
+    return (one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
+            else JSON_TYPE_OF[type(default)])
 
 
 def _offload_to_cpu(kind: str) -> RenamedKey:
@@ -95,40 +95,35 @@ def _offload_to_cpu(kind: str) -> RenamedKey:
 
 _TOP_LEVEL: dict[str, DsKeyRow] = {
     **_dependent_key("gradient_accumulation_steps", COUNT),
-    "managed_gradient_accumulation": FixedValue(
-        (True, ), "the engine counts micro-batches; set_gradient_accumulation_boundary says otherwise"),
-    "gradient_allreduce_op": FixedValue(
-        ("mean", ), "gradients are averaged over the ranks; for their sum multiply the loss by the data parallel size"),
+    "managed_gradient_accumulation": FixedValue((True,), "the engine counts micro-batches; "
+                                                "set_gradient_accumulation_boundary says otherwise"),
+    "gradient_allreduce_op": FixedValue(("mean",), "gradients are averaged over the ranks; for "
+                                        "their sum multiply the loss by the data parallel size"),
     "disable_python_gc": IgnoredKey(BOOLEAN, False, "--gc-interval says when garbage is collected"),
-    "fp32_allreduce": RenamedKey(("communication_data_type", ), BOOLEAN, lambda given: "fp32" if given else None),
+    "fp32_allreduce": RenamedKey(("communication_data_type",), BOOLEAN, lambda given: "fp32" if given else None),
     "data_types.grad_accum_dtype": FixedValue((None, "fp32"), "sums over micro-batches are taken in fp32"),
-    "sparse_gradients": FixedValue((False, ),
+    "sparse_gradients": FixedValue((False,),
                                    "gradients are reduced as dense tensors; make embeddings without sparse=True"),
-    "disable_allgather": FixedValue((False, ),
+    "disable_allgather": FixedValue((False,),
                                     "ranks always collect the updated weights; allgather_partitions says how"),
     "seq_parallel_comm_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
     "seq_parallel_communication_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
     "use_data_before_expert_parallelism": IgnoredKey(BOOLEAN, False, "there are no experts here"),
-    "dataloader_drop_last": FixedValue(
-        (False, ), "the last batch of an epoch is not dropped; give a loader of your own that does"),
+    "dataloader_drop_last": FixedValue((False,), "the last batch of an epoch is not "
+                                       "dropped; give a loader of your own that does"),
     "graph_harvesting": IgnoredKey(BOOLEAN, False, "pretrain_gpt2.py captures CUDA graphs with --cuda-graphs"),
-    "vocabulary_size": FixedValue((None, ), "the size of the vocabulary is the model's own"),
+    "vocabulary_size": FixedValue((None,), "the size of the vocabulary is the model's own"),
     "sequence_parallel_size": FixedValue((None, 1), "there is no sequence parallelism here"),
-    "cuda_visible_devices": IgnoredKey(ANY, None, "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the "
-                                       "environment"),
+    "cuda_visible_devices": IgnoredKey(ANY, None,
+                                       "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the environment"),
     "zero_allow_untested_optimizer": IgnoredKey(BOOLEAN, False, "every optimizer that is accepted is supported"),
     "zero_force_ds_cpu_optimizer": IgnoredKey(BOOLEAN, True, "the same optimizer runs on every device"),
-    "wall_clock_breakdown": IgnoredKey(BOOLEAN,
-                                       False,
-                                       "each step's time is in the console line and --metrics-file",
+    "wall_clock_breakdown": IgnoredKey(BOOLEAN, False, "each step's time is in the console line and --metrics-file",
                                        is_honoured_by_engine=True),
-    "memory_breakdown": IgnoredKey(BOOLEAN,
-                                   False,
-                                   "each step's peak memory is in --metrics-file",
+    "memory_breakdown": IgnoredKey(BOOLEAN, False, "each step's peak memory is in --metrics-file",
                                    is_honoured_by_engine=True),
     "dump_state": IgnoredKey(BOOLEAN, False, "--verbose prints the configuration", is_honoured_by_engine=True),
-    "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size", ), INTEGER),
-}
+    "allgather_size": RenamedKey((_ZERO_SECTION + "allgather_bucket_size",), INTEGER)}
 
 _PRECISION: dict[str, DsKeyRow] = {
     "fp16.consecutive_hysteresis": FixedValue((False,), "the hysteresis is restored when the loss scale grows"),
@@ -138,8 +133,7 @@ _PRECISION: dict[str, DsKeyRow] = {
     "bf16.check_grad_overflow": IgnoredKey(BOOLEAN, False, "in bf16 a gradient that is not finite is always noticed"),
     "bf16.bf16_master_weights_and_grads": FixedValue((False,), _16BIT_STATE),
     "bf16.bf16_optimizer_states": FixedValue((False,), _16BIT_STATE),
-    "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN),
-}
+    "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN)}
 
 _OPTIMIZER: dict[str, DsKeyRow] = {
     "optimizer.legacy_fusion": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
@@ -151,8 +145,7 @@ _OPTIMIZER: dict[str, DsKeyRow] = {
     "optimizer.params.cuda_aware": IgnoredKey(BOOLEAN, False, _ONE_BACKEND),
     "optimizer.params.comm_backend_name": IgnoredKey(one_of("nccl", "mpi", "compressed", "hccl"), "nccl", _ONE_BACKEND),
     "optimizer.params.torch_adam": IgnoredKey(BOOLEAN, False, "the same optimizer runs on every device"),
-    "optimizer.params.max_grad_norm": RenamedKey(("gradient_clipping",), NUMBER),
-}
+    "optimizer.params.max_grad_norm": RenamedKey(("gradient_clipping",), NUMBER)}
 
 _SCHEDULER: dict[str, DsKeyRow] = {
     "scheduler.params.warmup_min_lr": FixedValue((0,), "the warm-up starts from 0"),
@@ -160,23 +153,21 @@ _SCHEDULER: dict[str, DsKeyRow] = {
     **_dependent_key("scheduler.params.decay_step_size", COUNT_FROM_0),
     **{f"scheduler.params.cycle_{half}_stair_count": IgnoredKey(COUNT_FROM_0_OR_NULL, 0, "rates do not rise in stairs")
        for half in ("first", "second")},
-    "scheduler.params.last_batch_iteration": FixedValue((-1,), "the step is the checkpoint's"),
-}
+    "scheduler.params.last_batch_iteration": FixedValue((-1,), "the step is the checkpoint's")}
 
 _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
-    "zero_optimization": RenamedKey((_ZERO_SECTION + "stage", ), SWITCH_OR_OBJECT, int),
-    **{
-        _ZERO_SECTION + name: RenamedKey((f"{_ZERO_SECTION}stage3_{name}", ), kind, deprecated=False)
-        for kind, names in ((INTEGER, "prefetch_bucket_size param_persistence_threshold max_live_parameters max_reuse_distance"), (BOOLEAN, "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential"), (NUMBER, "model_persistence_threshold module_granularity_threshold"))
-        for name in names.split()
-    },
+    "zero_optimization": RenamedKey((_ZERO_SECTION + "stage",), SWITCH_OR_OBJECT, int),
+    **{_ZERO_SECTION + name: RenamedKey((f"{_ZERO_SECTION}stage3_{name}",), kind, deprecated=False) for kind, names in (
+        (INTEGER, "prefetch_bucket_size param_persistence_threshold max_live_parameters max_reuse_distance"),
+        (BOOLEAN, "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential"),
+        (NUMBER, "model_persistence_threshold module_granularity_threshold")) for name in names.split()},
     _ZERO_SECTION + "stage3_gather_fp16_weights_on_model_save": RenamedKey(
-        (_ZERO_SECTION + "stage3_gather_16bit_weights_on_model_save", ), BOOLEAN),
+        (_ZERO_SECTION + "stage3_gather_16bit_weights_on_model_save",), BOOLEAN),
     _ZERO_SECTION + "cpu_offload": _offload_to_cpu("optimizer"),
     _ZERO_SECTION + "cpu_offload_param": _offload_to_cpu("param"),
     _ZERO_SECTION + "cpu_offload_params": _offload_to_cpu("param"),
-    _ZERO_SECTION + "cpu_offload_use_pin_memory": RenamedKey(
-        tuple(f"{_ZERO_SECTION}offload_{kind}.pin_memory" for kind in ("optimizer", "param")), BOOLEAN),
+    _ZERO_SECTION + "cpu_offload_use_pin_memory": RenamedKey(tuple(f"{_ZERO_SECTION}offload_{kind}.pin_memory"
+                                                                   for kind in ("optimizer", "param")), BOOLEAN),
     _ZERO_SECTION + "stage3_model_persistence_threshold": IgnoredKey(
         NUMBER, 2.0**63, "parameters that are not partitioned have no common limit; lower "
         "stage3_param_persistence_threshold to save memory"),
@@ -195,14 +186,13 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
     _ZERO_SECTION + "elastic_checkpoint": IgnoredKey(BOOLEAN, False,
                                                      "every checkpoint can be loaded with any number of ranks"),
     _ZERO_SECTION + "pipeline_loading_checkpoint": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here"),
-    **{
-        _ZERO_SECTION + name: FixedValue((False, ), _ZEROPP)
-        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "mics_hierarchical_params_gather")
-    },
-    _ZERO_SECTION + "zero_hpz_partition_size": FixedValue((1, ), _ZEROPP),
-    _ZERO_SECTION + "mics_shard_size": FixedValue((-1, ), _ZEROPP),
-    _ZERO_SECTION + "zeropp_loco_param": FixedValue((None, ), _ZEROPP),
-    _ZERO_SECTION + "zenflow": FixedValue((None, ), "the optimizer step is not split in time (delayed_param_update of "
+    **{_ZERO_SECTION + name: FixedValue((False,), _ZEROPP)
+       for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights",
+                    "zero_quantized_gradients", "mics_hierarchical_params_gather")},
+    _ZERO_SECTION + "zero_hpz_partition_size": FixedValue((1,), _ZEROPP),
+    _ZERO_SECTION + "mics_shard_size": FixedValue((-1,), _ZEROPP),
+    _ZERO_SECTION + "zeropp_loco_param": FixedValue((None,), _ZEROPP),
+    _ZERO_SECTION + "zenflow": FixedValue((None,), "the optimizer step is not split in time (delayed_param_update of "
                                           "offload_optimizer runs the host's beside the next pass)"),
     _ZERO_SECTION + "leaf_module": IgnoredKey(ANY, None,
                                               "the engine itself decides which modules are gathered together"),
@@ -214,18 +204,16 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
         BOOLEAN, False, "there is no step of that kind, whose result is that of others"),
     f"{_OFFLOAD_OPTIMIZER_SECTION}.cpuadam_cores_perc": IgnoredKey(NUMBER, 0.8,
                                                                    "OMP_NUM_THREADS sets the number of cores per rank"),
-    "aio.thread_count": RenamedKey(("aio.intra_op_parallelism", ), INTEGER),
-    "aio.use_gds": IgnoredKey(BOOLEAN, False, "NVMe is read and written through the host, not by the GPU"),
-}
+    "aio.thread_count": RenamedKey(("aio.intra_op_parallelism",), INTEGER),
+    "aio.use_gds": IgnoredKey(BOOLEAN, False, "NVMe is read and written through the host, not by the GPU")}
 
 _CHECKPOINT: dict[str, DsKeyRow] = {
-    "checkpoint.tag_validation": IgnoredKey(
-        one_of("Ignore", "Warn", "Fail"), "Fail", "ranks always agree on a tag, or the run ends"),
+    "checkpoint.tag_validation": IgnoredKey(one_of("Ignore", "Warn", "Fail"), "Fail",
+                                            "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": IgnoredKey(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": FixedValue((False,), "a checkpoint is one folder that all nodes share"),
     "checkpoint.key_file": UnsupportedSection(NOT_SIGNED_MESSAGE),
-    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here"),
-}
+    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here")}
 
 _MONITORS: dict[str, DsKeyRow] = {
     **_dependent_key("tensorboard.output_path", ANY_TEXT),
@@ -261,33 +249,31 @@ _QUANTISED: dict[str, DsKeyRow] = {
 }
 
 _ABSENT: dict[str, DsKeyRow] = {
-    "torch_autocast": UnsupportedSection(
-        "autocast is not used; enable bf16 or fp16, or call torch.autocast in the model"),
+    "torch_autocast": UnsupportedSection("autocast is not used; enable bf16 or fp16, "
+                                         "or call torch.autocast in the model"),
     "amp": UnsupportedSection("apex is not used; enable bf16 or fp16"),
-    "elasticity": UnsupportedSection(
-        "the batch size does not change with the world; a run can be resumed with any number of ranks that divides it"),
-    **{
-        f"compression_training.{name}": UnsupportedSection("of compression in training there is weight_quantization alone")
-        for name in ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning", "layer_reduction")
-    },
+    "elasticity": UnsupportedSection("the batch size does not change with the world; a run can "
+                                     "be resumed with any number of ranks that divides it"),
+    **{f"compression_training.{name}": UnsupportedSection("of compression in training there "
+                                                          "is weight_quantization alone")
+       for name in ("activation_quantization", "sparse_pruning", "row_pruning",
+                    "head_pruning", "channel_pruning", "layer_reduction")},
     "curriculum_learning": UnsupportedSection("samples are not ordered by difficulty; a loader of your own can do so"),
     "data_efficiency": UnsupportedSection("samples are not selected, and no tokens are dropped"),
-    "sparse_attention": UnsupportedSection(
-        "attention layers are not replaced; use a model with sparse attention of its own"),
+    "sparse_attention": UnsupportedSection("attention layers are not replaced; use a "
+                                           "model with sparse attention of its own"),
     "hybrid_engine": UnsupportedSection("the engine trains; it has no inference mode of its own"),
     "nebula": UnsupportedSection("checkpoints are written to the folder that save_checkpoint, or --save, names"),
     "pipeline": UnsupportedSection("there is no pipeline parallelism here"),
-    "tensor_parallel": UnsupportedSection(
-        "tensor parallelism is set up by --model-parallel-size, or by the mpu given to zero.initialize",
-        off=({"autotp_size": 0}, {"autotp_size": 1})),
+    "tensor_parallel": UnsupportedSection("tensor parallelism is set up by --model-parallel-size, or by the mpu "
+                                          "given to zero.initialize", off=({"autotp_size": 0}, {"autotp_size": 1})),
     "expert_parallel": UnsupportedSection("there are no experts here"),
     "zenflow": UnsupportedSection("the optimizer step is not split in time"),
-    "compile": UnsupportedSection("call engine.compile(); pretrain_gpt2.py does with --compile"),
-}
+    "compile": UnsupportedSection("call engine.compile(); pretrain_gpt2.py does with --compile")}
 
 DS_KEYS: dict[str, DsKeyRow] = {**{key.path: key for key in keys_of_fields()}, **_TOP_LEVEL, **_PRECISION, **_OPTIMIZER,
                                 **_SCHEDULER, **_ZERO_OPTIMIZATION, **_CHECKPOINT, **_MONITORS, **_QUANTISED, **_ABSENT}
-"""Every key that is known, by its path."""
+"""Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
-"""Every path that holds further keys."""
+"""Paths of all objects."""

@@ -31,7 +31,7 @@ _EXPECTED = {
     "Extra data": "expected the end of the file",
     "Unterminated string starting at": "expected a closing double quote for the text that starts here",
 }
-"""The parser's words -> ours; the rest are clear already."""
+"""json's messages -> ours; others are clear enough."""
 
 
 class JsonPairs(list[tuple[str, Any]]):
@@ -39,7 +39,7 @@ class JsonPairs(list[tuple[str, Any]]):
 
 
 def parse_loose_json(text: str, name: str) -> Any:
-    """The value of a JSON text; ConfigError with line and column, `name` being the file."""
+    """Parse JSON with comments and trailing commas; ConfigError with line and column of file `name`."""
     plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", _COMMENT.sub(_blank_comment, text))
     try:
         return json.loads(plain, object_pairs_hook=JsonPairs)
@@ -49,7 +49,7 @@ def parse_loose_json(text: str, name: str) -> Any:
         raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {told}, found {found}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
-    except ValueError:  # Python refuses integers of more than 4300 digits, and does not say where
+    except ValueError:  # Python refuses integers of more than 4300 digits, without a position
         raise ConfigError(f"{name} holds a number of too many digits") from None
 
 
@@ -64,39 +64,39 @@ def _word_at(text: str, position: int) -> str:
 
 @dataclass(frozen=True)
 class DsKeyValues:
-    """The keys of one file, by path, judged one by one."""
+    """The keys of one file by path, checked one by one."""
 
     name: str
     keys: Mapping[str, Any]
     raw_values: Mapping[str, Any]
-    """Path -> the value as the file has it."""
+    """Path -> unconverted value."""
     deprecated_names: Mapping[str, str]
-    """Path -> the deprecated name that was written."""
+    """Path -> the deprecated name used in the file."""
     auto_keys: tuple[str, ...]
     notices: tuple[str, ...]
     engine_values: Mapping[str, Any]
-    """What only the engine of `zero.initialize` does, by path."""
+    """Path -> value, for keys that only the engine of `zero.initialize` honours."""
     invalid_keys: frozenset[str] = frozenset()
-    """Keys whose value is an error, or whose name was misspelt."""
+    """Keys with an invalid value or a misspelt name."""
 
     def is_given(self, path: str) -> bool:
         return path in self.keys or path in self.auto_keys
 
     def raw_value(self, path: str) -> Any:
-        """The value as the file has it, also inside of a key that holds an object."""
+        """The unconverted value, also inside a key that holds an object."""
         key = next(key for key in self.raw_values if f"{path}.".startswith(f"{key}."))
         return _value_inside(self.raw_values[key], path[len(key) + 1:])
 
     def is_absent(self, path: str) -> bool:
-        """Nobody has tried to give it."""
+        """Whether the file does not contain the key, not even wrongly."""
         return not self.is_given(path) and path not in self.invalid_keys
 
     def first_given(self, *paths: str) -> str:
-        """The first of these keys that is given."""
+        """The first of `paths` that is given."""
         return next(path for path in paths if path in self.keys)
 
     def name_as_written(self, path: str, of: str | None = None) -> str:
-        """The key as the user wrote it, and where."""
+        """The key as the user wrote it, and the file."""
         return self.deprecated_names.get(path, path) + (f" of {self.name}" if of is None else of)
 
 
@@ -108,12 +108,12 @@ def _value_inside(value: Any, path: str) -> Any:
 
 
 def check_keys(tree: dict[str, Any], name: str) -> tuple[DsKeyValues, ErrorList]:
-    """What the file says, and what is wrong with its keys one by one."""
+    """The file's keys, and the errors of single keys."""
     return _DsKeyChecker(name).check(tree)
 
 
 def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
-    """Objects become dicts; of a key that is given twice the first is kept."""
+    """Turn objects into dicts; of a duplicate key the first value is kept."""
     if isinstance(value, (JsonPairs, Mapping)):
         result: dict[str, Any] = {}
         for key, inner in value if isinstance(value, JsonPairs) else value.items():
@@ -131,11 +131,11 @@ def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
 
 
 class _InvalidKey(ValueError):
-    """What is wrong with one key."""
+    """An error of one key."""
 
 
 class _UnsupportedValue(_InvalidKey):
-    """A value that DeepSpeed knows and this program does not."""
+    """A value that DeepSpeed supports and this program does not."""
 
 
 class _DsKeyChecker:
@@ -149,14 +149,14 @@ class _DsKeyChecker:
         self.engine_values: dict[str, Any] = {}
         self.invalid_keys: set[str] = set()
         self.params_of_unsupported_types: dict[str, tuple[int, list[str]]] = {}
-        """Type that is not supported -> its place in `problems`, and its parameters that no other type has."""
+        """Unsupported type -> (index of its error, parameters that no other type has)."""
         self.errors = ErrorList()
 
     def check(self, tree: dict[str, Any]) -> tuple[DsKeyValues, ErrorList]:
         renamed = []
         for path, value in self._leaves(tree, ""):
             if isinstance(DS_KEYS[path], RenamedKey):
-                renamed.append((path, value))  # their turn comes when all others are known
+                renamed.append((path, value))  # renamed keys come last, when all others are known
             else:
                 self._collect_error(self._add_value, path, value)
         for path, value in renamed:
@@ -177,11 +177,11 @@ class _DsKeyChecker:
             self.errors.append(str(refused))
 
     def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        """(path, value) of every key; `type` comes first, because what else is accepted depends on it."""
+        """(path, value) of every key; `type` first, since it decides which others are accepted."""
         for key in sorted(tree, key=lambda key: key != "type"):
             path, value = prefix + key, tree[key]
             if key == "different_groups" and _is_off(tree):
-                continue  # of a section that is switched off, like those that do not exist here
+                continue  # the section is switched off, like unsupported ones
             if path in DS_OBJECTS and isinstance(value, dict):
                 yield from self._leaves(value, path + ".")
             elif path in DS_OBJECTS and value is None:
@@ -191,7 +191,7 @@ class _DsKeyChecker:
             elif path in DS_OBJECTS:
                 self.errors.append(f"{path} is {json_text(value)}: expected an object {{...}}")
             elif prefix.endswith(".params.") and (owner := f"{prefix[:-7]}type") in self.params_of_unsupported_types:
-                self.params_of_unsupported_types[owner][1].append(key)  # goes with its type: no error of its own
+                self.params_of_unsupported_types[owner][1].append(key)  # part of the error of its type
             else:
                 near, hint = _nearest_key(path)
                 self.invalid_keys.add(near)
@@ -243,7 +243,7 @@ class _DsKeyChecker:
             self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
 
     def _check_same_value(self, path: str, value: Any, new: str, converted: Any) -> None:
-        """Both names may be given if they say the same."""
+        """Both names may be given with the same value."""
         row, known = DS_KEYS[new], self.deprecated_names.get(new, new)
         assert isinstance(row, JsonKey)
         if not values_are_close(self.keys[new], _convert_value(new, converted, row.known_json_type)):
@@ -253,7 +253,7 @@ class _DsKeyChecker:
 
 
 def _is_off(value: Any) -> bool:
-    """A section that is not there, or is switched off; those of compression_training are so further in."""
+    """Whether a section is absent or switched off; compression_training nests the switch deeper."""
     if not isinstance(value, dict) or not value:
         return value is None or value is False or value == {}
     return value.get("enabled") is False or isinstance(value.get("shared_parameters"), dict) and \
@@ -270,14 +270,14 @@ def _convert_value(path: str, value: Any, kind: JsonType) -> Any:
 
 
 def values_match(value: Any, allowed: Any) -> bool:
-    """Equal, whatever the case of a text; 1 is true, and true is not 1."""
+    """Equality that ignores the case of text; 1 equals true, but true does not equal 1."""
     if isinstance(value, str) and isinstance(allowed, str):
         return value.lower() == allowed.lower()
     return bool(value == allowed) and (isinstance(allowed, bool) or not isinstance(value, bool))
 
 
 def values_are_close(one: Any, other: Any) -> bool:
-    """Equal, up to rounding."""
+    """Equality up to rounding."""
     if isinstance(one, float) and isinstance(other, (int, float)):
         return one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return bool(one == other)
@@ -286,12 +286,12 @@ def values_are_close(one: Any, other: Any) -> bool:
 _MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
           "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
           "optimizer.params.learning_rate": "optimizer.params.lr"}
-"""Names that people write whose spelling is not near the key's."""
+"""Common wrong names whose spelling is not similar to the right one."""
 
 
 def _nearest_key(path: str) -> tuple[str, str]:
-    """The key that the user may have meant, and a hint: another place for a section, a similar key beside it, the same
-    words in another order, or another section for a key."""
+    """(the key that the user may have meant, a hint): another place for a section, a similar key beside it, the same
+    words in another order, or the key's right section."""
     section, _, key = path.rpartition(".")
     if parents := sorted(other.rpartition(".")[0] for other in DS_OBJECTS if other.rpartition(".")[2] == key):
         return "", "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)

@@ -15,13 +15,12 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.jso
 HF_FIELDS: Mapping[str, tuple[str, Any]] = {
     "n_layer": ("num_layers", None), "n_embd": ("hidden_size", None), "n_head": ("num_attention_heads", None),
     "n_inner": ("intermediate_size", None), "vocab_size": ("vocab_size", None),
-    "n_positions": ("max_position_embeddings", 1024), "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
-}
-"""Their key -> our field, and what an absent key means."""
+    "n_positions": ("max_position_embeddings", 1024), "layer_norm_epsilon": ("layernorm_epsilon", 1e-5)}
+"""Their key -> (our field, default of an absent key)."""
 
 
 def model_fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields of a config.json; without those that it neither says nor implies."""
+    """Our fields of a config.json, without those it neither sets nor implies."""
     found = {ours: config.get(theirs, implied) for theirs, (ours, implied) in HF_FIELDS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -31,7 +30,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """The JSON object in a file; CheckpointError if it is none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -46,9 +45,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_fields(folder: str) -> dict[str, Any]:
-    """The fields of the tokenizer beside the weights: GPT-2's kind of two files, bytes, a SentencePiece model, or a
-    tokenizer.json, which has to say what two such files would: who builds it refuses another. Nothing where there is no
-    file of one, and GPT-2's own is to be assumed."""
+    """Fields of the tokenizer beside the weights: GPT-2's two files, bytes, a SentencePiece model, or a tokenizer.json
+    that must equal GPT-2's two files (others are refused when it is built). {} without such a file: GPT-2's own is
+    assumed."""
     vocabulary, merges, model, fast = (Path(folder) / name for name in TOKENIZER_FILES)
     if vocabulary.is_file() and merges.is_file():
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocabulary), "merge_file": str(merges)}
@@ -60,7 +59,7 @@ def read_tokenizer_fields(folder: str) -> dict[str, Any]:
 
 
 def _is_byte_level(model: Any) -> bool:
-    """Whether tokens are the 256 bytes in their order, as `convert` writes them: byte-level BPE that joins nothing."""
+    """Whether tokens are the 256 bytes in order, as `convert` writes them: byte-level BPE without merges."""
     if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("merges"):
         return False
     table = model.get("vocab")
@@ -69,7 +68,7 @@ def _is_byte_level(model: Any) -> bool:
 
 
 def read_model_fields(folder: str) -> dict[str, Any]:
-    """What `--load-hf` fills in."""
+    """Model fields that `--load-hf` fills in; ConfigError if the folder is unusable."""
     if not (Path(folder) / HF_CONFIG_FILE).is_file():
         what = "has no config.json" if Path(folder).is_dir() else "is not a folder"
         raise ConfigError(f"--load-hf {folder}: {what}; give a local folder that holds a Hugging Face GPT-2 "

@@ -36,8 +36,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "175B": {**_gpt2(96, 12288, 96), "max_position_embeddings": 2048},
     "1T": _gpt2(128, 25600, 160),
 }
-"""`--preset` -> the fields it fills in; a flag that is given wins. From 20B on they are shapes of the ZeRO papers, and
-175B is GPT-3's: of interest to the planner above all."""
+"""Preset -> fields that it fills in; explicit flags win. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B),
+mainly for the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ModelConfig:
 
     @property
     def known_vocab_size(self) -> int:
-        """The vocabulary size, which has to be known: the trainer fills it in from its tokenizer."""
+        """The vocabulary size; ConfigError until the trainer has filled it in from its tokenizer."""
         if self.vocab_size is None:
             raise ConfigError("ModelConfig has no vocab_size; give ModelConfig(vocab_size=tokenizer.vocab_size)")
         return self.vocab_size
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Those of one transformer block."""
+        """Parameters of one transformer block."""
         h, ffn = self.hidden_size, self.ffn_size
         return (4 * h + 2 * h * ffn) + 4 * h * h + (5 * h + ffn)
 
@@ -104,9 +104,8 @@ class DataConfig:
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
         "data-path", "train-data-path", "train-file", in_short_help=True, is_location=True)
-    valid_data: tuple[str, ...] = setting(
-        (), "validation corpus (default: the second part of --split)", "val-data-path", "validation-file",
-        is_location=True)
+    valid_data: tuple[str, ...] = setting((), "validation corpus (default: the second part of --split)",
+                                          "val-data-path", "validation-file", is_location=True)
     test_data: tuple[str, ...] = setting(
         (), "test corpus (default: the third part of --split)", "test-data-path", is_location=True)
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
@@ -190,7 +189,7 @@ class TrainConfig:
 
     @property
     def evaluates_every(self) -> int:
-        """Steps between evaluations; 0: there are none."""
+        """Steps between evaluations; 0: none."""
         return self.eval_interval if self.eval_iters else 0
 
 
@@ -218,11 +217,11 @@ class LayerDropConfig:
 
     @property
     def schedule(self) -> ThetaSchedule | None:
-        """How theta falls; None where no block is left out."""
+        """The schedule of theta; None without layer dropping."""
         return ThetaSchedule(self.pld_theta, self.pld_gamma) if self.progressive_layer_drop else None
 
     def notes(self) -> list[str]:
-        """What is switched on and does nothing."""
+        """Notes on settings that are on but have no effect."""
         idle = {"--pld-theta is 1": self.pld_theta == 1, "--pld-gamma is 0": self.pld_gamma == 0}
         why = [reason for reason, holds in idle.items() if holds and self.progressive_layer_drop]
         return [f" note: --progressive-layer-drop leaves no block out: {why[0]}"] if why else []
@@ -231,7 +230,7 @@ class LayerDropConfig:
 _QUANTIZE_TRAINING = "quantize_training."
 _COMPRESSION = "compression_training.weight_quantization.shared_parameters."
 MAX_BITS = 16
-"""Bits of the weights at work where they are not quantised, as far as this method goes."""
+"""Bits of working weights without quantisation, for this method."""
 
 
 def _quantize_keys(path: str, *others: str) -> tuple[JsonKey, ...]:
@@ -243,7 +242,7 @@ def _eigenvalue_keys(name: str) -> tuple[JsonKey, ...]:
 
 
 def _algorithm_keys(name: str, shared: str, *words: str) -> tuple[JsonKey, ...]:
-    """A choice as the documentation spells its section, as the code did, and of the section that came after it."""
+    """A choice under its three DeepSpeed spellings: as documented, as implemented, and in the newer section."""
     paths = (f"{_QUANTIZE_TRAINING}quantize_algo.{name}", f"{_QUANTIZE_TRAINING}quantize-algo.{name}",
              _COMPRESSION + shared)
     return tuple(JsonKey(path, one_of(*words)) for path in paths)
@@ -263,15 +262,12 @@ class QuantizeConfig:
     quantize_period: int = setting(
         1000, "applied steps until the first bit falls; the others fall after 2, 4, 8, ... times as many",
         json=_quantize_keys("quantize_schedule.quantize_period"))
-    quantize_offset: int = setting(1000,
-                                   "applied steps before the first weight is rounded",
-                                   json=_quantize_keys("quantize_schedule.schedule_offset",
-                                                       _COMPRESSION + "schedule_offset"))
+    quantize_offset: int = setting(1000, "applied steps before the first weight is rounded", json=_quantize_keys(
+        "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"))
     quantize_groups: int = setting(1, "groups of rows of each matrix, which are scaled each by itself",
                                    json=_quantize_keys("quantize_groups", _COMPRESSION + "quantize_groups"))
     quantize_type: Literal["symmetric", "asymmetric"] = setting(
-        "symmetric",
-        "whether a grid lies around 0, or between the smallest and the largest weight",
+        "symmetric", "whether a grid lies around 0, or between the smallest and the largest weight",
         json=(*_algorithm_keys("q_type", "quantization_type", "symmetric", "asymmetric"),
               JsonKey(_QUANTIZE_TRAINING + "quantize_type")))
     quantize_rounding: Literal["nearest", "stochastic"] = setting(
@@ -279,11 +275,9 @@ class QuantizeConfig:
     quantize_mixed: bool = setting(
         False, "when a bit falls, go over to rounded weights little by little",
         json=_quantize_keys("fp16_mixed_quantize.enabled", _COMPRESSION + "fp16_mixed_quantize.enabled"))
-    quantize_change_ratio: float = setting(0.001,
-                                           "with --quantize-mixed: the share of rounded weights that a step adds",
-                                           json=_quantize_keys(
-                                               "fp16_mixed_quantize.quantize_change_ratio",
-                                               _COMPRESSION + "fp16_mixed_quantize.quantize_change_ratio"))
+    quantize_change_ratio: float = setting(
+        0.001, "with --quantize-mixed: the share of rounded weights that a step adds", json=_quantize_keys(
+            "fp16_mixed_quantize.quantize_change_ratio", _COMPRESSION + "fp16_mixed_quantize.quantize_change_ratio"))
     quantize_verbose: bool = setting(False, "print a line whenever a bit falls",
                                      json=_quantize_keys("quantize_verbose", _COMPRESSION + "quantize_verbose"))
 
@@ -322,22 +316,21 @@ class QuantizeConfig:
         few = self.quantize_training and self.quantize_target_bits < MIN_UNIFORM_BITS
         for name, value, plain in (("type", self.quantize_type, "symmetric"),
                                    ("rounding", self.quantize_rounding, "nearest")):
-            problems.require(
-                not few or value == plain,
-                f"--quantize-{name} {value} needs --quantize-target-bits of at least {MIN_UNIFORM_BITS}, not "
-                f"{self.quantize_target_bits}: ternary and binary weights are symmetric and nearest")
+            problems.require(not few or value == plain,
+                             f"--quantize-{name} {value} needs --quantize-target-bits of at least {MIN_UNIFORM_BITS}, "
+                             f"not {self.quantize_target_bits}: ternary and binary weights are symmetric and nearest")
         problems.raise_if_any()
 
     @property
     def schedule(self) -> BitSchedule | None:
-        """How bits fall; None where weights are not quantised."""
+        """The schedule of the bits; None without quantisation."""
         if not self.quantize_training:
             return None
         return BitSchedule(self.quantize_start_bits, self.quantize_target_bits, self.quantize_period,
                            self.quantize_change_ratio if self.quantize_mixed else None)
 
     def notes(self, train_iters: int | None = None) -> list[str]:
-        """At which steps the bits fall, and whether the run is long enough for that."""
+        """Notes on when bits fall, and whether the run is long enough."""
         schedule = self.schedule
         if schedule is None:
             return []

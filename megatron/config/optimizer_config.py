@@ -1,7 +1,7 @@
 """Sections `optim` and `schedule`: the optimizers with their parameters, and the learning rate schedule. No torch.
 
-Every optimizer has `lr`, nearly all `weight_decay`. Other parameters are fields with a flag (--adam-beta1) or extra ones
-given as --optimizer-params NAME=VALUE; names and defaults are those of torch.optim and DeepSpeed.
+Every optimizer has `lr`, nearly all `weight_decay`. Other parameters are fields with a flag (--adam-beta1) or extra
+ones given as --optimizer-params NAME=VALUE; names and defaults are those of torch.optim and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsp
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
 
 AUTO_STEPS = "auto"
-"""A number of steps that is found while a run goes on."""
+"""Value of a number of steps that is determined during the run."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class OptimizerParams:
     """The parameters of one optimizer."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Parameter -> the names of its fields."""
+    """Parameter -> its field names, separated by spaces."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Parameter -> default, whose type is the parameter's."""
+    """Parameter without a field -> default, whose type is the parameter's."""
     torch_name: str = ""
-    """The class of torch.optim, where there is one."""
+    """The class in torch.optim, if there is one."""
     has_weight_decay: bool = True
-    """It takes `weight_decay`."""
+    """Whether it takes `weight_decay`."""
     lr: float = 1e-3
-    """DeepSpeed's default, and torch's where the class is torch's. The trainer has one of its own (--lr)."""
+    """DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr)."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -49,43 +49,36 @@ _ONE_BIT_FIELDS = {**_ADAM_FIELDS, "freeze_step": "onebit_freeze_step"}
 _LAMB_EXTRA = {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}
 
 OPTIMIZERS: dict[str, OptimizerParams] = {
-    "adam": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True},
-                            "Adam"),
+    "adam": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"},
+                            {"amsgrad": False, "bias_correction": True}, "Adam"),
     "adamw": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"},
                              {"amsgrad": False, "bias_correction": True}, "AdamW"),
     "sgd": OptimizerParams({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
     "lamb": OptimizerParams(_ADAM_FIELDS, _LAMB_EXTRA),
     "lion": OptimizerParams({}, {"betas": (0.9, 0.99)}),
     "adagrad": OptimizerParams({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0},
-                               "Adagrad",
-                               lr=1e-2),
-    "rmsprop": OptimizerParams({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop",
-                               lr=1e-2),
+                               "Adagrad", lr=1e-2),
+    "rmsprop": OptimizerParams({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False},
+                               "RMSprop", lr=1e-2),
     "nadam": OptimizerParams(_ADAM_FIELDS, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam", lr=2e-3),
     "radam": OptimizerParams(_ADAM_FIELDS, {"decoupled_weight_decay": False}, "RAdam"),
     "adamax": OptimizerParams(_ADAM_FIELDS, {}, "Adamax", lr=2e-3),
     "adadelta": OptimizerParams({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
     "asgd": OptimizerParams({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
     "rprop": OptimizerParams({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
-                             "Rprop",
-                             has_weight_decay=False,
-                             lr=1e-2),
+                             "Rprop", has_weight_decay=False, lr=1e-2),
     "onebit_adam": OptimizerParams(_ONE_BIT_FIELDS, {"bias_correction": True}),
-    "onebit_lamb": OptimizerParams(_ONE_BIT_FIELDS, {
-        **_LAMB_EXTRA, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1
-    }),
-    "muon": OptimizerParams(
-        _ADAM_FIELDS, {
-            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original", "split_qkv": True,
-            "muon_lr": None, "adam_lr": None
-        }),
-}
+    "onebit_lamb": OptimizerParams(_ONE_BIT_FIELDS, {**_LAMB_EXTRA, "coeff_beta": 0.9, "factor_max": 4.0,
+                                                     "factor_min": 0.5, "factor_threshold": 0.1}),
+    "muon": OptimizerParams(_ADAM_FIELDS,
+                            {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
+                             "split_qkv": True, "muon_lr": None, "adam_lr": None})}
 
 TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}
-"""Own parameter that is a text -> what it may be."""
+"""Extra parameter of type text -> its choices."""
 
 ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
-"""Those with an exchange of their own, at one bit a number."""
+"""Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +106,11 @@ EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
     **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99),
 }
-"""Own parameter -> the numbers it may be, each of them where it has two."""
+"""Extra parameter -> its range, which holds for each number of a pair."""
 ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
-"""Own parameters of which the first is not above the second."""
+"""Pairs of extra parameters; the first must not be above the second."""
 OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
-"""Variants that some optimizers have; switched off they mean the same to all."""
+"""Switches that only some optimizers have; false is accepted by all."""
 
 
 DEEPSPEED_TYPES = {
@@ -136,11 +129,11 @@ REFUSED_TYPES = {
     "zerooneadam": "0/1 Adam was retired; use OneBitAdam (onebit_adam)",
     "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
 }
-"""Types, in lower case, that DeepSpeed has and we do not -> why."""
+"""Types of DeepSpeed that we do not support, in lower case -> reason."""
 
 
 def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
-    """The value as this optimizer takes it; ValueError says what is wrong with it."""
+    """The converted value; ValueError says what is wrong."""
     takes = OPTIMIZERS[optimizer]
     if name in takes.fields:
         flags = " and ".join(f"--{field.replace('_', '-')}" for field in takes.fields[name].split())
@@ -157,7 +150,7 @@ def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
 
 
 def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with own parameters beside each other."""
+    """Errors of extra parameters that contradict each other."""
     for low, high in ORDERED_EXTRAS:
         if low in own and own[low] > own[high]:
             yield f"{low} {own[low]:g} is above {high} {own[high]:g}: it is the lower bound"
@@ -199,10 +192,8 @@ def _is_number(value: Any) -> bool:
 class OptimConfig:
     """The optimizer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms."""
 
-    optimizer: OptimizerName = setting(
-        "adam", "adam and adamw are both AdamW",
-        json=JsonKey("optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given],
-                     refused=REFUSED_TYPES))
+    optimizer: OptimizerName = setting("adam", "adam and adamw are both AdamW", json=JsonKey(
+        "optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given], refused=REFUSED_TYPES))
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
         json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
@@ -248,23 +239,20 @@ class OptimConfig:
 
     @property
     def freeze_step(self) -> int | None:
-        """Steps before the variance is frozen; None where they are to be found."""
+        """Steps before the variance is frozen; None: determined during the run."""
         return None if self.onebit_freeze_step == AUTO_STEPS else int(self.onebit_freeze_step)
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """The optimizer's hyper-parameters by the names of torch.optim, without the learning rate."""
+        """Hyper-parameters under torch.optim's names, without the learning rate."""
         params = OPTIMIZERS[self.optimizer]
-        named = {
-            name: tuple(getattr(self, field) for field in fields.split())
-            for name, fields in params.fields.items()
-        }
+        named = {name: tuple(getattr(self, field) for field in fields.split())
+                 for name, fields in params.fields.items()}
         hyper = {name: values if len(values) > 1 else values[0] for name, values in named.items()}
         hyper |= {"weight_decay": self.weight_decay} if params.has_weight_decay else {}
-        hyper.pop("adam_w_mode", None)  # says which Adam it is
+        hyper.pop("adam_w_mode", None)  # selects the Adam variant
         return {**hyper, **params.extra, **self._parse_optimizer_params()}
 
     def _parse_optimizer_params(self) -> dict[str, Any]:
-        """`optimizer_params`, parsed and checked."""
         found: dict[str, Any] = {}
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
@@ -283,10 +271,8 @@ class OptimConfig:
         return found
 
 
-SCHEDULER_TYPES = {
-    "WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "OneCycle": "one-cycle",
-    "LRRangeTest": "range-test"
-}
+SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
+                   "OneCycle": "one-cycle", "LRRangeTest": "range-test"}
 """scheduler.type -> --lr-decay-style"""
 _SCHEDULER_PARAMS = "scheduler.params."
 DEFAULT_WARMUP_FRACTION = 0.01
@@ -307,23 +293,13 @@ class ScheduleConfig:
         JsonKey(_SCHEDULER_PARAMS + "cycle_min_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`"),
         JsonKey(_SCHEDULER_PARAMS + "lr_range_test_min_lr", NUMBER, is_independent=False, default="0.001",
                 help="of `LRRangeTest`: the first rate")))
-    lr_decay_style: Literal[
-        "constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle", "range-test",
-        "range-test-stairs"] = setting(
-            "cosine",
-            "shape of the decay",
-            json=(JsonKey(
-                "scheduler.type",
-                one_of(*SCHEDULER_TYPES),
-                is_independent=False,
-                default="",
-                help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine; `OneCycle`: "
-                "one-cycle; `LRRangeTest`: range-test"),
-                  JsonKey(_SCHEDULER_PARAMS + "lr_range_test_staircase",
-                          BOOLEAN,
-                          is_independent=False,
-                          default="false",
-                          help="of `LRRangeTest`: range-test-stairs")))
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
+                            "range-test", "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
+                                JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False,
+                                        default="", help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; "
+                                        "`WarmupCosineLR`: cosine; `OneCycle`: one-cycle; `LRRangeTest`: range-test"),
+                                JsonKey(_SCHEDULER_PARAMS + "lr_range_test_staircase", BOOLEAN, is_independent=False,
+                                        default="false", help="of `LRRangeTest`: range-test-stairs")))
     lr_decay_iters: int | None = setting(
         None, "step at which --min-lr is reached (default: --train-iters)", json=(
             JsonKey(_SCHEDULER_PARAMS + "total_num_steps", COUNT, is_independent=False, nullable=True,
@@ -334,49 +310,30 @@ class ScheduleConfig:
                     help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
     warmup: float | None = setting(
         None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio")
-    lr_warmup_iters: int | None = setting(None,
-                                          "steps spent warming up, in place of --warmup",
-                                          "warmup-iters",
-                                          "warmup-steps",
-                                          json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps",
-                                                        COUNT_FROM_0,
-                                                        is_independent=False,
-                                                        default="1000",
-                                                        help="of the warm-up schedules"),
-                                                JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size",
-                                                        COUNT,
-                                                        is_independent=False,
-                                                        default="2000",
-                                                        help="of `OneCycle`: the steps from the start to the peak")))
+    lr_warmup_iters: int | None = setting(
+        None, "steps spent warming up, in place of --warmup", "warmup-iters",
+        "warmup-steps", json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps", COUNT_FROM_0,
+                                      is_independent=False, default="1000", help="of the warm-up schedules"),
+                              JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size", COUNT, is_independent=False,
+                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")))
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
         "exponential", "WSD: shape of the decay")
     lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters")
-    cycle_decay: float = setting(
-        0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); range-test: growth of the rate, as "
-        "a share of --min-lr, in --lr-decay-iters steps",
-        json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate",
-                      NUMBER_FROM_0,
-                      is_independent=False,
-                      default="0",
-                      help="of `OneCycle`, per `decay_step_size` steps"),
-              JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate",
-                      NUMBER,
-                      is_independent=False,
-                      default="1",
-                      help="of `LRRangeTest`")))
-    cycle_momentum: bool = setting(False,
-                                   "one-cycle: move beta1 against the learning rate, with beta2 0.99",
-                                   json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum",
-                                                is_independent=False,
-                                                default="true",
-                                                help="DeepSpeed's default for `OneCycle`"))
+    cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
+                                 "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
+                                 json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate", NUMBER_FROM_0, is_independent=False,
+                                               default="0", help="of `OneCycle`, per `decay_step_size` steps"),
+                                       JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate", NUMBER,
+                                               is_independent=False, default="1", help="of `LRRangeTest`")))
+    cycle_momentum: bool = setting(False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
+                                   json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum", is_independent=False,
+                                                default="true", help="DeepSpeed's default for `OneCycle`"))
     cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
                                    json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
-    cycle_max_mom: float = setting(0.9,
-                                   "one-cycle: beta1 at the ends of the cycle",
+    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle",
                                    json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
     cycle_mom_growth: float = setting(
         0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
@@ -403,6 +360,6 @@ class ScheduleConfig:
 
     @property
     def cycled_momentum(self) -> tuple[float, float, float] | None:
-        """Lowest, highest and later growth of beta1, if the schedule moves it."""
+        """(lowest beta1, highest beta1, growth after the cycle) if the schedule changes beta1; else None."""
         moves = self.cycle_momentum and self.lr_decay_style == "one-cycle"
         return (self.cycle_min_mom, self.cycle_max_mom, self.cycle_mom_growth) if moves else None

@@ -1,4 +1,5 @@
-"""Sections `save`, `log`, `profile` and `autotuning`: checkpoints, what a run prints and records, profiling, the tuner."""
+"""Sections `save`, `log`, `profile` and `autotuning`: checkpoints, what a run prints and records, profiling, the
+tuner."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own
 
 
 def refuse_checkpoint_key(file: str) -> NoReturn:
-    """The retired flag of the commands that read checkpoints."""
+    """Refuse the retired flag of the commands that read checkpoints."""
     raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED_MESSAGE}")
 
 
@@ -60,7 +61,7 @@ class SaveConfig:
             )
 
     def notes(self) -> Iterator[str]:
-        """Of what is not done in any case, as the scripts of DeepSpeed's examples have it in their first run."""
+        """Notes on flags without effect, which scripts of DeepSpeed's examples give on their first run."""
         for name in ("no_load_optim", "no_load_rng"):
             if getattr(self, name) and self.load is None:
                 yield f" note: {flag_name(name)} has no effect: without --load there is nothing to load"
@@ -72,14 +73,11 @@ class LogConfig:
 
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
-              "least ten lines)",
-        "logging-steps", in_short_help=True,
+        "least ten lines)", "logging-steps", in_short_help=True,
         json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", in_short_help=True)
-    tensorboard_dir: str | None = setting(None,
-                                          "write tensorboard scalars to this folder",
-                                          "logging-dir",
-                                          in_short_help=True,
+    tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
+                                          "logging-dir", in_short_help=True,
                                           json=JsonKey("tensorboard.enabled", BOOLEAN, is_independent=False))
     csv_dir: str | None = setting(None, "append steps and evaluations to two tables in this folder",
                                   json=JsonKey("csv_monitor.enabled", BOOLEAN, is_independent=False))
@@ -107,7 +105,7 @@ class LogConfig:
 
 
 def check_wandb(flag: str) -> None:
-    """The package that `flag` needs is installed. Nothing of it is imported."""
+    """Raise a ConfigError if the wandb package is missing. Does not import it."""
     if find_spec("wandb") is None:
         raise ConfigError(f"{flag} needs the package wandb, which is not installed: pip install wandb, or leave "
                           f"{flag} out")
@@ -121,14 +119,11 @@ class ProfileConfig:
     """The flops profiler counts and times one training step module by module; a trace says what ran when
     (docs/profiler.md, docs/trace.md)."""
 
-    flops_profiler: bool = setting(False,
-                                   "count the arithmetic of one step, module by module",
+    flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module",
                                    json=_FLOPS_PROFILER + "enabled")
     flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step")
-    flops_profiler_module_depth: int = setting(
-        -1,
-        "how deep into the modules the sums over classes go; -1: to the innermost",
-        json=_FLOPS_PROFILER + "module_depth")
+    flops_profiler_module_depth: int = setting(-1, "how deep into the modules the sums over classes go; -1: to the "
+                                               "innermost", json=_FLOPS_PROFILER + "module_depth")
     flops_profiler_top_modules: int = setting(1, "how many classes are named at each depth",
                                               json=_FLOPS_PROFILER + "top_modules")
     flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
@@ -144,7 +139,7 @@ class ProfileConfig:
 
     @property
     def traced_steps(self) -> range | None:
-        """The first and all up to the last; None: no trace is asked for."""
+        """The traced steps, both ends included; None without a trace."""
         if self.profile_steps is None:
             return None
         first, last = map(int, self.profile_steps.split(":"))
@@ -162,7 +157,7 @@ class ProfileConfig:
         problems.raise_if_any()
 
     def notes(self, train_iters: int | None = None) -> list[str]:
-        """What is switched on and does nothing."""
+        """Notes on settings that are on but have no effect."""
         late = {}
         if self.flops_profiler:
             late[f"--flops-profiler-step {self.flops_profiler_step}"] = self.flops_profiler_step
@@ -188,9 +183,8 @@ class AutotuningConfig:
         "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
     autotuning_exps_dir: str = setting(
         "autotuning_exps", "folder of what each trial wrote", json=_AUTOTUNING + "exps_dir")
-    autotuning_overwrite: bool = setting(
-        False, "begin anew where there are trials already, instead of going on",
-        json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
+    autotuning_overwrite: bool = setting(False, "begin anew where there are trials already, instead of going on",
+                                         json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
     autotuning_metric: Literal["throughput", "latency", "flops"] = setting(
         "throughput", "what the results are told in; the batch of a step is given, so that their order is the same",
         json=_AUTOTUNING + "metric")

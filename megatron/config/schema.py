@@ -3,8 +3,9 @@
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0))
 
-The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the reference
-pages are derived from these declarations. A `JsonType` says which JSON values a key accepts and converts them.
+The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the
+reference pages are derived from these declarations. A `JsonType` says which JSON values a key accepts and converts
+them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class JsonType:
-    """A type of JSON value: `convert` gives the Python value, or raises ValueError for what is not `expected`."""
+    """A type of JSON value; `convert` returns the Python value or raises ValueError if it is not `expected`."""
 
     expected: str
     convert: Callable[[Any], Any]
     choices: tuple[str, ...] = ()
-    """The texts it can be, where it is one of a few."""
+    """The allowed texts of a choice."""
 
 
 def _boolean(value: Any) -> bool:
-    """1 and 0 are true and false, as in DeepSpeed."""
+    """Accepts 1 and 0, as DeepSpeed does."""
     if not isinstance(value, int) or value not in (0, 1):
         raise ValueError
     return bool(value)
@@ -53,7 +54,7 @@ def _number(value: Any) -> float:
 
 
 def _integer(value: Any) -> int:
-    """5e8 is an integer, 1.5 is not."""
+    """Accepts 5e8, not 1.5."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not _number(value).is_integer():
@@ -89,11 +90,11 @@ def _weight_group(value: Any) -> tuple[int, int, int]:
         raise ValueError
     start, target, period = (_integer(group["params"].get(name, default))
                              for name, default in (*zip(_BIT_NAMES, (16, 8)), ("quantization_period", 1)))
-    return start, target, max(period, 1) if start == target else period  # no bit falls, whatever it says: 0 is usual
+    return start, target, max(period, 1) if start == target else period  # the period is unused then; 0 is common
 
 
 def one_of(*words: str) -> JsonType:
-    """One of these texts, in upper or lower case."""
+    """One of these texts, case-insensitive."""
     known = {word.lower(): word for word in words}
 
     def convert(value: Any) -> str:
@@ -113,24 +114,24 @@ FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
 INTEGER = JsonType("an integer", _integer)
 COUNT = JsonType("an integer of at least 1", _in_range(1, _integer))
 COUNT_FROM_0 = JsonType("an integer of at least 0", _in_range(0, _integer))
-COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0", lambda value: 0
-                                if value is None else COUNT_FROM_0.convert(value))
+COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0",
+                                lambda value: 0 if value is None else COUNT_FROM_0.convert(value))
 ANY = JsonType("anything", lambda value: value)
 EXPONENT = JsonType("an integer from 0 to 64", _in_range(0, _integer, 64))
 PAIR = JsonType("a list of two numbers", _pair)
 
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
                         '["*"], as all weights have the same bits', _weight_group)
-"""Of compression_training: which bits which modules have; here all have the same."""
+"""compression_training's groups of modules; here all modules must have the same bits."""
 SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)
-"""A section that was a switch once."""
+"""A section that older files write as a switch."""
 
 JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
-"""The kind of a Python type, where nothing narrower is said."""
+"""Default JSON type of a Python type."""
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON, shortened where it is long."""
+    """A value as JSON, shortened if long."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -140,28 +141,28 @@ def json_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class JsonKey:
-    """A key of a DeepSpeed file that has an effect here."""
+    """A DeepSpeed key that has an effect here."""
 
     path: str
-    """Dotted. One that ends in a dot names a section, in which the key has the field's name."""
+    """Dotted path. A trailing dot names a section in which the key has the field's name."""
     json_type: JsonType | None = None
-    """None: the kind that follows from the field's type, nullable where the field may be None."""
+    """None: derived from the field's type; nullable if the field may be None."""
     convert: Callable[[Any], Any] = lambda value: value
     """The key's value -> the field's."""
     nullable: bool = False
-    """null says nothing, like an absent key."""
+    """null counts as absent."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Lower-case text that DeepSpeed accepts and we do not -> reason."""
     is_independent: bool = True
-    """False: the field's value depends on further keys; ds_together.py finds it."""
+    """False: the field's value depends on further keys (ds_cross_keys.py)."""
     flag_wins: bool = False
-    """A flag that says otherwise wins, with a note; of other keys that is an error."""
+    """A flag with another value wins, with a note; for other keys that is an error."""
     default: str | None = None
-    """What the reference page calls the default, where it is not the field's."""
+    """Default shown on the reference page, if it is not the field's."""
     help: str = ""
-    """What the reference page says beside the field's own help."""
+    """Text on the reference page in addition to the field's help."""
     field: str = ""
-    """The field it sets; filled in by the table."""
+    """The field it sets; filled in by ds_keys.py."""
 
     @property
     def known_json_type(self) -> JsonType:
@@ -180,13 +181,12 @@ class FieldSetting:
     in_short_help: bool = False
     """Listed by `--help`; the others are listed by `--help-all` only."""
     is_location: bool = False
-    """Where something lies, which may differ from node to node: ranks compare whether it is given, and what is found
-    there."""
+    """A path, which may differ between nodes: ranks compare only whether it is given, and what they find there."""
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
             metavar: str | None = None, in_short_help: bool = False, is_location: bool = False) -> Any:
-    """A field that is also a flag: `aliases` are further spellings of it, `json` names the keys that set it."""
+    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it."""
     keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
     return field(default=default,
                  metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location)})
@@ -198,12 +198,12 @@ def setting_of(item: Field[Any]) -> FieldSetting:
 
 
 def location_presence(value: Any) -> str:
-    """What ranks compare of a place before they look there: what they do depends on whether there is one."""
+    """What ranks compare of a path: their control flow depends on whether it is given."""
     return "given" if value else "not given"
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
-    """A field's type without `| None`, and whether it had one."""
+    """(type without `| None`, whether it had one)."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         options = [member for member in typing.get_args(hint) if member is not type(None)]
         return options[0], True
@@ -211,7 +211,7 @@ def plain_type(hint: Any) -> tuple[Any, bool]:
 
 
 def json_type_of(hint: Any) -> JsonType:
-    """The kind of JSON value that a field of this (plain) type has."""
+    """The JSON type of a field with this (plain) type."""
     if typing.get_origin(hint) is Literal:
         return one_of(*typing.get_args(hint))
     return JSON_TYPE_OF[hint]
@@ -226,7 +226,7 @@ def field_name(flag: str) -> str:
 
 
 def flags_have(names: Sequence[str]) -> str:
-    """The beginning of a sentence about the flags of these fields: "--a has", "--a and --b have"."""
+    """The beginning of a sentence about these fields: "--a has" or "--a and --b have"."""
     *most, last = map(flag_name, names)
     return f"{', '.join(most)} and {last} have" if most else f"{last} has"
 

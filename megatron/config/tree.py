@@ -2,8 +2,8 @@
 
     Config().model.num_layers        build_config({"num_layers": 2, "bf16": True})
 
-A section checks itself in `__post_init__`; what needs the world size is in `Config.check_world`. `unused_settings` names
-settings whose switch is off; `run_errors` refuses methods that would never begin. Not here: parsing (cli.py),
+A section checks itself in `__post_init__`; what needs the world size is in `Config.check_world`. `unused_settings`
+names settings whose switch is off; `run_errors` refuses methods that would never begin. Not here: parsing (cli.py),
 DeepSpeed's JSON (ds_json.py), anything that opens a file.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole tree."""
+    """All sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -53,11 +53,11 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     autotuning: AutotuningConfig = field(default_factory=AutotuningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should read once about how this tree came about; no section, and not saved."""
+    """Notes printed once at the start; not a section, not saved."""
     key_names: FlagToKeyNames = field(default_factory=FlagToKeyNames, compare=False)
-    """What a JSON file said in the place of flags; no section, and not saved."""
+    """Translates flags to the JSON file's keys; not a section, not saved."""
     conflicts: InitVar[ErrorList | None] = None
-    """Where what is wrong across sections goes; without it, it is raised."""
+    """Receives errors across sections; None: they are raised."""
 
     def __post_init__(self, errors: ErrorList | None) -> None:
         found = ErrorList() if errors is None else errors
@@ -114,20 +114,17 @@ class Config:
         errors.require(self.save.load_hf is None,
                        "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give "
                        "one of them")
-        errors.require(
-            not self.quantize.quantize_training,
-            "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled by "
-            "groups of rows of whole matrices, which are cut there; leave one out")
+        errors.require(not self.quantize.quantize_training,
+                       "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled "
+                       "by groups of rows of whole matrices, which are cut there; leave one out")
 
     def _check_stage(self, errors: ErrorList) -> None:
         stage, offload = self.zero.zero_stage, self.offload
-        errors.require(
-            offload.offload_optimizer_device == "none" or stage > 0,
-            f"--offload-optimizer-device {offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
-        errors.require(
-            offload.offload_param_device == "none" or stage == 3,
-            f"--offload-param-device {offload.offload_param_device} needs --zero-stage 3, not {stage}: other "
-            "stages keep whole parameters on the device")
+        errors.require(offload.offload_optimizer_device == "none" or stage > 0, "--offload-optimizer-device "
+                       f"{offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
+        errors.require(offload.offload_param_device == "none" or stage == 3,
+                       f"--offload-param-device {offload.offload_param_device} needs --zero-stage 3, not {stage}: "
+                       "other stages keep whole parameters on the device")
 
     def _check_graphs(self, errors: ErrorList) -> None:
         if not self.train.cuda_graphs:
@@ -156,10 +153,8 @@ class Config:
         errors.require(self.zero.ignore_unused_parameters,
                        "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no "
                        "gradient")
-        errors.require(
-            self.model.num_layers > 1,
-            "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left "
-            "out")
+        errors.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, not 1: "
+                       "the first block is never left out")
 
     def _check_one_bit(self, errors: ErrorList) -> None:
         name = f"--optimizer {self.optim.optimizer}"
@@ -181,7 +176,7 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """Chunks of blocks in one forward of a model that recomputes."""
+        """Recomputed chunks of blocks in one forward."""
         return math.ceil(self.model.num_layers / self.recompute.checkpoint_num_layers)
 
     @property
@@ -190,18 +185,18 @@ class Config:
 
     @property
     def decay_iters(self) -> int:
-        """The step at which the learning rate reaches its end."""
+        """The step at which the learning rate reaches its final value."""
         return self.schedule.lr_decay_iters or max(1, self.train.train_iters)
 
     @property
     def warmup_steps(self) -> int:
-        """The steps in which the learning rate rises to its peak."""
+        """Steps in which the learning rate rises to its peak."""
         section = self.schedule
         share = DEFAULT_WARMUP_FRACTION if section.warmup is None else section.warmup
         return int(share * self.decay_iters) if section.lr_warmup_iters is None else section.lr_warmup_iters
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a world this configuration cannot fill, with every factor named."""
+        """Raise a ConfigError if this number of ranks does not fit the configuration."""
         dp = data_parallel_size(world_size, self.parallel.model_parallel_size)
         micro, batch = self.train.batch_size, self.train.global_batch_size
         require(
@@ -217,15 +212,15 @@ class Config:
         return self.train.global_batch_size or self.train.batch_size * dp_size
 
     def accumulation(self, dp_size: int) -> int:
-        """Micro-batches of one optimizer step."""
+        """Micro-batches per optimizer step."""
         return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
 
     def translate(self, message: str) -> str:
-        """A message that speaks of flags, with the names of the keys that were given instead."""
+        """The message with the JSON file's keys in place of flags."""
         return self.key_names.translate(message)
 
     def rank_invariant_settings(self) -> dict[str, Any]:
-        """Flag -> value, of all that every rank has to be told alike; of a place only whether it is given."""
+        """Flag -> value, for everything that must be equal on all ranks; of paths only whether they are given."""
         found = {flag_name(item.name): (getattr(getattr(self, name), item.name), setting_of(item).is_location)
                  for name, section in SECTIONS.items() for item in fields(section)}
         return {flag: location_presence(value) if is_place else value for flag, (value, is_place) in found.items()}
@@ -238,12 +233,12 @@ class Config:
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
                              if f.name not in ("notes", "key_names")}
-"""Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
+"""Section name -> its dataclass; field names are unique across sections (tested)."""
 
 
 def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
-    """A Config from flat field values; fields not named keep their defaults. What is wrong is raised; or it goes to
-    the `draft`, and the Config is what is left without it."""
+    """A Config from flat field values; others keep their defaults. Errors are raised, or added to `collector`; then the
+    Config leaves out the wrong values."""
     found, conflicts = collector or ErrorCollector(), ErrorList()
     known = {item.name for section in SECTIONS.values() for item in fields(section)}
     assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
@@ -257,7 +252,7 @@ def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = N
 
 
 def _build_section(section: Any, values: Mapping[str, Any], collector: ErrorCollector) -> Any:
-    """The section, of the values that nothing is wrong with."""
+    """The section, built from the values without errors."""
     try:
         return section(**values)
     except ConfigError as error:
@@ -272,15 +267,13 @@ def _fields_with_switch(section: Any, switch: str, prefix: str = "") -> dict[str
     return {item.name: switch for item in fields(section) if item.name.startswith(prefix) and item.name != switch}
 
 
-REQUIRED_SWITCH: dict[str, str] = {
-    **_fields_with_switch(LayerDropConfig, "progressive_layer_drop"),
-    **_fields_with_switch(ProfileConfig, "flops_profiler", "flops_profiler_"),
-    **dict.fromkeys(("profile_rank", "profile_dir"), "profile_steps"),
-    **_fields_with_switch(QuantizeConfig, "quantize_training"),
-    "quantize_change_ratio": "quantize_mixed",
-    **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_"),
-}
-"""Field -> the switch without which nothing reads it."""
+REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progressive_layer_drop"),
+                                   **_fields_with_switch(ProfileConfig, "flops_profiler", "flops_profiler_"),
+                                   **dict.fromkeys(("profile_rank", "profile_dir"), "profile_steps"),
+                                   **_fields_with_switch(QuantizeConfig, "quantize_training"),
+                                   "quantize_change_ratio": "quantize_mixed",
+                                   **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
+"""Field -> the switch that it needs."""
 
 OPTIMIZER_FIELDS = {name: [one for one, takes in OPTIMIZERS.items() if name in " ".join(takes.fields.values()).split()]
                     for takes in OPTIMIZERS.values() for names in takes.fields.values() for name in names.split()}
@@ -288,7 +281,8 @@ OPTIMIZER_FIELDS = {name: [one for one, takes in OPTIMIZERS.items() if name in "
 
 
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
-    """A sentence for those of the fields `asked` that nothing reads. `given`: all fields that somebody has given."""
+    """A sentence for each of the fields `candidates` that has no effect. `given`: all fields that were set explicitly.
+    """
     values = {name: value for section in config.as_dict().values() for name, value in section.items()}
     found: dict[str, list[str]] = {}
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
@@ -317,7 +311,7 @@ def _settings_of_other_optimizers(optim: OptimConfig, candidates: Collection[str
 
 
 def run_errors(config: Config) -> Iterator[str]:
-    """A sentence for each method that would never begin, or that this model does not take."""
+    """An error text for each method that would never start in this run, or that does not fit the model."""
     if config.optim.optimizer in ONE_BIT_OPTIMIZERS:
         yield from _one_bit_warm_up_too_long(config)
     if config.quantize.quantize_training:
@@ -326,15 +320,14 @@ def run_errors(config: Config) -> Iterator[str]:
 
 
 def _one_bit_warm_up_too_long(config: Config) -> Iterator[str]:
-    """A run that ends before its optimizer's warm-up does is another one than was asked for."""
+    """A run shorter than the optimizer's warm-up would never compress."""
     warm_up, iters = config.optim.freeze_step, config.train.train_iters
     if warm_up is None:
         beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
         if 0 < iters <= 2 * each:
-            yield (
-                f"--onebit-freeze-step {AUTO_STEPS} looks at the variance every {each} steps with --adam-beta2 {beta2:g}, "
-                f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that nothing "
-                "would travel at one bit: give a number, 15 to 25 % of the steps are usual")
+            yield (f"--onebit-freeze-step {AUTO_STEPS} looks at the variance every {each} steps with --adam-beta2 "
+                   f"{beta2:g}, and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that "
+                   "nothing would travel at one bit: give a number, 15 to 25 % of the steps are usual")
     elif 0 < iters <= warm_up:
         yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing would travel at "
                f"one bit: 15 to 25 % of the steps are usual, or give {AUTO_STEPS}")
@@ -348,7 +341,7 @@ def _quantize_offset_too_large(config: Config) -> Iterator[str]:
 
 
 def _uneven_quantize_groups(config: Config) -> Iterator[str]:
-    """As the engine finds it (zero/rows.py) for a model of any kind."""
+    """The check that the engine makes for any model."""
     groups, hidden = config.quantize.quantize_groups, config.model.hidden_size
     rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
     uneven = [f"{count} ({name})" for name, count in rows.items() if count % groups]

@@ -33,13 +33,13 @@ class ParallelConfig:
 
     @property
     def startup_limit(self) -> float:
-        """Seconds."""
+        """Timeout until all ranks have completed a step, in seconds."""
         given = self.startup_timeout_seconds
         return 3 * self.distributed_timeout_seconds if given is None else given
 
 
 def data_parallel_size(world_size: int, tp: int) -> int:
-    """The ranks of one data parallel group."""
+    """The number of ranks per data parallel group; ConfigError if it is not an integer."""
     require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
             f"{world_size} is not divisible by {tp}")
     return world_size // tp
@@ -51,13 +51,10 @@ class PrecisionConfig:
 
     fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", in_short_help=True)
     bf16: bool = setting(False, "train in bf16", json="bf16.enabled", in_short_help=True)
-    loss_scale: float | None = setting(
-        None, "fp16: fixed loss scale (default: dynamic)",
-        json=JsonKey("fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"))
-    initial_loss_scale: float = setting(
-        2.0**16, "fp16: first dynamic loss scale",
-        json=JsonKey("fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16",
-                     help="as the exponent of 2"))
+    loss_scale: float | None = setting(None, "fp16: fixed loss scale (default: dynamic)", json=JsonKey(
+        "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"))
+    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", json=JsonKey(
+        "fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16", help="as the exponent of 2"))
     loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.")
     hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
@@ -98,7 +95,7 @@ class PrecisionConfig:
 
     @property
     def communication(self) -> Literal["fp32", "fp16", "bf16"] | None:
-        """The precision that gradients are sent in; None: as they are accumulated."""
+        """Precision in which gradients are sent; None: that in which they are accumulated."""
         return "fp32" if self.fp32_allreduce else self.communication_data_type
 
     @property
@@ -114,12 +111,9 @@ class ZeroConfig:
     """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
 
     zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
-                                 "gradients; 3: and parameters",
-                              json=_ZERO_OPTIMIZATION + "stage", in_short_help=True)
-    contiguous_gradients: bool = setting(True,
-                                         "write gradients into one buffer as they are computed",
-                                         "zero-contiguous-gradients",
-                                         "zero-contigious-gradients",
+                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", in_short_help=True)
+    contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
+                                         "zero-contiguous-gradients", "zero-contigious-gradients",
                                          json=_ZERO_OPTIMIZATION)
     overlap_comm: bool = setting(
         True, "overlap communication with computation", "overlap-grad-reduce", "overlap-param-gather",
@@ -142,12 +136,10 @@ class ZeroConfig:
         True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
         json=_ZERO_OPTIMIZATION)
     ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_ZERO_OPTIMIZATION)
-    round_robin_gradients: bool = setting(False,
-                                          "spread copies of gradients to the host over the ranks",
+    round_robin_gradients: bool = setting(False, "spread copies of gradients to the host over the ranks",
                                           json=_ZERO_OPTIMIZATION)
     sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION)
-    stage3_max_live_parameters: int = setting(1_000_000_000,
-                                              "most parameters gathered at once",
+    stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
                                               json=_ZERO_OPTIMIZATION)
     stage3_max_reuse_distance: int = setting(
         0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
@@ -253,26 +245,24 @@ class OffloadConfig:
 
 _NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
                   "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
-"""What is read of a section where its state is on a drive."""
+"""Settings that apply only to NVMe."""
 _HOST_SETTINGS = {"offload_update", "delayed_param_update"}
-"""What is for the optimizer's state on the host."""
+"""Settings that apply only to optimizer state on the host."""
 _OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
                      "param": {"offload_param_pin_memory"}}
-"""What is read where the state is off the device."""
+"""Settings that apply only to offloaded state."""
 
 
 def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
-    """A sentence for each section with settings that nothing reads. A default is none; nor is a switch that is off, if
-    its flag is among those that a file said (`of_file`): it is off in DeepSpeed, whose guide writes defaults out."""
+    """A sentence for each section with settings that have no effect. Ignores defaults, and switches of a JSON file
+    (`of_file`) that are off, since DeepSpeed's guide writes those defaults out."""
     changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
                and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
     yield from _unused_in_section(offload, changed, "optimizer", "the optimizer's state is")
     yield from _unused_in_section(offload, changed, "param", "the parameters are")
     aio = [name for name in changed if name.startswith("aio_")]
-    places = {
-        flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device")
-        for kind in _NVME_SETTINGS
-    }
+    places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device")
+              for kind in _NVME_SETTINGS}
     if aio and "nvme" not in places.values():
         either = " or ".join(f"{name} nvme" for name in places)
         yield f"{flags_have(aio)} no effect here: nothing is on a drive without {either}"
@@ -301,24 +291,18 @@ class RecomputeConfig:
                                            "deepspeed-activation-checkpointing", "gradient-checkpointing",
                                            in_short_help=True)
     checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk")
-    partition_activations: bool = setting(False,
-                                          "partition kept inputs over tensor parallel",
+    partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
                                           json=_ACTIVATION_CHECKPOINTING)
-    cpu_checkpointing: bool = setting(False,
-                                      "keep inputs on the host",
-                                      "checkpoint-in-cpu",
+    cpu_checkpointing: bool = setting(False, "keep inputs on the host", "checkpoint-in-cpu",
                                       json=_ACTIVATION_CHECKPOINTING)
     contiguous_memory_optimization: bool = setting(
         False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing",
         json=JsonKey(_ACTIVATION_CHECKPOINTING, help="needs `partition_activations`"))
-    number_checkpoints: int | None = setting(None,
-                                             "chunks that fit into that buffer (default: those of one forward)",
-                                             "num-checkpoints",
-                                             json=_ACTIVATION_CHECKPOINTING)
+    number_checkpoints: int | None = setting(None, "chunks that fit into that buffer (default: those of one forward)",
+                                             "num-checkpoints", json=_ACTIVATION_CHECKPOINTING)
     synchronize_checkpoint_boundary: bool = setting(False, "wait for the device at each chunk",
                                                     "synchronize-each-layer", json=_ACTIVATION_CHECKPOINTING)
-    profile_backward: bool = setting(False,
-                                     "time each chunk's forward and recomputation",
+    profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
                                      json=_ACTIVATION_CHECKPOINTING + "profile")
 
     def __post_init__(self) -> None:

@@ -30,25 +30,25 @@ from mpu.collectives import all_gather
 from mpu.groups import Group
 
 MAX_ENTRIES = 1024
-"""Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
-further than as many kernels as the driver keeps in its queue."""
+"""Entries kept per rank. Ranks of one group are never that far apart: the host runs ahead of its accelerator by at most
+two steps, and by no more kernels than fit in the driver's queue."""
 
 NO_ENTRY, NO_REDUCTION = -1, (-1, "")
-"""Not waiting."""
+"""Values of `awaited_entry` and `awaited_reduction` while the host waits for nothing."""
 
 BACKWARD_END, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
 ENDED, FAILED, INTERRUPTED = "the end of its program", "an error of its own", "an interruption (Ctrl-C)"
 FINAL_ENTRIES = frozenset({ENDED, FAILED, INTERRUPTED})
-"""After one of these nothing follows."""
+"""The rank records nothing after one of these."""
 BARRIER_ENTRIES = FINAL_ENTRIES | {STEP, SAVE, LOAD}
-"""A rank does not go on from one of these until all have come."""
+"""A rank leaves one of these only when all ranks have reached it."""
 AFTER_STEP = "after a step"
-"""What the new weights are gathered for, by all ranks and at once. Which of them is run first says nothing."""
+"""Purpose of the all-gathers that every rank starts right after a step. Their order says nothing about the forward."""
 FORGOTTEN_ENTRY = "an earlier place", ""
 
 
 class CollectiveObserver(Protocol):
-    """Hears of exchanges as they happen: entries and sums, by number."""
+    """Callbacks for each entry and each gradient reduction ("sum"), by number."""
 
     def collective_started(self, kind: str, number: int, what: str) -> None: ...
 
@@ -61,20 +61,20 @@ class CollectiveLog:
     def __init__(self, *, reductions_in_order: bool) -> None:
         self.entry_count = self.reduction_count = 0
         self.purpose = ""
-        """What the next exchanges are for."""
+        """Purpose of the collectives that follow (forward, backward, ...)."""
         self.observer: CollectiveObserver | None = None
         self.raise_root_cause: Callable[[BaseException], None] = _no_root_cause
-        """Raises a better error in place of one that an exchange ended with, where there is one."""
+        """Called with the error of a failed collective; raises the root cause if it is known."""
         self.accumulation_setting = ""
-        """A setting that decides when this rank exchanges; not compared, and told of ranks that contradict each other
-        and differ in it."""
+        """A setting that decides when this rank communicates. Not compared; the error text shows it if diverging ranks
+        differ in it."""
         self._reductions_in_order = reductions_in_order
         self._awaited_entry, self._awaited_reduction = NO_ENTRY, NO_REDUCTION
         self._entries = [("", "")] * MAX_ENTRIES
         self._uses: deque[UnitUse] = deque(maxlen=MAX_ENTRIES)
 
     def record_collective(self, what: str) -> int:
-        """It begins now; returns its number."""
+        """Record a collective that starts now; returns its entry number."""
         return self._append_entry(what, "" if what in FINAL_ENTRIES else self.purpose)
 
     def _append_entry(self, what: str, purpose: str) -> int:
@@ -86,12 +86,12 @@ class CollectiveLog:
         return number
 
     def record_barrier(self, where: str) -> None:
-        """Every rank comes to this place, whatever it exchanges there."""
+        """Record a point that every rank reaches before any rank leaves it."""
         self.purpose = ""
         self.record_collective(where)
 
     def record_reduction(self, name: str) -> int:
-        """The gradients of `name` leave now; returns the number of the sum."""
+        """Record that the gradient reduction of `name` starts now; returns its reduction number."""
         if self._reductions_in_order:
             self._append_entry(f"the gradients of {name}", "")
         self.reduction_count += 1
@@ -101,7 +101,7 @@ class CollectiveLog:
 
     @property
     def awaited_entry(self) -> int:
-        """The number of the entry that the host waits for now."""
+        """Number of the entry that the host waits for now, or NO_ENTRY."""
         return self._awaited_entry
 
     @awaited_entry.setter
@@ -116,7 +116,7 @@ class CollectiveLog:
 
     @property
     def awaited_reduction(self) -> tuple[int, str]:
-        """The sum that the host waits for now: its number, and whose gradients they are."""
+        """The gradient reduction that the host waits for now: (number, parameter unit), or NO_REDUCTION."""
         return self._awaited_reduction
 
     @awaited_reduction.setter
@@ -137,9 +137,11 @@ class CollectiveLog:
         return self.entry_count > 0 and self._entries[(self.entry_count - 1) % MAX_ENTRIES][0] in FINAL_ENTRIES
 
     def snapshot(self, rank: int) -> CollectiveLogSnapshot:
-        """A snapshot; the rank may go on meanwhile, in another thread."""
+        """Copy the log. Safe while the rank records more in another thread: the copy repeats until no entry was added
+        meanwhile."""
         while True:
-            waits = self.awaited_entry, self.awaited_reduction  # first: what it may begin meanwhile can only end a wait
+            # read first: entries added meanwhile can only end a wait
+            waits = self.awaited_entry, self.awaited_reduction
             count = self.entry_count
             first = max(0, count - MAX_ENTRIES)
             entries = [self._entries[number % MAX_ENTRIES] for number in range(first, count)]
@@ -150,16 +152,16 @@ class CollectiveLog:
 
 
 UnitUse = tuple[str, str, int]
-"""The block, what for, and how many entries there were by then."""
+"""(unit, purpose, number of entries recorded before the use)."""
 
 
 @dataclass(frozen=True)
 class CollectiveLogSnapshot:
-    """The log of one rank, as others see it."""
+    """One rank's log at one time, as other ranks read it from the store."""
 
     rank: int
     first_number: int
-    """The number of the first entry that is known."""
+    """Number of `entries[0]`; older entries were overwritten."""
     entries: Sequence[tuple[str, str]]
     reduction_count: int = 0
     awaited_entry: int = NO_ENTRY
@@ -176,32 +178,30 @@ class CollectiveLogSnapshot:
 
     @property
     def blocking_entry(self) -> int:
-        """The number of an entry that this rank cannot go on without."""
+        """Number of the entry that this rank cannot proceed without, or NO_ENTRY."""
         if self.entries and self.entries[-1][0] in BARRIER_ENTRIES:
             return self.entry_count - 1
         return self.awaited_entry
 
     @property
     def current_position(self) -> tuple[str, str]:
-        """Where the rank stands."""
+        """(what, purpose) of the collective that the rank waits for, else of the last one recorded."""
         if self.awaited_reduction != NO_REDUCTION:
             return f"the gradients of {self.awaited_reduction[1]}", ""
         return self.entry_at(self.blocking_entry) or self.entry_at(self.entry_count - 1) or ("the beginning", "")
 
     def uses_after(self, number: int) -> list[UnitUse] | None:
-        """Those since that entry; None where some of them are forgotten."""
+        """The uses recorded after entry `number`; None if some of them were overwritten."""
         is_whole = len(self.uses) < MAX_ENTRIES or self.uses[0][2] <= number
         return [use for use in self.uses if use[2] > number] if is_whole else None
 
     def pack(self) -> list[Any]:
-        """As a JSON value, each text once."""
+        """The log as a JSON value that holds each text once."""
         texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
         place = {text: number for number, text in enumerate(texts)}
-        return [
-            self.rank, self.first_number, texts, [place[entry] for entry in self.entries],
-            self.reduction_count, self.awaited_entry, self.awaited_reduction,
-            [(place[use[:2]], use[2]) for use in self.uses], self.accumulation_setting
-        ]
+        return [self.rank, self.first_number, texts, [place[entry] for entry in self.entries], self.reduction_count,
+                self.awaited_entry, self.awaited_reduction, [(place[use[:2]], use[2]) for use in self.uses],
+                self.accumulation_setting]
 
     @staticmethod
     def unpack(packed: list[Any]) -> CollectiveLogSnapshot:
@@ -212,20 +212,20 @@ class CollectiveLogSnapshot:
 
 
 def logs_diverged(mine: CollectiveLogSnapshot, other: CollectiveLogSnapshot) -> bool:
-    """The two ranks cannot both go on. True for good, even where what is known of the other is old: it cannot have
-    passed what this rank has not begun."""
+    """Whether the two ranks can no longer both proceed. A True result is final even if `other` is outdated: the other
+    rank cannot have passed a collective that this rank has not started."""
     return first_diverging_entry([mine, other]) is not None or _waits_forever(mine, [other])
 
 
 def _waits_forever(mine: CollectiveLogSnapshot, others: Sequence[CollectiveLogSnapshot]) -> bool:
-    """One of the others will not begin the sum that this rank waits for, before this rank goes on."""
+    """Whether this rank waits for a gradient reduction that another rank starts only after this rank proceeds."""
     awaited, count = mine.awaited_reduction[0], mine.entry_count
     return mine.awaited_reduction != NO_REDUCTION and any(
         awaited >= other.reduction_count and other.blocking_entry >= count for other in others)
 
 
 def first_diverging_entry(records: Sequence[CollectiveLogSnapshot]) -> int | None:
-    """The number of the first entry in which two logs differ, as far as they are known."""
+    """Number of the first entry in which two logs differ, as far as both are known; None if there is none."""
     for number in range(min(record.first_number for record in records), max(record.entry_count for record in records)):
         if len({entry[0] for record in records if (entry := record.entry_at(number)) is not None}) > 1:
             return number
@@ -233,12 +233,12 @@ def first_diverging_entry(records: Sequence[CollectiveLogSnapshot]) -> int | Non
 
 
 def divergence_positions(records: Sequence[CollectiveLogSnapshot]) -> dict[int, tuple[str, str]]:
-    """Rank -> where it was when the ranks began to differ; or, where each waits for another, where it stands."""
+    """Rank -> position at the first difference of the logs. If the logs agree but the ranks block each other: each
+    rank's current position. Empty if the run can go on."""
     number = first_diverging_entry(records)
     if number is not None:
-        return _diverging_uses(
-            records, number) or {record.rank: record.entry_at(number) or FORGOTTEN_ENTRY
-                                 for record in records}
+        return _diverging_uses(records, number) or {record.rank: record.entry_at(number) or FORGOTTEN_ENTRY
+                                                    for record in records}
     needy = [record for record in records if record.blocking_entry != NO_ENTRY]
     if any(_waits_forever(record, needy) for record in records):
         return {record.rank: record.current_position for record in records}
@@ -246,13 +246,12 @@ def divergence_positions(records: Sequence[CollectiveLogSnapshot]) -> dict[int, 
 
 
 def _diverging_uses(records: Sequence[CollectiveLogSnapshot], number: int) -> dict[int, tuple[str, str]]:
-    """Rank -> the block it ran when the ranks parted, where that was before they began entry `number`, which differs.
-    Since the last place where they met: what they ran before that has done no harm."""
+    """Rank -> the unit it ran when the ranks diverged, if that use came before entry `number`, the first that differs.
+    With units gathered ahead of time, the uses diverge before the entries do. Only uses after the last common barrier
+    are compared: earlier ones caused no harm."""
     first = min(record.first_number for record in records)
-    met = max(
-        (place for place in range(first, number)
-         for record in records if (record.entry_at(place) or FORGOTTEN_ENTRY)[0] in BARRIER_ENTRIES | {BACKWARD_END}),
-        default=first - 1)
+    met = max((place for place in range(first, number) for record in records if (
+        record.entry_at(place) or FORGOTTEN_ENTRY)[0] in BARRIER_ENTRIES | {BACKWARD_END}), default=first - 1)
     uses = [record.uses_after(met) for record in records]
     if None in uses:
         return {}
@@ -270,13 +269,12 @@ def describe_positions(positions: Mapping[int, tuple[str, str]]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, (what, purpose) in sorted(positions.items()):
         by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
-    return join_limited([
-        f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in by_text.items()
-    ], "places")
+    return join_limited([f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}"
+                         for text, ranks in by_text.items()], "places")
 
 
 def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> str:
-    """What the ranks have set differently, as one more clause about them; or nothing."""
+    """A clause naming the ranks' different `accumulation_setting`s, or ""."""
     by_text: dict[str, list[int]] = {}
     for record in sorted(records, key=lambda record: record.rank):
         by_text.setdefault(record.accumulation_setting, []).append(record.rank)
@@ -285,29 +283,31 @@ def describe_setting_differences(records: Sequence[CollectiveLogSnapshot]) -> st
 
 
 def _no_root_cause(error: BaseException) -> None:
-    """Nobody watches this engine."""
+    """Default of `CollectiveLog.raise_root_cause`: no watchdog runs, so no root cause is known."""
 
 
 WATCHDOG_REPORT_SECONDS = 20.0
-"""It names the places of all ranks sooner than that."""
+"""`assert_collective_call` waits this long before its own error: the watchdog names the positions of all ranks sooner.
+"""
 
 
 class OwningEngine(Protocol):
-    """The engine of a bucket, as far as it is needed here."""
+    """The part of a bucket's engine that is used here."""
 
     log: CollectiveLog
 
     def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """Weights, or states of the optimizer, are written to inside: what ends half way is no base to go on from."""
+        """Context in which weights or optimizer states are written; if it is interrupted, the engine refuses to
+        continue."""
 
     def finish_delayed_update(self) -> None:
-        """The weights are those of the last step. Collective."""
+        """Bring the weights up to date with the last step. Collective."""
 
     def invalidate_communicated_states(self, bucket: object) -> None:
-        """States of a bucket have changed otherwise than by a step. Every rank comes here, where parts are split."""
+        """Note that states of `bucket` changed outside of a step. Called on every rank if shards are split."""
 
     def increment_weight_version(self) -> None:
-        """Weights have changed otherwise than by a step: a backward of a forward before it is refused."""
+        """Note that weights changed outside of a step: a backward of an earlier forward then raises."""
 
 
 _OWNING_ENGINES: WeakKeyDictionary[object, ref[OwningEngine]] = WeakKeyDictionary()
@@ -322,13 +322,11 @@ def owning_engine(bucket: object) -> OwningEngine | None:
     return None if found is None else found()
 
 
-def assert_collective_call(log: CollectiveLog,
-                           group: Group,
-                           call: str,
-                           value: Tensor | None = None,
+def assert_collective_call(log: CollectiveLog, group: Group, call: str, value: Tensor | None = None,
                            details: str = "") -> bool:
-    """Every rank of `group` is at `where` when this returns, with the same `details`; True where all have the same
-    `value`."""
+    """Check that every rank of `group` makes this `call` with the same `details`; returns whether all have the same
+    `value`. Raises ConfigError if a rank is in another call. Collective: an all-gather of two int64 digests per rank.
+    """
     log.record_barrier(call)
     if group.is_solo:
         return True
@@ -336,6 +334,9 @@ def assert_collective_call(log: CollectiveLog,
     local_digests = torch.tensor(
         [_digest_int64(f"{call} {details}".encode()), 0 if value is None else _digest_int64(_value_bytes(value))])
     try:
+        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
+        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
+        # [2] per rank -> [group.size, 2]: digest of the call, digest of the value.
         all_digests = all_gather(local_digests, group, dim=0).view(group.size, 2)
         if not bool((all_digests[:, 0] == local_digests[0]).all()):
             Event().wait(WATCHDOG_REPORT_SECONDS)
@@ -353,5 +354,4 @@ def _value_bytes(value: Tensor) -> bytes:
 
 
 def _digest_int64(data: bytes) -> int:
-    """A digest, as an int64."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -26,14 +26,14 @@ T = TypeVar("T")
 _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
     CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
-"""Of this package, and of the two that must not import it: all that `errors.exit_code` has a code for."""
+"""Error classes by name that ranks share: every class with an exit code in errors.exit_code, including those of `data`
+and `mpu`, which must not import this package."""
 
 
 def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
-    """This rank's result of `action` if every rank succeeds; otherwise the first failing rank's error, on every rank.
-
-    One number travels; where a rank failed, its message as well. Only errors that have an exit code are shared.
-    Anything else is a bug: it ends this rank with its traceback, and so the job.
+    """This rank's result of `action` if every rank succeeds; otherwise the error of the lowest failing rank, on every
+    rank. Communicates one number, and on failure the message. Only errors with an exit code are shared; any other
+    exception is a bug and ends this rank, and so the job, with its traceback.
     """
     result, failure = _try_action(action)
     _raise_first_failure(int(all_reduce_scalar(world.size if failure is None else world.rank, world, "min")), failure,
@@ -42,7 +42,7 @@ def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
 
 
 def _try_action(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Its result, or the error of it that ranks share."""
+    """(result, None), or (None, error) for the error classes that ranks share."""
     try:
         return action(), None
     except (TrainerError, DataError, StorageFault, ParallelError) as error:
@@ -50,7 +50,7 @@ def _try_action(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _raise_first_failure(first: int, failure: Exception | None, world: Group) -> None:
-    """The error of that rank, on every rank; nothing where it is none. Collective then."""
+    """Raise the error of rank `first` on every rank (collective); `first` >= world.size means that no rank failed."""
     if first < world.size:
         report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
         said = broadcast_json(report, world, first)
@@ -58,7 +58,7 @@ def _raise_first_failure(first: int, failure: Exception | None, world: Group) ->
 
 
 def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str) -> T:
-    """The result of `action`; lack of memory in it is an error that ranks agree on, as `agree` does not share it."""
+    """The result of `action`. Turns out-of-memory errors into RankOutOfMemory, which `all_succeed_or_raise` shares."""
     try:
         return action()
     except Exception as error:
@@ -66,25 +66,24 @@ def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str
             raise
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise RankOutOfMemory(
-            f"rank {world.rank} is out of memory, while {doing}: {reason}; earlier checkpoints are "
-            "untouched; free memory on its machine, or use a smaller --batch-size, and start the same "
-            "command to resume") from error
+            f"rank {world.rank} is out of memory, while {doing}: {reason}; earlier checkpoints are untouched; free "
+            "memory on its machine, or use a smaller --batch-size, and start the same command to resume") from error
 
 
 def assert_equal_across_ranks(values: Mapping[str, Any], world: Group, problem: str) -> None:
-    """Every rank has these facts, or each raises a ConfigError that names where they differ: `what` is so. One number
-    travels where all is well."""
+    """Raise a ConfigError that begins with `problem` and names the differences unless `values` are equal on all ranks.
+    Communicates one reduction if they are equal."""
     if told := find_differences(values, world):
         raise ConfigError(mismatch_message([(found, [rank]) for rank, found in enumerate(told)], problem))
 
 
 def assert_same_arguments(call: str, arguments: Mapping[str, Any], world: Group) -> None:
-    """The same of a call that every rank makes, with these arguments."""
+    """Raise a ConfigError unless every rank calls `call` with equal `arguments`. Collective."""
     raise_if_arguments_differ(call, find_differences(arguments, world))
 
 
 def raise_if_arguments_differ(call: str, arguments_by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Where the ranks' arguments differ: those of each of them, as `find_differences` found."""
+    """Raise a ConfigError for a non-empty result of `find_differences`."""
     if arguments_by_rank:
         found = describe_differences([(each, [rank]) for rank, each in enumerate(arguments_by_rank)])
         raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
@@ -92,14 +91,15 @@ def raise_if_arguments_differ(call: str, arguments_by_rank: Sequence[Mapping[str
 
 
 def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
-    """Those of every rank, where they differ; nothing where all are alike. One exchange of two numbers then."""
+    """Every rank's `values` if they differ, else []. Collective: one min-reduction if they are equal."""
     return find_differences_in_each([values], world)[0]
 
 
-def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]],
-                             world: Group,
+def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]], world: Group,
                              check: Callable[[], object] = lambda: None) -> list[list[dict[str, Any]]]:
-    """`find_differences` of each, and before it the error of `check` as `agree` has it, in one exchange where all is well."""
+    """`find_differences` for each set of values, after `check`, whose error is shared as in `all_succeed_or_raise`. All
+    of it takes one collective if the values are equal and `check` succeeds: min(d) == -min(-d) iff all digests d agree.
+    """
     _, failure = _try_action(check)
     texts = [json.dumps(facts, sort_keys=True, default=str) for facts in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
@@ -111,7 +111,7 @@ def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]],
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:
-    """`action` on rank 0 alone; its JSON value, or its error, on every rank."""
+    """Run `action` on rank 0 only; returns its JSON value, or raises its error, on every rank."""
     return broadcast_json(all_succeed_or_raise(action if world.rank == 0 else lambda: None, world), world)
 
 

@@ -40,16 +40,16 @@ from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, 
 LINGER_SECONDS = 2.0
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
                  "SLURM_STEP_ID", "PMIX_NAMESPACE")
-"""What the environments of one job have in common, and those of two jobs have not."""
+"""Variables that are equal in all processes of one job and differ between jobs."""
 
 _CLAIMED_SOCKETS: list[socket.socket] = []
-"""Of the process, as its standard error is."""
+"""Sockets bound by this process; module state, since stderr belongs to the process too."""
 
 
 def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether no other rank of this node says the same."""
+    """Whether this rank is the first of its node to report this error, and so prints it."""
     if _CLAIMED_SOCKETS:
-        return False  # this process has said why it ends
+        return False  # this process has printed its error already
     if "MEGATRON_LAUNCHER" in environ or not _has_local_peers(environ):
         return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -63,7 +63,8 @@ def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> boo
 
 
 def linger(code: int) -> None:
-    """To be called by a process that ends with this code, also if its launcher grows impatient."""
+    """Sleep before exiting with `code`, and exit with it on SIGTERM too, so that the socket name stays bound while
+    other ranks fail."""
     if _CLAIMED_SOCKETS:
         with suppress(ValueError):  # only the main thread can
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
@@ -78,29 +79,31 @@ def _has_local_peers(environ: Mapping[str, str]) -> bool:
 
 
 def _socket_name(text: str, environ: Mapping[str, str]) -> bytes:
-    """The same error on two ranks may name them."""
+    """Abstract socket name made of the job and the message without rank numbers, which may differ between ranks."""
     job = [str(os.getuid()), *(environ.get(name, "") for name in JOB_VARIABLES)]
     what = "\n".join([*job, re.sub(r"\brank \d+", "rank", text)])
     return b"\0megatron-error-" + hashlib.sha256(what.encode(errors="backslashreplace")).hexdigest().encode()
 
 
 EXIT_OWN_FAILURE_OF_RANK = 1
-"""A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
+"""Bug or out of memory, under our launcher, which turns it into 5. From a rank itself, 5 means a victim: a lost peer.
+"""
 
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
-"""What a shell reports of a program that writes to a pipe nobody reads any more (`| head`)."""
+"""The shell's code for a program that writes to a closed pipe (`| head`)."""
 
 STORE_VARIABLE = "MEGATRON_STORE_FILE"
-"""Where the ranks of one node meet."""
+"""Path of the FileStore for the rendezvous of one node's ranks."""
 
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
-"""With one of these a job does not begin: it prints a text."""
+"""Flags that print a text in place of running a job."""
 
 DEBUG_VARIABLE = "MEGATRON_DEBUG"
-"""Set to 1, it does what --debug does: scripts of one's own have no such flag."""
+""""1" has the effect of --debug, for users' scripts, which have no such flag."""
 
 TORCH_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "ERROR")
-"""Read when torch is imported. Its warnings of a lost peer are a stack in C++ for each connection, beside our line."""
+"""Read when torch is imported. Its warnings about a lost peer print one C++ stack per connection beside our error line.
+"""
 
 LIBRARY_PACKAGES = frozenset({"megatron", "mpu", "torch"})
 
@@ -117,15 +120,15 @@ STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, 
 
 _BEFORE_FAILURE: list[weakref.WeakMethod[Callable[[], None]]] = []
 _BEFORE_EXIT: list[Callable[[], None]] = []
-"""Of the process, as the exit code is."""
+"""Callbacks of `before_failure` and `before_exit`; module state, since the exit code belongs to the process too."""
 
 
 class ExplainedMemoryError(MemoryError):
-    """Memory ran out, and the text says what to do."""
+    """Out of memory, with a text that says what to do."""
 
 
 class ExitReason(NamedTuple):
-    """What the user reads, and the exit code for the shell."""
+    """An exit code and the error text for the user."""
 
     code: int
     text: str
@@ -133,25 +136,25 @@ class ExitReason(NamedTuple):
 
 
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: `shows_tracebacks`) adds tracebacks.
-
-    A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
-    it was asked for its help."""
+    """Call `main` and return the exit code of the process; `debug` (default: `shows_tracebacks`) adds tracebacks. If
+    the reader of stdout closes the pipe, a command exits silently; a job (`is_job`) reports it, except when it only
+    prints help."""
     prepare_streams()
     os.environ.setdefault(*TORCH_LOG_LEVEL)
-    if not is_job:  # a job listens by itself, and saves
+    if not is_job:  # a job installs a StopListener, which saves first
         raise_on_stop_signal()
     is_job = is_job and not HELP_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
     try:
         code = _run_main(main)
-        sys.stdout.flush()  # what cannot be written is found here, not when the interpreter winds down
+        sys.stdout.flush()  # write errors surface here, not while the interpreter shuts down
     except BaseException as error:
         code = EXIT_BROKEN_PIPE
         if is_job or has_other_ranks() or not (isinstance(error, BrokenPipeError) and stdout_reader_is_gone()):
             failure = exit_reason_of(error, is_job=is_job)
             code = _report_failure(error, failure, shows_tracebacks() if debug is None else debug)
         if has_other_ranks():
-            exit_now(code)  # from here, where the traceback still holds the store: to close one that is cut off hangs
+            # exit inside the handler: the traceback holds the store open, and closing a broken store hangs
+            exit_now(code)
     if has_other_ranks():
         if code == EXIT_OK:
             run_shutdown_callbacks()
@@ -163,21 +166,21 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
 
 
 def _report_failure(error: BaseException, failure: ExitReason, debug: bool) -> int:
-    if debug and not failure.is_peer_loss:  # of a lost peer only the peer's own traceback helps
-        traceback.print_exception(error, file=sys.__stderr__)  # torch's hook would catch it in sys.stderr
+    if debug and not failure.is_peer_loss:  # this rank's traceback does not explain a lost peer
+        traceback.print_exception(error, file=sys.__stderr__)  # sys.stderr itself would go through torch's hook
     write_error(failure.text)
-    if not (failure.is_peer_loss or is_store_write_error(error)):  # the peers of a victim hear it from the culprit
+    if not (failure.is_peer_loss or is_store_write_error(error)):  # a victim's peers learn the cause from the culprit
         _call_each_once(_BEFORE_FAILURE)
     return failure.code
 
 
 def shows_tracebacks() -> bool:
-    """Whether errors that are explained show their traceback as well."""
+    """Whether explained errors also print their traceback."""
     return "--debug" in sys.argv or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 def install_excepthook() -> None:
-    """From now on an error of ours that a script does not catch ends it as `run` would. May be called again."""
+    """Make uncaught errors of ours end a script as `run` would. Idempotent."""
     on_early_exit(_handle_early_exit)
     if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _excepthook):
         sys.excepthook = partial(_excepthook, sys.excepthook)
@@ -185,7 +188,7 @@ def install_excepthook() -> None:
 
 def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException], error: BaseException,
                 trace: TracebackType | None) -> None:
-    """Python's excepthook; `others` is the one before. An interpreter that somebody types into must not end."""
+    """sys.excepthook; `previous_hook` handles foreign errors. An interactive interpreter is never ended."""
     is_ours = exit_code(error) is not None or isinstance(error, ExplainedMemoryError) or is_peer_loss(error)
     if not is_ours or hasattr(sys, "ps1") or sys.flags.interactive:
         previous_hook(kind, error, trace)
@@ -196,11 +199,11 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
     code = _report_failure(error, failure._replace(text=text), shows_tracebacks())
     if has_other_ranks():
         exit_now(code)
-    raise SystemExit(code)  # out of an excepthook it sets the exit code; what the script left for atexit is done
+    raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
 
 
 def _script_line(trace: TracebackType | None) -> str:
-    """The line of the script that led into our code or torch's."""
+    """" (file, line N)" of the script line that led into our code or torch's."""
     frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
               for frame, line in traceback.walk_tb(trace)]
     own = list(takewhile(lambda frame: frame[0].partition(".")[0] not in LIBRARY_PACKAGES, frames))
@@ -208,19 +211,18 @@ def _script_line(trace: TracebackType | None) -> str:
 
 
 def before_failure(callback: Callable[[], None]) -> None:
-    """Call this method, while its object lives, when this process is about to leave with an error of its own."""
+    """Register a method to call, while its object lives, before this process exits with an error of its own."""
     _BEFORE_FAILURE.append(weakref.WeakMethod(callback))
 
 
 def before_exit(callback: Callable[[], None]) -> None:
-    """Call this function when this process leaves at once, whatever for: nothing else of what is left for the end of a
-    program is done then."""
+    """Register a function for `exit_now`, which skips atexit callbacks and destructors."""
     if callback not in _BEFORE_EXIT:
         _BEFORE_EXIT.append(callback)
 
 
 def _call_each_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    """Each once, if its object lives."""
+    """Call and remove each method whose object still lives."""
     while methods:
         method = methods.pop()()
         if method is not None:
@@ -241,16 +243,17 @@ def _run_main(main: Callable[[], int | None]) -> int:
 
 
 class EarlyExit(Exception):
-    """An exit with code 0 that other ranks know nothing of."""
+    """This rank exits with code 0 while other ranks still expect it."""
 
 
 def _early_exit_text() -> str:
     who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
-    return f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the sys.exit() in its program"
+    return (
+        f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the sys.exit() in its program")
 
 
 def _handle_early_exit() -> None:
-    """Of a script, in the middle of a step. For a rank that is alone nobody waits."""
+    """Handler of a script that exits in the middle of a step. With other ranks: print the error and exit."""
     if not has_other_ranks():
         return
     failure = exit_reason_of(EarlyExit(_early_exit_text()))
@@ -259,7 +262,7 @@ def _handle_early_exit() -> None:
 
 
 def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> ExitReason:
-    """The exit code and the text for one exception."""
+    """The exit code and the error text for one exception."""
     rank = f"rank {environ.get('RANK', '0')}"
     message = str(error) or type(error).__name__
     own_failure = EXIT_OWN_FAILURE_OF_RANK if "MEGATRON_LAUNCHER" in environ else EXIT_PEER
@@ -287,18 +290,17 @@ def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ
                           f"meet: {message.splitlines()[0]}; free space there or name another folder in "
                           "TMPDIR, then start the same command to resume")
     if is_peer_loss(error):
-        # The rest of gloo's message is advice and a greeting.
+        # The rest of gloo's message is general advice.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
-        return ExitReason(
-            EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure among "
-            "the ranks, then start the same command to resume", True)
+        return ExitReason(EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure "
+                          "among the ranks, then start the same command to resume", True)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         if error.errno == errno.EPIPE:
             where = "standard output" if stdout_reader_is_gone() else "a pipe"
             return ExitReason(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
         where = error.filename or "standard output or a file"
         return ExitReason(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
-    how = "run with --debug" if is_job else f"set {DEBUG_VARIABLE}=1"  # commands have no such flag
+    how = "run with --debug" if is_job else f"set {DEBUG_VARIABLE}=1"  # only jobs have --debug
     hint = "" if shows_tracebacks() else f" ({how} for the traceback)"
     return ExitReason(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
 
@@ -311,8 +313,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_store_write_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
-    """A note for the other ranks did not fit in our launcher's file: a rank that reads it, or writes one, hangs
-    (folders.py)."""
+    """Whether a write to our launcher's store file failed (disk full): a later read or write of the store then hangs
+    (launcher.py)."""
     return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
             and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 
@@ -323,14 +325,14 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    # Out of an exchange comes what became of the others, in many words; but a device fails there as well.
+    # Errors from inside a collective are peer errors whatever their text, except CUDA errors.
     among_others = STATUS.snapshot.in_collective or is_rendezvous_error(error)
     return any(text in str(error) for text in PEER_TEXTS) or among_others and "CUDA" not in str(error)
 
 
 def write_error(text: str) -> None:
-    """Exactly one line that begins so, and below it those of errors that it lists. None, where another rank says the
-    same."""
+    """Print one `error:` line, then the listed errors below it; nothing if another rank of this node printed the same.
+    """
     said = to_error_lines(text)
     if not is_error_reporter(said):
         return
@@ -339,7 +341,7 @@ def write_error(text: str) -> None:
         flush_streams()
         os.write(2, line.encode(errors="backslashreplace"))
     except OSError:
-        pass  # nobody reads stderr any more; the exit code is still right
+        pass  # stderr is closed; the exit code is still right
 
 
 def has_other_ranks() -> bool:
@@ -350,9 +352,9 @@ def has_other_ranks() -> bool:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this rank without destructors. `main` has closed by now what it opened."""
+    """Exit this rank without destructors and atexit callbacks. `main` has closed its resources before."""
     while _BEFORE_EXIT:
-        with suppress(Exception):  # nobody is left to hear of it
+        with suppress(Exception):  # the error cannot be reported any more
             _BEFORE_EXIT.pop()()
     logging.shutdown()
     flush_streams()
@@ -361,13 +363,13 @@ def exit_now(code: int) -> NoReturn:
 
 
 def exit_on_request(text: str) -> NoReturn:
-    """For a thread whose main thread does not hear that the program was asked to end."""
+    """Exit for a stop request from another thread, because the main thread does not react to the signal."""
     write_error(text)
     exit_now(EXIT_INTERRUPTED)
 
 
 def flush_streams() -> bool:
-    """Write what is buffered; False where standard output accepts no more: no reason to hide the first error."""
+    """Flush stdout and stderr; False if stdout accepts no more. Never raises, so that the first error stays visible."""
     good = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -378,17 +380,17 @@ def flush_streams() -> bool:
 
 
 def stdout_reader_is_gone() -> bool:
-    """Standard output is a pipe whose reader has closed it."""
+    """Whether stdout is a pipe whose reader has closed it."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
-        return bool(poll.poll(0))  # errors and hang-ups are reported unasked
+        return bool(poll.poll(0))  # POLLERR and POLLHUP are always reported
     except (OSError, ValueError):
         return False
 
 
 def discard_stdout() -> None:
-    """What is left in the buffer has nowhere to go: the interpreter would try once more, and make an error of it."""
+    """Redirect stdout to /dev/null: the interpreter's own flush at exit would fail again and print an error."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
@@ -396,9 +398,11 @@ def discard_stdout() -> None:
 
 
 def prepare_streams() -> None:
-    """UTF-8 whatever the locale says; what is no text, as a file name may be, is printed with backslashes.
-    A stream that was closed before the start (`>&-`) goes nowhere, and programs that this one starts inherit that.
-    To be called before a command opens anything: the next file gets the number of a closed stream, and error lines."""
+    """Switch the standard streams to UTF-8 whatever the locale; undecodable bytes, as in file names, print as backslash
+    escapes.
+
+    A stream that was closed before the start (`>&-`) is opened on /dev/null, inherited by child processes. Call this
+    before opening any file: the next file would get the closed stream's descriptor, and the error lines with it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
         if stream is None:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 COMPARED_PACKAGES = ("megatron", "mpu", "data")
 MAX_VARIANTS = 16
-"""Different ranks whose facts are read."""
+"""Different settings that are read and shown."""
 STARTED_DIFFERENTLY_MESSAGE = "the ranks were started differently"
 REPORT_SLACK = timedelta(seconds=10)
-"""For rank 0 to say who did not come."""
+"""Extra seconds for rank 0 to report which ranks are missing."""
 WORLD_SIZE_SECONDS = 0.5
-"""For ranks that start together to say their WORLD_SIZE, once two are known to differ."""
+"""Seconds to collect more WORLD_SIZEs once two are known to differ."""
 LINGER_SECONDS = 5.0
-"""For every rank to read what is wrong, before the one that keeps the store leaves."""
+"""Seconds for every rank to read the error before the rank that hosts the store exits."""
 
 
 def code_identity(torch_version: str) -> dict[str, str]:
@@ -41,7 +41,8 @@ def code_identity(torch_version: str) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Of every module of ours, where they lie side by side: some hundred small files, read in milliseconds."""
+    """Digest of all our modules, if they are installed side by side: a few hundred small files, read in milliseconds.
+    """
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in (path for package in COMPARED_PACKAGES for path in _modules(root / package)):
         try:
@@ -53,7 +54,7 @@ def code_digest() -> str:
 
 
 def _modules(package: Path) -> Iterator[Path]:
-    """What can be imported from there; not what users, editors and version control leave in such a folder."""
+    """Importable modules only, not the files that users, editors and version control leave in a package folder."""
     for path in sorted(package.iterdir()):
         if path.suffix == ".py" and path.stem.isidentifier():
             yield path
@@ -62,7 +63,9 @@ def _modules(package: Path) -> Iterator[Path]:
 
 
 def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str, Any], timeout: timedelta) -> None:
-    """The same ConfigError on every rank where their facts differ; a PeerError where a rank does not come in time."""
+    """Raise the same ConfigError on every rank if ranks or `settings` differ; PeerError if a rank does not arrive in
+    time. Every rank of the job calls it. Nothing is compared pairwise: rank 0 reads all digests and writes one result.
+    """
     text, this_process = json.dumps(settings, sort_keys=True,
                                     default=str), f"process {os.getpid()} on {socket.gethostname()}"
     if store.add(_key("came", rank), 1) > 1:
@@ -79,7 +82,7 @@ def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str
         found = _wait_for_result(store, timeout)
     store.add(_key("heard"), 1)
     if found is None and size_error is not None:
-        found = {"error": size_error, "code": EXIT_CONFIG}  # the others have begun without this rank
+        found = {"error": size_error, "code": EXIT_CONFIG}  # the other ranks agreed and proceed without this one
     if found is None:
         return
     if rank == 0:
@@ -88,7 +91,7 @@ def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str
 
 
 def _register_rank(store: Store, rank: int, ranks: int) -> str | None:
-    """What is wrong with the WORLD_SIZE of this rank, or with that of the first to come."""
+    """Write this rank's WORLD_SIZE; returns an error text if it differs from that of the first rank to arrive."""
     store.set(_key("size", rank), str(ranks))
     size, first = map(int, store.compare_set(_key("size"), "", f"{ranks} {rank}").split())
     if size != ranks:
@@ -100,7 +103,7 @@ def _register_rank(store: Store, rank: int, ranks: int) -> str | None:
 
 
 def _wait_for_result(store: Store, timeout: timedelta) -> Any:
-    """What rank 0 says."""
+    """Rank 0's result; PeerError if rank 0 does not write one."""
     until = time.monotonic() + timeout.total_seconds()
     try:
         store.wait([_key("verdict")], timeout + REPORT_SLACK)
@@ -116,17 +119,16 @@ def _key(*words: object) -> str:
 
 
 def _compare_ranks(store: Store, ranks: int, timeout: timedelta) -> dict[str, Any] | None:
-    """Rank 0's: None where all is well."""
+    """On rank 0: the error for all ranks, or None if all match."""
     keys = [_key("digest", rank) for rank in range(ranks)]
-    with suppress(RuntimeError):  # it is told what is missing
+    with suppress(RuntimeError):  # missing ranks are reported below
         store.wait([_key("all")], timeout)
     if store.check([_key("odd")]):
         return {"error": _compare_world_sizes(store), "code": EXIT_CONFIG}
     if not store.check([_key("all")]):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        error = PeerError(
-            f"{format_ranks(missing)} of {ranks} did not come within {timeout.total_seconds():g} s: look for "
-            "the first error among the ranks, and whether all were started with the same WORLD_SIZE")
+        error = PeerError(f"{format_ranks(missing)} of {ranks} did not come within {timeout.total_seconds():g} s: look "
+                          "for the first error among the ranks, and whether all were started with the same WORLD_SIZE")
         return {"error": str(error), "code": error.code}
     digests = store.multi_get(keys)
     if len(set(digests)) == 1:
@@ -142,17 +144,15 @@ def _compare_world_sizes(store: Store) -> str:
     time.sleep(WORLD_SIZE_SECONDS)
     came = [rank for rank in range(int(store.get(_key("odd")))) if store.check([_key("size", rank)])]
     sizes = [int(store.get(_key("size", rank))) for rank in came]
-    return mismatch_message([({"WORLD_SIZE": size},
-                              [rank for rank, own in zip(came, sizes, strict=True) if own == size])
-                             for size in dict.fromkeys(sizes)])
+    return mismatch_message([({"WORLD_SIZE": size}, [rank for rank, own in zip(came, sizes, strict=True)
+                                                     if own == size]) for size in dict.fromkeys(sizes)])
 
 
 def mismatch_message(values_by_ranks: Sequence[tuple[Mapping[str, Any], Sequence[int]]],
                      what: str = STARTED_DIFFERENTLY_MESSAGE) -> str:
-    """What some ranks were told and others not."""
-    return (
-        f"{what}: {describe_differences(values_by_ranks)}. Start all with the same command, the same code and the same files "
-        "(docs/launch.md)")
+    """The error text for settings that differ between ranks."""
+    return (f"{what}: {describe_differences(values_by_ranks)}. Start all with the same command, the same code and the "
+            "same files (docs/launch.md)")
 
 
 def _wait_until_all_have_read(store: Store, ranks: int) -> None:

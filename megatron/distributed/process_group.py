@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0
-"""Between attempts to reach rank 0, at first and after a while: many ranks may wait for long."""
+"""First and longest pause between attempts to reach rank 0: many ranks may wait for a long time."""
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
 RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
-"""Set for a meeting where nobody has."""
+"""Variables that `init_process_group` sets for the rendezvous if they are unset."""
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
-"""Why rank 0 cannot listen; torch has the name of the number in its text."""
+"""Why rank 0 cannot listen, by errno; torch's message contains the errno's name."""
 NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
-"""Set by launchers that give all ranks of a node one environment, and so one list of GPUs."""
+"""Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES."""
 _BEFORE_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
 _AFTER_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
 _STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
 _EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
-"""Of the process, as its group is."""
+"""Callbacks of this process; module state, since the process group belongs to the process too."""
 
 LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
-    # A step's numbers go first: a batch script outside srun also sees SLURM_NTASKS, of tasks nobody started.
+    # Step variables first: in a batch script outside srun, SLURM_NTASKS counts tasks that were not started.
     ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID",
      ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")),
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
@@ -64,7 +64,7 @@ LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...
 
 @dataclass(frozen=True)
 class Environment:
-    """This rank's place in the job; the default is the only rank of a job of one."""
+    """This process's rank and the sizes of its job; the default is a job of one rank."""
 
     rank: int = 0
     local_rank: int = 0
@@ -73,7 +73,8 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The place a launcher gave this process; without a launcher, the only rank."""
+    """The ranks and sizes that a launcher set in the environment; without a launcher, a job of one rank. Raises
+    ConfigError."""
     for rank_name, world_names, local_name, local_world_names in LAUNCHER_VARIABLES:
         world_name = next((name for name in world_names if name in environ), None)
         if rank_name not in environ and world_name is None:
@@ -85,7 +86,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             raise ConfigError(f"environment: {have} is set but {lack} is not; set both, or start with megatron.launch")
         rank, world = _integer_variable(environ, rank_name), _integer_variable(environ, world_name)
         local_world_name = next((name for name in local_world_names if name in environ), None)
-        # Without a word about nodes, all ranks are on this one.
+        # Without a number of ranks per node, all ranks are on this one.
         local_world = _integer_variable(environ, local_world_name) if local_world_name else world
         local = _integer_variable(environ, local_name) if local_name in environ else rank % max(1, local_world)
         if not rank < world:
@@ -104,10 +105,8 @@ def _integer_variable(environ: Mapping[str, str], name: str) -> int:
 
 
 def device_for(env: Environment, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU; what backend
-    ranks have met by counts where none is named.
-
-    Slurm's --gpus-per-task=1 shows each rank one GPU, its own, as number 0.
+    """The device of this rank: its own GPU, or the CPU. Ranks may share a GPU only with gloo. `backend` None takes the
+    backend of the existing process group. Slurm's --gpus-per-task=1 shows each rank only its own GPU, as number 0.
     """
     import torch
 
@@ -128,8 +127,8 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
 
 
 def _sees_only_its_own_gpu() -> bool:
-    """The one GPU this rank sees is no other rank's: Slurm gave each task one, or a wrapper named another GPU for each
-    rank. (One list for all ranks, and so one GPU, is what launchers of a whole node leave; a lone `0` may be that too.)
+    """Whether the one visible GPU belongs to this rank alone: Slurm gave each task one, or a wrapper set another
+    CUDA_VISIBLE_DEVICES per rank. (A node launcher sets one list for all ranks, and a lone `0` may be such a list.)
     """
     if any(name in os.environ for name in NODE_LAUNCHER_VARIABLES):
         return False
@@ -139,7 +138,7 @@ def _sees_only_its_own_gpu() -> bool:
 
 def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *,
          must_match: Mapping[str, Any] | None = None) -> Environment:
-    """Read the environment and meet the other ranks; may be called again."""
+    """Read the environment and join the process group. Idempotent."""
     env = read_environment()
     init_process_group(env, backend, timeout_seconds, must_match=must_match)
     return env
@@ -147,7 +146,7 @@ def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SE
 
 @contextmanager
 def restore_variables_on_error() -> Iterator[None]:
-    """What is set inside for a meeting that fails is taken back: the next one may be told another port or address."""
+    """Unset variables that the body set for a rendezvous that failed: the next one may use another port or address."""
     unset = [name for name in RENDEZVOUS_VARIABLES if name not in os.environ]
     try:
         yield
@@ -161,12 +160,12 @@ def restore_variables_on_error() -> Iterator[None]:
 def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
                        even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> None:
-    """Choose this rank's device and create torch's default process group; idempotent. One rank needs none, and gets
-    one only `also_alone`, for scripts that ask torch.distributed for their rank.
+    """Choose this rank's device and create torch's default process group. Idempotent. A single rank creates one only
+    with `even_for_one_rank`, for scripts that ask torch.distributed for their rank.
 
     `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer;
-    `init_method` is torch's, in place of the launcher's address; `told` is what all ranks have to be told alike
-    (alike.py).
+    `init_method` is torch's and replaces the launcher's address; `must_match` holds settings that must be equal on all
+    ranks (preflight.py).
     """
     import torch
 
@@ -207,11 +206,10 @@ def init_process_group(env: Environment, backend: str | None = None,
 
 
 def publish_status(env: Environment | None = None) -> None:
-    """From now on our launcher, if there is one, sees where this rank is; may be called again. No torch, unless it is
-    here already."""
+    """Publish this rank's status to our launcher, if there is one. Idempotent; does not import torch."""
     path = os.environ.get(STATUS_FILE_VARIABLE)
     STATUS.publish_in(path, (env or read_environment()).local_rank)
-    if STATUS.snapshot.state != RUNNING:  # or again, after a program of this process that has ended
+    if STATUS.snapshot.state != RUNNING:  # also for a second program in this process
         STATUS.set_activity("")
         STATUS.mark_running()
     if "torch" in sys.modules:
@@ -238,13 +236,14 @@ def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torc
 
 
 def is_rendezvous_error(error: BaseException) -> bool:
-    """There is no mark left to tell: who catches it may go on alone, and later errors are others."""
+    """Whether `error` was raised inside `_rendezvous`. The traceback is examined because a flag would go stale if a
+    script catches the error and continues."""
     return any(frame.f_code is _rendezvous.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raise_connection_limits() -> None:
-    """gloo connects each rank to all others, in each group: with 1,000 ranks more than a process may open by default.
-    Only pairs that send to each other connect when it does so on demand."""
+    """Allow enough open files: gloo connects each rank to all others in each group, beyond the default limit at 1,000
+    ranks. TORCH_GLOO_LAZY_INIT connects only pairs that communicate."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS names a limit that it does not grant
@@ -252,7 +251,7 @@ def _raise_connection_limits() -> None:
 
 
 def _raise_port_error(error: OSError | RuntimeError) -> None:
-    """A ConfigError where rank 0 cannot listen on the port it was given."""
+    """Raise a ConfigError if `error` says that rank 0 cannot listen on its port."""
     for number, why in PORT_REFUSALS.items():
         if isinstance(error, OSError) and error.errno == number or errno.errorcode[number] in str(error):
             raise ConfigError(
@@ -261,7 +260,7 @@ def _raise_port_error(error: OSError | RuntimeError) -> None:
 
 
 def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
-    """Where the ranks find each other: our launcher's file, or rank 0's address."""
+    """The rendezvous store: our launcher's file, or a TCPStore at rank 0's address."""
     import torch.distributed as dist
 
     path = os.environ.get("MEGATRON_STORE_FILE")
@@ -278,11 +277,11 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         met.set_timeout(timeout)
-        # It keeps the notes of ranks from before a restart (--max-restarts).
+        # torchrun's store keeps the keys of ranks from before a restart (--max-restarts).
         return dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", met)
     if address in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Nobody waits in here for the ranks that are missing: alike.py does, and names them.
+    # No waiting for missing ranks here: preflight.py waits, and names them.
     tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
         _wait_for_port(address, port, timeout.total_seconds())
@@ -300,14 +299,14 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
 
 
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
-    """A PeerError where rank 0 does not listen in time: torch retries in silence, and prints a stack of its own."""
+    """Wait until rank 0 listens; PeerError after `seconds`. torch would retry silently and print its own stack."""
     until, pause = time.monotonic() + seconds, RETRY_SECONDS
     while True:
         try:
             with socket.create_connection((address, port), max(0.1, min(5.0, until - time.monotonic()))) as connection:
                 if connection.getsockname() != connection.getpeername():
                     return
-                reason = "nothing listens there"  # it met itself, on a port that was free
+                reason = "nothing listens there"  # a self-connect: the kernel chose the target port as source port
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() + pause >= until:
@@ -319,14 +318,13 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
 
 
 def hosts_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """What the ranks know of each other ends with this process: it is no file of our launcher's, nor kept by torchrun.
-    """
+    """Whether the store ends with this process: it is neither our launcher's file nor served by torchrun."""
     outlives = "MEGATRON_STORE_FILE" in environ or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return read_environment(environ).rank == 0 and not outlives
 
 
 def rank_0_printer(rank: int) -> Callable[[str], None]:
-    """Lines for the person at the terminal, from one rank, beside what a program prints."""
+    """A function that prints a line to stderr on rank 0 only."""
     def print_line(line: str) -> None:
         if rank == 0:
             print(line, file=sys.stderr, flush=True)
@@ -334,28 +332,28 @@ def rank_0_printer(rank: int) -> Callable[[str], None]:
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:
-    """Call this method, while its object lives, before this process leaves the others after success."""
+    """Register a method to call, while its object lives, before this process leaves the process group after success."""
     _BEFORE_SHUTDOWN.append(weakref.WeakMethod(callback))
 
 
 def after_shutdown(callback: Callable[[], None]) -> None:
-    """Call this method, while its object lives, at a good end when this process has left the others: it may take long,
-    but not where the process `is_stop_requested`."""
+    """Register a method to call, while its object lives, after a successful `shutdown`. It may take long, but must
+    return soon if `is_stop_requested`."""
     _AFTER_SHUTDOWN.append(weakref.WeakMethod(callback))
 
 
 def register_stop_check(is_asked: Callable[[], bool]) -> None:
-    """Ask this method, while its object lives, whether this process is to leave as soon as it can."""
+    """Set the method that `is_stop_requested` calls while its object lives."""
     _STOP_CHECKS[:] = [weakref.WeakMethod(is_asked)]
 
 
 def is_stop_requested() -> bool:
-    """It was asked to stop: what the next start can do as well is left to it."""
+    """Whether this process should exit soon: work that the next start can repeat is skipped."""
     return any(is_asked() for method in _STOP_CHECKS if (is_asked := method()) is not None)
 
 
 def run_shutdown_callbacks() -> None:
-    """Each of these once, where the process ends without destructors."""
+    """Run the shutdown callbacks once, for a process that exits without destructors."""
     _call_once(_BEFORE_SHUTDOWN)
     _call_once(_AFTER_SHUTDOWN)
 
@@ -368,34 +366,34 @@ def _call_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
 
 
 def on_early_exit(handler: Callable[[], None]) -> None:
-    """Call this where a script ends with exit code 0 in the middle of a step."""
+    """Register a handler for scripts that exit with code 0 in the middle of a step."""
     if handler not in _EARLY_EXIT_HANDLERS:
         _EARLY_EXIT_HANDLERS.append(handler)
 
 
 @cache
 def register_shutdown_at_exit() -> None:
-    """Also of a process group that the script has made."""
-    # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
-    # one, they name none.
+    """Run `shutdown` at exit, also for a process group that the script created. Idempotent."""
+    # This module's default arguments would hold the default group alive after `shutdown`; imported before the group
+    # exists, they hold None.
     importlib.import_module("torch.distributed.nn.functional")
     atexit.register(_shutdown_at_exit)
 
 
 def _shutdown_at_exit() -> None:
-    """For scripts that just end: a thread inside of C++ (gloo's drops a tensor, a watch's asks the store) aborts an
-    interpreter that winds down around it. After an error the group stays: a peer that is gone could be waited for."""
+    """Shut down for scripts that simply end: a C++ thread (gloo freeing a tensor, a watchdog reading the store) aborts
+    an interpreter that is finalizing. After an error the group stays, since destroying it could wait for a lost peer.
+    """
     failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
     for answer in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
         answer()
-    with suppress(KeyboardInterrupt):  # what it waited for is left to the next start
+    with suppress(KeyboardInterrupt):  # Ctrl-C: the remaining work is left to the next start
         _call_once(_BEFORE_SHUTDOWN) if failed else shutdown()
 
 
 def shutdown() -> None:
-    """Leave the process group after success. After a failure leave the process (`exits.py`): this could hang then.
-
-    What takes long comes when the group is gone: ranks that destroy theirs wait for each other."""
+    """Leave the process group after success. After a failure call `exit_codes.exit_now` instead: this could hang. Slow
+    callbacks run after the group is gone, because ranks that destroy their group wait for each other."""
     import torch
 
     _call_once(_BEFORE_SHUTDOWN)

@@ -1,4 +1,5 @@
-"""Status of each rank (step, phase, block, collective), written to a small shared file that the launcher reads on failure.
+"""Status of each rank (step, phase, block, collective), written to a small shared file that the launcher reads on
+failure.
 
 The file has one slot per rank of a node, mapped into memory: an update is a few integer writes, without system call or
 lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number.
@@ -21,14 +22,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 SLOT_BYTES = 1 << 14
-"""Bytes of a rank: its numbers, then its words."""
+"""Bytes per rank: COUNTER_BYTES of uint64 counters, then the texts."""
 COUNTER_BYTES = 128
 STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range(8)
 UNKNOWN, RUNNING, FAILED, DONE = range(4)
-"""States: nothing was written yet; the program runs; the engine has raised an error, which the program may have caught;
-it has taken its leave of the others."""
+"""Values of STATE. FAILED: the engine raised an error, which the program may have caught. DONE: the rank announced its
+exit."""
 MAX_TEXT_BYTES = 200
-"""Bytes of a word."""
+"""Longest text; longer ones are cut."""
 STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"
 """Set by our launcher."""
 
@@ -38,7 +39,7 @@ FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer step"
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """Of one rank, as it was read."""
+    """The status of one rank when it was read."""
 
     state: int = UNKNOWN
     pid: int = 0
@@ -48,7 +49,6 @@ class StatusSnapshot:
     unit: str = ""
     collective: int = 0
     collectives_started: int = 0
-    """Exchanges."""
 
     @property
     def in_collective(self) -> bool:
@@ -56,12 +56,12 @@ class StatusSnapshot:
 
     @property
     def is_waiting(self) -> bool:
-        """For other ranks."""
+        """Whether the rank waits for other ranks."""
         return self.collective > 1
 
     @property
     def is_mid_operation(self) -> bool:
-        """In the middle of something that a program does not leave in good order."""
+        """Whether the rank is inside an operation that other ranks expect it to finish."""
         return self.state == RUNNING and bool(self.activity or self.phase or self.in_collective)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class StatusCounters(Protocol):
 
 @final
 class ObservedCounters:
-    """The same numbers; somebody else hears of each that is written."""
+    """Counters that also report each write to `on_write(index, value)`."""
 
     def __init__(self, numbers: StatusCounters, on_write: Callable[[int, int], None]) -> None:
         self._counters, self._on_write = numbers, on_write
@@ -96,7 +96,7 @@ class ObservedCounters:
 
 @final
 class RankStatus:
-    """Of this process. What is said before there is a file is kept in memory."""
+    """Status of this process; kept in memory until `publish_in` maps the launcher's file."""
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
@@ -112,14 +112,15 @@ class RankStatus:
 
     @property
     def is_published(self) -> bool:
-        """Somebody else can read it."""
+        """Whether the status is in the shared file."""
         return self._map is not None
 
     def publish_in(self, path: str | None, slot: int) -> None:
-        """From now on in this file; where it cannot be mapped everything stays as it is. Once a process."""
+        """Move the status to slot `slot` of the file at `path`. No effect if the file cannot be mapped, or on a second
+        call."""
         if not path or self.is_published:
             return
-        with suppress(OSError, ValueError):  # a diagnosis is not worth an error
+        with suppress(OSError, ValueError):  # diagnostics must not fail the run
             descriptor = os.open(path, os.O_RDWR)
             try:
                 found = mmap.mmap(descriptor, SLOT_BYTES, offset=slot * SLOT_BYTES)
@@ -135,14 +136,14 @@ class RankStatus:
             self._map = found
 
     def mark_running(self) -> None:
-        """Others wait for this rank from now on."""
+        """Set the state to RUNNING: other ranks wait for this one from now on."""
         self._counters[PID], self._counters[STATE] = os.getpid(), RUNNING
 
     def set_step(self, number: int) -> None:
         self._counters[STEP] = number
 
     def set_phase(self, phase: str, unit: str = "") -> None:
-        """The engine is in this phase now, and in this block."""
+        """Set the engine's phase and unit."""
         counters, text_ids = self._counters, self._text_ids
         try:
             counters[PHASE], counters[UNIT] = text_ids[phase], text_ids[unit]
@@ -150,13 +151,14 @@ class RankStatus:
             counters[PHASE], counters[UNIT] = self._text_id(phase), self._text_id(unit)
 
     def set_activity(self, activity: str) -> None:
-        """The program does this from now on; of phases nothing is known."""
+        """Set the program's activity and clear phase and unit."""
         self._counters[ACTIVITY] = self._text_id(activity)
         self.set_phase("")
 
     @contextmanager
     def in_activity(self, activity: str) -> Iterator[None]:
-        """An exit in the middle of it is where the rank was; an error may be caught."""
+        """Set the activity inside the context. An Exception restores the previous one, since it may be caught; an exit
+        keeps it, to show where the rank was."""
         before = self._counters[ACTIVITY]
         self.set_activity(activity)
         with self:
@@ -170,7 +172,7 @@ class RankStatus:
 
     @contextmanager
     def observed_by(self, on_write: Callable[[int, int], None]) -> Iterator[None]:
-        """Inside, somebody hears where this process is: which number is written, and what; first what is there."""
+        """Call `on_write(index, value)` for the current values, then for each write inside the context."""
         counters = self._counters
         for place in (STEP, ACTIVITY, PHASE, UNIT):
             on_write(place, counters[place])
@@ -184,14 +186,15 @@ class RankStatus:
         return next((word for word, its in self._text_ids.items() if its == text_id), "")
 
     def mark_done(self) -> None:
-        """The others need not wait for this rank any more."""
+        """Set the state to DONE: other ranks need not wait for this one any more."""
         self._counters[STATE] = DONE
 
     def __enter__(self) -> None:
-        """A call of the engine's."""
+        """Entered around each public call of the engine."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """What it raises is told otherwise, or caught; an exit with code 0 in the middle of it is neither."""
+        """Set FAILED on an error, except on sys.exit(0), which leaves RUNNING so that the launcher sees an early exit.
+        """
         leaves = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not leaves and self._counters[STATE] == RUNNING:
             self._counters[STATE] = FAILED
@@ -203,6 +206,9 @@ class RankStatus:
     def _text_id(self, text: str) -> int:
         if text not in self._text_ids:
             encoded = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+            # A full buffer maps further texts to "".
+            # A full buffer maps further texts to "".
+            # A full buffer maps further texts to "".
             if self._text_end + len(encoded) + 1 > len(self._text_buffer):
                 return 0
             self._text_buffer[self._text_end:self._text_end + len(encoded) + 1] = bytes([len(encoded)]) + encoded
@@ -230,20 +236,21 @@ def _decode_texts(texts: bytes, count: int) -> dict[int, str]:
 
 @final
 class StatusFile:
-    """The file, for who reads it."""
+    """The shared file, as the launcher reads it."""
 
     def __init__(self, path: str, ranks: int) -> None:
-        """Created where it is not there."""
+        """Create the file if it does not exist."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size < ranks * SLOT_BYTES:
-                os.posix_fallocate(descriptor, 0, ranks * SLOT_BYTES)  # a hole, in a map, can end who writes there
+                # writing to a hole in a mapped file on a full disk raises SIGBUS in the rank
+                os.posix_fallocate(descriptor, 0, ranks * SLOT_BYTES)
             self._map = mmap.mmap(descriptor, ranks * SLOT_BYTES)
         finally:
             os.close(descriptor)
 
     def counters_of(self, slot: int) -> bytes:
-        """What changes whenever the rank of this slot goes on."""
+        """The raw counters of a slot; they change whenever its rank makes progress."""
         return self._map[slot * SLOT_BYTES:slot * SLOT_BYTES + COUNTER_BYTES]
 
     def read(self, slot: int) -> StatusSnapshot:
@@ -252,4 +259,4 @@ class StatusFile:
 
 
 STATUS = RankStatus()
-"""Of the process, as its launcher's file is."""
+"""The status of this process."""

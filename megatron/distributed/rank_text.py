@@ -8,13 +8,13 @@ from typing import Any
 from zlib import crc32
 
 MAX_DIFFERENCES = 12
-"""Differences that are named."""
+"""Differences shown."""
 MAX_VALUES = 8
-"""Of each."""
+"""Values shown per difference."""
 MAX_RANGES = 16
-"""Numbers, or ranges of them, that are named."""
+"""Ranges of ranks shown."""
 MAX_VALUE_LENGTH = 300
-"""Characters of a value that are shown."""
+"""Characters shown per value."""
 
 
 def format_ranks(numbers: Iterable[int], word: str = "rank") -> str:
@@ -32,7 +32,7 @@ def format_ranks(numbers: Iterable[int], word: str = "rank") -> str:
 
 
 def join_limited(items: Sequence[str], what: str = "values") -> str:
-    """The first ones of a list; of the others how many there are."""
+    """The first MAX_VALUES items, then the number of the others."""
     others = len(items) - MAX_VALUES
     if others <= 0:
         return ", ".join(items)
@@ -40,7 +40,7 @@ def join_limited(items: Sequence[str], what: str = "values") -> str:
 
 
 def describe_differences(values_by_ranks: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
-    """What some ranks were told and others not: each fact, its values and their ranks. Empty where all is alike."""
+    """Each setting that differs, its values and their ranks; "" if all are equal."""
     lines = []
     for name in dict.fromkeys(name for facts, _ in values_by_ranks for name in facts):
         values: dict[str, list[int]] = {}
@@ -58,7 +58,7 @@ def _value_text(value: Any) -> str:
 
 
 def _truncate(text: str) -> str:
-    """Long ones can be told apart by the checksum of the whole."""
+    """Cut a long text; a checksum of the full text keeps different values apart."""
     if len(text) <= MAX_VALUE_LENGTH:
         return text
     return f"{text[:MAX_VALUE_LENGTH]}... ({len(text)} characters, checksum {crc32(text.encode()):08x})"

@@ -36,40 +36,39 @@ from mpu.store import StoreKV
 
 CHECK_SECONDS = 1.0
 CHECKS_BEFORE_COMPARING = 3
-"""Looks without a new exchange before a rank asks the board."""
+"""Checks without a new collective before a rank compares logs."""
 MAX_CHECKS_BETWEEN_COMPARISONS = 8
-"""Looks between two questions, at most."""
+"""Most checks between two comparisons."""
 CHECKS_BEFORE_WAIT_NOTE = 60
-"""Looks without a new exchange after which a rank that waits says so, once for all of them."""
+"""Checks without a new collective after which a waiting rank prints a note; one rank prints for all."""
 POLL_SECONDS = 0.2
 EXIT_GRACE_SECONDS = 1.5
-"""At a good end, for the other ranks to come to theirs."""
+"""Seconds after success for the other ranks to finish as well."""
 MAX_FAILED_CHECKS = 5
-"""Looks in a row that fail before a rank gives its watch up."""
+"""Failed checks in a row after which a rank disables its watchdog."""
 REPORTER_POLLS, REPORTER_TIMEOUT_POLLS, ROOT_CAUSE_POLLS = 25, 40, 6
-"""How often the speaker asks for the logs of the others; how often others find no sign of life of it before one takes
-its place; and how often one asks whose peer is gone."""
+"""Polls of the reporter for the other ranks' logs; polls without progress of the reporter after which another rank
+replaces it; polls of a rank that searches the root cause of a lost peer."""
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
            "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
            "forward (layer drop)")
-_STORE_LOST = (
-    "the ranks wait for each other for ever, and the one that kept what they know of each other has left before "
-    "this one was told")
+_STORE_LOST = ("the ranks wait for each other for ever, and the one that kept what they know of each other has left "
+               "before this one was told")
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
 
 
 class WatchedEngine(Protocol):
-    """An engine, as far as it is needed here."""
+    """The part of an engine that is used here."""
 
     log: CollectiveLog
     groups: Groups
 
 
 def start_watchdog(engine: WatchedEngine) -> None:
-    """Watch an engine until it is gone. Collective. Where the store takes no second connection there is no watch, and a
-    line says so."""
+    """Watch `engine` until it is freed. Collective. Prints a note and does not watch if the store accepts no second
+    connection."""
     groups = engine.groups
     if groups.dp.is_solo:
         return
@@ -99,36 +98,36 @@ class DesyncWatchdog:
     def __init__(self, log: CollectiveLog, groups: Groups, store: StoreKV) -> None:
         self._log, self._store = log, store
         self._rank, self._ranks = groups.world.rank, groups.dp.ranks
-        self._group = self._ranks[0]  # names it
+        self._group = self._ranks[0]  # group name
         self._world_size = groups.world.size
         self._divergence_is_known = False
         self._closed = Event()
-        self._report_lock = RLock()  # whose holder tells the error
+        self._report_lock = RLock()  # the holder prints or raises the error
         self._thread = Thread(target=self._run, name="zero-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def mark_finished(self) -> None:
-        """The engine is gone: nobody must wait for this rank any more. The thread tells the others, and is not waited
-        for: the garbage collector comes at another time on each rank, so that each would wait for the next."""
+        """The engine is freed: record that no collective follows. Does not join the thread, which informs the other
+        ranks: garbage collection runs at a different time on each rank, so ranks would wait for each other."""
         failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         if not self._log.is_finished:
             self._log.record_collective(FAILED if failed else ENDED)
         self._closed.set()
 
     def close(self) -> None:
-        """The program ends, and perhaps the store with it."""
+        """Finish before the program, and perhaps the store, ends."""
         self.mark_finished()
         self._thread.join(timeout=2)
 
     def mark_failed(self) -> None:
-        """This rank fails, and leaves without destructors: the board names it to those who wait for it."""
+        """This rank fails and exits without destructors: publish its end to waiting ranks."""
         self.close()
         self._acknowledge_error(0)
 
     def raise_root_cause(self, error: BaseException) -> None:
-        """Raise what is wrong with the run, where torch's error only says that a peer has left."""
+        """Raise the divergence error, if there is one, in place of torch's error that a peer is lost."""
         if not exit_codes.is_peer_loss(error):
             return
         for _ in range(ROOT_CAUSE_POLLS):
@@ -147,7 +146,8 @@ class DesyncWatchdog:
         while not self._closed.wait(CHECK_SECONDS) and not self._log.is_finished:
             idle_checks += 1
             if count != self._log.entry_count:
-                count, idle_checks, next_comparison, has_noted_wait = self._log.entry_count, 0, CHECKS_BEFORE_COMPARING, False
+                count, idle_checks, next_comparison, has_noted_wait = (
+                    self._log.entry_count, 0, CHECKS_BEFORE_COMPARING, False)
                 continue
             if idle_checks >= CHECKS_BEFORE_WAIT_NOTE and not has_noted_wait and collective_tracker.is_waiting():
                 has_noted_wait = True
@@ -159,7 +159,7 @@ class DesyncWatchdog:
                 try:
                     self._exit_with(self.compare_logs())
                     failures = 0
-                except RuntimeError as error:  # the store is gone, or only the connection
+                except RuntimeError as error:  # the store is gone, or only this connection
                     if self._store.is_unusable and not self._log.is_finished:
                         exit_codes.write_error(exit_codes.exit_reason_of(error).text)
                         exit_codes.exit_now(exit_codes.exit_reason_of(error).code)
@@ -171,11 +171,12 @@ class DesyncWatchdog:
                     with suppress(RuntimeError):
                         self._store.reconnect()
         with suppress(RuntimeError):
-            self.compare_logs()  # tells the others that nothing follows
+            self.compare_logs()  # publishes that nothing follows on this rank
             self._keep_store_alive(self._store.add("heard"), EXIT_GRACE_SECONDS)
 
     def _note_long_wait(self, looks: int) -> None:
-        """It may be in vain: a rank that is in an exchange of the script's own, a barrier say, may never come."""
+        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, such as a barrier,
+        and may still come."""
         if self._store.add(f"told/{self._log.entry_count}", 1) == 1:
             what, purpose = self._log.snapshot(self._rank).current_position
             where = f"{what} ({purpose})" if purpose else what
@@ -190,22 +191,23 @@ class DesyncWatchdog:
             exit_codes.exit_now(error.code)
 
     def _acknowledge_error(self, more: int = 1) -> None:
-        """This rank knows the error (0: it has said before that it ends). Where it keeps the store, it waits until
-        every rank that stands still has looked."""
+        """Count this rank as having read the error (`more` = 0: it announced its exit before). The host of the store
+        waits until every waiting rank has read it."""
         with suppress(RuntimeError):
             self._keep_store_alive(self._store.add("heard", more), (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
 
     def _keep_store_alive(self, acknowledged: int, seconds: float) -> None:
-        """Where it ends with this rank, the others may look first."""
+        """If this rank hosts the store, wait up to `seconds` for the other ranks to read it."""
         waited = 0.0
         while process_group.hosts_store() and acknowledged < self._world_size and waited < seconds:
             time.sleep(POLL_SECONDS)
             acknowledged, waited = self._store.add("heard", 0), waited + POLL_SECONDS
 
-    # ---- what the board says ------------------------------------------------------------------------------------
+    # ---- comparison through the store
+    # -----------------------------------------------------------------------------------
 
     def compare_logs(self) -> TrainerError | None:
-        """Compare logs by way of the board; an error where the run cannot go on."""
+        """Compare logs through the store; returns the error if the run cannot go on, else None."""
         mine = self._log.snapshot(self._rank)
         if self._log.is_finished:
             self._store.write(f"rank/{self._rank}", mine.pack())
@@ -225,23 +227,25 @@ class DesyncWatchdog:
         return self._wait_or_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
 
     def _find_divergence(self, mine: CollectiveLogSnapshot) -> list[Any] | None:
-        """What to ask, where this log contradicts the longest one; otherwise the longer of the two is there now."""
+        """[group, two packed logs] if this log contradicts the longest one; otherwise None, after storing the longer of
+        the two."""
         key = f"furthest/{self._group}"
         while True:
             packed = self._store.read(key)
             if packed is not None:
                 furthest = CollectiveLogSnapshot.unpack(packed)
                 if furthest == mine:
-                    return None  # a store that is a file grows with all that is written
+                    return None  # nothing to write: a FileStore grows with every write
                 if logs_diverged(mine, furthest):
                     return [self._group, [mine.pack(), packed]]
-                if furthest.entry_count > mine.entry_count or furthest.entry_count == mine.entry_count and furthest.rank != mine.rank:
+                if furthest.entry_count > mine.entry_count or furthest.entry_count == mine.entry_count \
+                        and furthest.rank != mine.rank:
                     return None
             if self._store.compare_and_set(key, packed, mine.pack()):
                 return None
 
     def _wait_or_report(self, divergence: list[CollectiveLogSnapshot]) -> TrainerError | None:
-        """The error, as soon as somebody has put it together; None where the watch ends before."""
+        """Wait for the reported error, or become the reporter; None if the watchdog is closed meanwhile."""
         seen, polls = None, 0
         while True:
             reported = self._reported_error()
@@ -257,11 +261,11 @@ class DesyncWatchdog:
                 return None
 
     def _write_report(self, divergence: list[CollectiveLogSnapshot]) -> None:
-        """Put the error together, from the logs of all who stand still as well."""
+        """As the reporter: collect the logs of all waiting ranks and store the error."""
         logs: dict[int, CollectiveLogSnapshot] = {}
         missing = list(self._ranks)
         for rank in missing:
-            self._store.compare_and_set(f"rank/{rank}", None, None)  # so that all can be read at once
+            self._store.compare_and_set(f"rank/{rank}", None, None)  # multi_get needs every key to exist
         for poll in range(REPORTER_POLLS):
             self._store.write("speaker", [self._rank, poll])
             notes = zip(missing, self._store.read_all([f"rank/{rank}" for rank in missing]), strict=True)
@@ -281,7 +285,7 @@ def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping
                       ranks: Sequence[int]) -> TrainerError:
     known = {**{record.rank: record for record in divergence}, **logs}
     places = divergence_positions(list(known.values())) or divergence_positions(
-        divergence)  # a log may have gone on, and forgotten the place
+        divergence)  # newer logs may have overwritten the position
     where = describe_positions(places)
     unknown = sorted(set(ranks) - places.keys())
     if unknown:

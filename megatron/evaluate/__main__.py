@@ -1,4 +1,4 @@
-"""`python -m megatron.evaluate`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.evaluate`: cli.py, unless a package of ours is hidden."""
 
 import sys
 

@@ -69,23 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         log(note)
     # Before the weights are read: it may find that the data will not do.
     task = all_succeed_or_raise(lambda: prepare_task(request, context.model_info), context.groups.world)
-    log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to {context.model_info.max_positions} "
-        f"tokens; {context.description}")
+    log(f"{request.task}, protocol {request.protocol}: {len(task.requests):,} pieces of up to "
+        f"{context.model_info.max_positions} tokens; {context.description}")
     if task.num_truncated:
-        log(f"warning: {task.num_truncated:,} examples are longer than the window of {context.model_info.max_positions} tokens: "
-            "their beginning is not read (truncated)")
+        log(f"warning: {task.num_truncated:,} examples are longer than the window of "
+            f"{context.model_info.max_positions} tokens: their beginning is not read (truncated)")
     scores = context.build_scorer(context.load_model())(task.requests, context.new_progress())
-    report = EvalReport(request=request,
-                        result=task.result(scores),
-                        model=context.name,
-                        dtype=context.dtype,
-                        tokenizer=context.model_info.tokenizer.facts,
-                        ranks=context.groups.world.size,
-                        model_parallel_size=context.groups.tp.size,
-                        window=context.model_info.max_positions,
-                        stride=task.stride,
-                        truncated=task.num_truncated,
-                        seconds=time.monotonic() - start,
+    report = EvalReport(request=request, result=task.result(scores), model=context.name, dtype=context.dtype,
+                        tokenizer=context.model_info.tokenizer.facts, ranks=context.groups.world.size,
+                        model_parallel_size=context.groups.tp.size, window=context.model_info.max_positions,
+                        stride=task.stride, truncated=task.num_truncated, seconds=time.monotonic() - start,
                         published=published_results(context.shape, request.task, request.protocol, request.strict))
     if context.rank == 0:
         print(report.as_json() if as_json else report.as_text(), flush=True)

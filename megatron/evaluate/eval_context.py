@@ -85,10 +85,8 @@ class TextCompleter:
     def _request(self, number: int, wanted: GenerateUntilRequest) -> Request:
         """With the end of the context, so that there is room for what comes."""
         room = self._length - wanted.max_new_tokens
-        require(
-            room > 0,
-            f"{wanted.max_new_tokens} new tokens are asked for, and the model has {self._length} positions: a "
-            "task's generation_kwargs say how many (max_gen_toks)")
+        require(room > 0, f"{wanted.max_new_tokens} new tokens are asked for, and the model has {self._length} "
+                "positions: a task's generation_kwargs say how many (max_gen_toks)")
         prompt = tuple(self._tokenizer.encode(wanted.context)[-room:]) or (self._tokenizer.eod,)
         return Request(number, prompt, wanted.max_new_tokens, wanted.sampling, f"{SEED}/{number}", wanted.until)
 
@@ -116,7 +114,7 @@ class EvalProgress:
     """Batches done, on standard error: a line that is written over on a terminal, now and then a line elsewhere."""
 
     def __init__(self, is_enabled: bool, min_interval: float = 10.0) -> None:
-        """`pause`: seconds between lines that stay."""
+        """`min_interval`: seconds between lines that stay."""
         self._is_enabled, self._is_terminal = is_enabled, sys.stderr.isatty()
         self._min_interval = 0.1 if self._is_terminal else min_interval
         self._began = self._last = time.monotonic()
@@ -149,11 +147,9 @@ class EvalContext:
     batch_size: int
 
     @classmethod
-    def open(cls,
-             source: ModelSource,
-             batch_size: int,
+    def open(cls, source: ModelSource, batch_size: int,
              compared_flags: Mapping[str, object] | None = None) -> EvalContext:
-        """The weights are not read yet. Collective, of ranks that were `told` the same."""
+        """The weights are not read yet. Collective, of ranks whose `compared_flags` are equal."""
         env, size = process_group.init(must_match=compared_flags), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")

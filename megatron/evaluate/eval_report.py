@@ -26,8 +26,7 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[str, Mapping[str, float]]] = {
     ("wikitext", "lm-eval"): {"adjusted_perplexity": {"124M": 37.37}},
     ("lambada", "openai"): {"acc": dict(zip(GPT2_SIZES, (0.4599, 0.5548, 0.6012, 0.6324)))},
     ("lambada", "megatron"): {"acc": {"124M": 0.4689}},
-    ("lambada", "lm-eval"): {"acc": {"124M": 0.3256}, "adjusted_perplexity": {"124M": 40.06, "1.5B": 10.63}},
-}
+    ("lambada", "lm-eval"): {"acc": {"124M": 0.3256}, "adjusted_perplexity": {"124M": 40.06, "1.5B": 10.63}}}
 
 
 def gpt2_size(shape: ModelConfig) -> str | None:

@@ -37,10 +37,8 @@ REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n
 LM_EVAL_ERRORS = (ValueError, LookupError, OSError, ImportError)
 """What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
 
-NETWORK_ERRORS = frozenset({
-    "ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout", "gaierror",
-    "OfflineModeIsEnabled", "LocalEntryNotFoundError"
-})
+NETWORK_ERRORS = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout",
+                            "gaierror", "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
 """Names of errors, of several libraries, for data that no network brought."""
 
 

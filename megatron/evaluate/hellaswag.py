@@ -69,10 +69,9 @@ def _argmax(values: Sequence[float]) -> int:
 
 def prepare(request: EvalRequest, model_info: EvalModelInfo) -> HellaSwagTask:
     questions = [_parse_question(line) for line in task_files.read_json_lines(request.data)]
-    requests = [
-        continuation_request(*encode_pair(question.query, f" {ending}", model_info.tokenizer), model_info.max_positions,
-                             question.location) for question in questions for ending in question.endings
-    ]
+    requests = [continuation_request(*encode_pair(question.query, f" {ending}", model_info.tokenizer),
+                                     model_info.max_positions, question.location) for question in questions
+                for ending in question.endings]
     return HellaSwagTask(questions, requests)
 
 

@@ -38,9 +38,7 @@ class LambadaTask:
         correct = sum(score.is_greedy for score in scores)
         return EvalResult(logprob=math.fsum(score.logprob for score in scores),
                           tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
-                          words=len(self.requests),
-                          bytes=self.bytes,
-                          examples=len(self.requests),
+                          words=len(self.requests), bytes=self.bytes, examples=len(self.requests),
                           accuracies={"acc": correct / len(scores), "correct": correct})
 
 

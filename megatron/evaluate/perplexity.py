@@ -37,10 +37,7 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
     end = eod_array(model_info, texts[0].ids)
     tokens = np.concatenate([part for text in texts for part in (text.ids, end)][:-1])
     stride = request.window_stride(model_info.max_positions)
-    return TextTask(sequence_requests(tokens, model_info, stride, request.data),
-                    words,
-                    size,
-                    stride,
+    return TextTask(sequence_requests(tokens, model_info, stride, request.data), words, size, stride,
                     examples=len(texts))
 
 
@@ -93,16 +90,12 @@ def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int)
     if request.part is None:
         return range(documents)
     require(model_info.split is not None,
-            f"--part {request.part}: the model does not say how its text was split: --load "
-            "a run of ours")
-    require(
-        request.part not in model_info.split_data_files,
-        f"--part {request.part}: the run took other data for it than its --split, "
-        f"--{request.part}-data {' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part"
-    )
+            f"--part {request.part}: the model does not say how its text was split: --load a run of ours")
+    require(request.part not in model_info.split_data_files,
+            f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
+            f"{' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part")
     found = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
     if not found:
-        raise DataError(
-            f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} in "
-            f"{request.data}")
+        raise DataError(f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} "
+                        f"in {request.data}")
     return found

@@ -138,8 +138,7 @@ class Scorer:
         return self._model.config.max_position_embeddings
 
     @torch.no_grad()
-    def __call__(self,
-                 requests: Sequence[ScoringRequest],
+    def __call__(self, requests: Sequence[ScoringRequest],
                  progress: ProgressCallback = lambda done, total: None) -> list[TargetScore]:
         """Of each piece, on every rank. Collective."""
         self._assert_same_requests(requests)
@@ -185,10 +184,8 @@ class Scorer:
         size = GPU_LOGITS_BYTES if on_accelerator(hidden) else CPU_LOGITS_BYTES
         rows = max(1, size * tp.size // (4 * tokens))
         return combine_target_stats(
-            torch.cat([
-                local_target_stats(self._model.local_logits(x), target, tp, tokens)
-                for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)
-            ]), tp)
+            torch.cat([local_target_stats(self._model.local_logits(x), target, tp, tokens)
+                       for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)]), tp)
 
 
 def batch_by_length(requests: Sequence[ScoringRequest], size: int) -> list[list[int]]:

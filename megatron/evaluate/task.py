@@ -150,10 +150,8 @@ def sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, 
 
 def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
     """lm-eval's: each document for itself, after the end of another."""
-    return [
-        piece for ids in documents for piece in window_requests(prepend_eod(ids, model_info),
-                                                                rolling_windows(len(ids) + 1, model_info.max_positions))
-    ]
+    return [piece for ids in documents for piece in window_requests(
+        prepend_eod(ids, model_info), rolling_windows(len(ids) + 1, model_info.max_positions))]
 
 
 def prepend_eod(ids: TokenIds, model_info: EvalModelInfo) -> TokenIds:

@@ -3,22 +3,17 @@
     model = FullyShardedDataParallel(model)      # FairScale's, in place of DistributedDataParallel
     fully_shard(block); fully_shard(model)       # torch's: the blocks first
 
-The optimizer, its scheduler and the loop are the user's: `loss.backward()`, `optimizer.step()`.
-
-    fully_sharded_data_parallel.py   FairScale's class, wrap helpers and checkpoint_wrapper; fully_shard.py: torch's function
-    sharding_settings.py             precision, offload and reshard settings of a module; sharding.py: shards a module
-    root.py                          the root of sharded modules in training; grad_sync.py: gradients at the end of a backward
-    sharded_tensor.py                parameters and gradients between passes; full_params.py: gathering masters; clip.py
-    state_dict.py, optim_state.py    full and sharded state dicts; checkpoint.py: sharded checkpoints
+The optimizer, its scheduler and the loop are the user's: `loss.backward()`, `optimizer.step()`. Begin with
+fully_sharded_data_parallel.py and fully_shard.py (the two interfaces), then sharding.py (shards a module), root.py (a
+training step) and sharded_tensor.py (parameters between passes). state_dict.py, optim_state.py and checkpoint.py save.
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.fully_shard import FSDPModule, fully_shard
-from megatron.fsdp.fully_sharded_data_parallel import (FullyShardedDataParallel, auto_wrap, checkpoint_wrapper,
-                                                       config_auto_wrap_policy, default_auto_wrap_policy,
-                                                       disable_checkpointing, enable_wrap, transformer_auto_wrap_policy,
-                                                       wrap)
+from megatron.fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, default_auto_wrap_policy,
+    disable_checkpointing, enable_wrap, transformer_auto_wrap_policy, wrap)
 from megatron.fsdp.optim_state import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
                                        set_model_state_dict, set_optimizer_state_dict, set_state_dict)
 from megatron.fsdp.sharding_settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -1,10 +1,10 @@
-"""Checkpoints of sharded models: the pieces of each rank, as the engine writes them (megatron/checkpoint).
+"""Checkpoints of sharded models: each rank's segments, in the engine's format (megatron/checkpoint).
 
     save_checkpoint(model, optimizer, folder, scheduler=..., client_state={...})
     client_state = load_checkpoint(model, optimizer, folder, scheduler=...)
 
-Any number of ranks reads them, and so do `zero.initialize`'s engine and `python -m megatron.checkpoint`; what the
-engine has written loads here. Nothing is gathered. Random streams continue where as many ranks resume.
+Any number of ranks can load them, as can the engine of `zero.initialize` and `python -m megatron.checkpoint`;
+checkpoints of the engine load here. Nothing is gathered. Random streams continue if the number of ranks is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mpu.random import capture_rng, restore_rng
 
 @contextmanager
 def _errors_name_arguments() -> Iterator[None]:
-    """An error names what the caller gave, and not the trainer's flag."""
+    """Errors name the argument `save_dir`, not the trainer's flag."""
     try:
         yield
     except StorageError as error:
@@ -61,7 +61,7 @@ def _errors_name_arguments() -> Iterator[None]:
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None,
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
-    """Everything that a resumed run needs; returns the tag, `global_step<N>` unless given. Every rank calls it."""
+    """Save everything a resumed run needs; returns the tag, `global_step<N>` unless given. Collective."""
     module, root = _prepare(model, "save_checkpoint()")
     folder, numbers = Path(save_dir), scalar_states(optimizer, root.trained)
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
@@ -81,29 +81,18 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "buffers": buffers,
         "tied": tied_tensor_names(module, root.buckets),
         "loop": {},
-        "client_state": dict(client_state or {}),
-    }
-    save(folder,
-         name,
-         world=root.dp,
-         pieces=_pieces(optimizer, root, kinds),
-         tensors=_tensor_entries(optimizer, root, kinds),
-         place=root.dp.rank,
-         rank_state={"rng": capture_rng()},
-         shared_state=shared,
-         config={"fsdp": True},
-         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
-         run_id=shared["run_id"],
-         iteration=steps,
-         keep=keep,
-         lineage=root.lineage)
+        "client_state": dict(client_state or {})}
+    save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds),
+         tensors=_tensor_entries(optimizer, root, kinds), place=root.dp.rank, rank_state={"rng": capture_rng()},
+         shared_state=shared, config={"fsdp": True}, layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
+         run_id=shared["run_id"], iteration=steps, keep=keep, lineage=root.lineage)
     return name
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None) -> dict[str, Any]:
-    """The client_state of the checkpoint `tag`, or of the one that `latest` names, after its weights, and the state of
-    the optimizer and the scheduler where they are given, are in place. Every rank calls it."""
+    """Load the checkpoint `tag`, or the one named by `latest`, into the model and, if given, the optimizer and
+    scheduler; returns its client_state. Collective."""
     module, root = _prepare(model, "load_checkpoint()")
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
     all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
@@ -147,8 +136,8 @@ def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[
             yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
-                zeros = torch.zeros(stop - start, dtype=_state_dtype(optimizer, bucket,
-                                                                     kind))  # it has not been met yet
+                zeros = torch.zeros(stop - start,
+                                    dtype=_state_dtype(optimizer, bucket, kind))  # no state before its first step
                 yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
                                   local_tensor(state[kind]) if kind in state else zeros)
 
@@ -163,13 +152,13 @@ def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> I
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
-    """Of a kind of state, the same on all ranks."""
+    """The dtype of a kind of state, equal on all ranks."""
     found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
     return next((local_tensor(value).dtype for value in found if value is not None), bucket.master_state.dtype)
 
 
 def _per_param_scalars(numbers: Mapping[str, OptimState], root: FSDPRoot) -> dict[str, Any]:
-    """What the optimizer counts for each parameter that it has met, where that is not one number of steps for all."""
+    """Scalar state of each parameter, unless all share one step count."""
     kinds = {tuple(sorted(values.items())) for values in numbers.values()}
     parameters = sum(len(bucket.parameters) for bucket in root.trained)
     is_even = len(kinds) == 1 and len(numbers) == parameters and {name for name, _ in next(iter(kinds))} == {"step"}
@@ -212,7 +201,7 @@ def _read_weights(found: Checkpoint, root: FSDPRoot) -> None:
 
 
 def _read_optimizer_state(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
-    """This rank's. (torch's optimizers keep state in the precision of the parameter.)"""
+    """This rank's shard, in the masters' dtype, as torch's optimizers keep state in the parameter's."""
     flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)
     _read_bucket(found, bucket, kind, flat)
     return flat
@@ -225,13 +214,10 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
                                                          for one in group["params"])}
     state: dict[int, OptimState] = {}
     kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
-    read = all_succeed_or_raise(
-        lambda: [{kind: _read_optimizer_state(found, bucket, kind)
-                  for kind in kinds} for bucket in root.trained], root.dp)
+    read = all_succeed_or_raise(lambda: [{kind: _read_optimizer_state(found, bucket, kind) for kind in kinds}
+                                         for bucket in root.trained], root.dp)
     for bucket, flats in zip(root.trained, read, strict=True):
-        for parameter, slot, (start, stop, _) in zip(bucket.parameters,
-                                                     bucket.layout.slots,
-                                                     param_ranges(bucket),
+        for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
                                                      strict=True):
             counts = scalars_by_param.get(
                 slot.name) if scalars_by_param else {"step": float(engine.get("optimizer_steps", 0))}

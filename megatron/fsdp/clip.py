@@ -1,7 +1,7 @@
 """`clip_grad_norm_` over sharded parameters: the norm of the gradients of all ranks together.
 
-Squares are summed by rows that begin at parameter borders (mpu/grads.py), so the norm is the same to the bit for any wrapping and
-number of ranks.
+Squares are summed by rows that begin at parameter borders (mpu/grads.py), so the norm is the same to the bit for any
+wrapping and number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpu.groups import SOLO, Group
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
                     error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_, and every rank calls it. Parameters that are not sharded count once."""
+    """As torch.nn.utils.clip_grad_norm_, but collective. Parameters that are not sharded count once."""
     found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     reshard_models_with(found)
     buckets = _group_by_bucket(found)
@@ -32,6 +32,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     others = [one.grad for one in found if not isinstance(one, ShardedParam) and one.grad is not None]
     if buckets:
         next(iter(buckets)).log.record_barrier("clip_grad_norm_()")
+    # unsharded gradients are equal on all ranks: count rank 0's only
     norm = total_norm([*sharded, *(others if group.rank == 0 else ())], float(norm_type), group,
                       _norm_device(sharded, others, buckets))
     if error_if_nonfinite and not math.isfinite(float(norm)):
@@ -59,7 +60,7 @@ def _common_group(buckets: Iterable[FlatBucket]) -> Group:
 
 
 def _local_grads(bucket: FlatBucket, parameters: Sequence[ShardedParam]) -> Iterator[Tensor]:
-    """The gradients of these parameters that this rank has: all at once, where nobody has touched them."""
+    """This rank's gradients of these parameters: the bucket's flat shard in one piece if the user replaced none."""
     gradients = [None if (one := gradient_of(parameter)) is None else local_tensor(one) for parameter in parameters]
     if len(parameters) == len(bucket.parameters) and bucket.grads.is_reduced and all(
             one is not None and (not one.numel() or _shares_storage(one, bucket.grads.shard)) for one in gradients):
@@ -73,7 +74,7 @@ def _shares_storage(grad: Tensor, shard: Tensor) -> bool:
 
 
 def _norm_device(sharded: Sequence[Tensor], others: Sequence[Tensor], buckets: Iterable[FlatBucket]) -> torch.device:
-    """Where the norm is: all ranks must say the same, and one may have no gradient."""
+    """The device of the norm. It must be the same on all ranks, even if one has no gradient."""
     first = next(iter(buckets), None)
     if first is not None:
         return first.update_device if first.dp.own_backend_serves_cpu else first.device
@@ -88,7 +89,7 @@ def _group_by_dtype_and_device(gradients: Iterable[Tensor]) -> dict[tuple[torch.
 
 
 def total_norm(grads: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
-    """A 0-dimensional fp32 tensor. Sums are in fp64."""
+    """A 0-dimensional fp32 tensor, summed in fp64 over this rank and the group. Collective."""
     parts = [_local_term(one, order).to(device) for one in grads if one.numel()]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if order == math.inf:

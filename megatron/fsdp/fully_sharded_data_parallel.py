@@ -1,4 +1,5 @@
-"""FairScale's FullyShardedDataParallel, its wrap helpers (`enable_wrap`, `wrap`, `auto_wrap`, policies) and `checkpoint_wrapper`.
+"""FairScale's FullyShardedDataParallel, its wrap helpers (`enable_wrap`, `wrap`, `auto_wrap`, policies) and
+`checkpoint_wrapper`.
 
     model = FullyShardedDataParallel(model, mixed_precision=True)
     loss = model(batch).mean(); loss.backward(); model.clip_grad_norm_(1.0); optimizer.step()
@@ -6,8 +7,9 @@
     with enable_wrap(mixed_precision=True):
         model = auto_wrap(model)                    # or wrap(layer), where it is created
 
-The wrapper shares the module's dictionaries of parameters, buffers and children, so all names are those of the unwrapped model.
-`policy(module, recurse, unwrapped_params, module_is_root)` says whether to look inside (`recurse`), then whether to wrap.
+The wrapper shares the module's dictionaries of parameters, buffers and children, so all names are those of the
+unwrapped model. `policy(module, recurse, unwrapped_params, module_is_root)` says whether to look inside (`recurse`),
+then whether to wrap.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from megatron.zero.partitioned_param import full_shape
 
 _SHARED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
                       "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-"""What of torch's modules the wrapper has of the module inside."""
+"""Attributes that the wrapper shares with the wrapped module."""
 
 
 class FullyShardedDataParallel(NotCopyable, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
-        """`given` are the arguments of settings.py. Every rank of the group makes it."""
+        """`given` are FairScale's arguments (`FairScaleArguments` in sharding_settings.py). Collective over the
+        group."""
         super().__init__()
         self.arguments: FairScaleArguments = parse_arguments(given)
         group = resolve_group(process_group)
@@ -58,7 +61,7 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model inside."""
+        """The wrapped module."""
         inside: nn.Module = self.__dict__[WRAPPED_ATTRIBUTE]
         return inside
 
@@ -66,7 +69,7 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Parameters, buffers and children, FairScale's arguments by name, and what else the module inside has."""
+        """Parameters, buffers and children, then FairScale's arguments, then the wrapped module's attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -77,7 +80,7 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True,
                       ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper and the module inside have one name."""
+        """The wrapper and the wrapped module have the same name."""
         memo = set() if memo is None else memo
         if self not in memo or not remove_duplicate:
             memo.add(self)
@@ -91,56 +94,56 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "",  # type: ignore[override]
                    keep_vars: bool = False) -> OrderedDict[str, Any]:
-        """The state dict of the model inside, whole, in the precision of the masters, on every rank (or rank 0 alone:
-        `state_dict_on_rank_0_only`). Every rank calls it. With `keep_vars` it has the parameters as they are, split."""
+        """Full state dict of the wrapped model in the masters' dtype, on every rank or (`state_dict_on_rank_0_only`) on
+        rank 0. Collective. With `keep_vars` it has the sharded parameters themselves."""
         return full_state_dict(self.module, device=self.arguments.state_dict_device,
                                everywhere=not self.arguments.state_dict_on_rank_0_only, destination=destination,
                                prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """A full one, which every rank has; each takes its part."""
+        """Load a full state dict, given on every rank; each copies its segments. Not collective."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, *given: Any) -> None:
-        """Of a load into a module around this one, which goes on with the children."""
+        """Called when an outer module loads; torch then recurses into the children."""
         self.module._load_from_state_dict(*given)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's part: flat runs, and buffers. Not collective."""
+        """This rank's flat segments, and the buffers. Not collective."""
         return local_state_dict(self.module)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """What `local_state_dict` gave on this rank of as many."""
+        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
         load_local_state_dict(self.module, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """What `consolidate_shard_weights` must know of a local state dict."""
+        """The metadata of a local state dict for `consolidate_shard_weights`."""
         return local_metadata_dict(self.module)
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Inside, parameters are whole; edits, the same on every rank, last unless it is `volatile`."""
+        """Inside, parameters are full. Edits, equal on every rank, are kept unless `volatile`. Collective."""
         with summon_full_params(self.module, recurse, volatile):
             yield
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
-        """The state dict that `optim` would have over the model unwrapped, on one rank's host (None: on all), and None
-        on the others. Every rank calls it."""
+        """The state dict of `optim` as over the unwrapped model, on the host of `recipient_rank` (None: every rank);
+        None on the others. Collective."""
         prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         return gather_full_optim_state_dict(buckets_of(self.module), optim, recipient_rank, names)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of it, for `optim.load_state_dict`."""
+        """This rank's part, for `optim.load_state_dict`."""
         return get_shard_from_optim_state_dict(dict(self.named_parameters()), full_optim_state_dict)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave whole gradients on the rank, to be summed by the first backward outside. Of the
+        """Backwards inside keep full gradients on each rank; the first backward outside reduces them. Only for the
         outermost wrapper."""
         root = require_fsdp_state(self.module).root
         before, root.reduces_grads = root.reduces_grads, False
@@ -150,11 +153,11 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
             root.reduces_grads = before
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Changes nothing: sharding a module finds the parameters that several of those inside use."""
+        """No effect: parameters shared by modules inside are found when a module is sharded."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all parameters together; returns their norm. Every rank calls it, after the last
-        backward and before the optimizer's step."""
+        """Clip the gradients of all parameters together; returns their norm. Collective; call it after the last
+        backward and before the optimizer step."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
 
@@ -163,15 +166,15 @@ Policy = Callable[..., bool]
 EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
 
-_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar("wrap",
-                                                                                                     default=None)
+_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar(
+    "wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: Policy | None = None, wrapper_cls: type[nn.Module] = FullyShardedDataParallel,
                 **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, `wrap` and `auto_wrap` wrap, with these arguments of `wrapper_cls`; elsewhere they return what they are
-    given."""
+    """Inside, `wrap` and `auto_wrap` wrap with `wrapper_cls` and these arguments; outside they return the module
+    unchanged."""
     token = _WRAP_CONTEXT.set((auto_wrap_policy, wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -180,7 +183,8 @@ def enable_wrap(auto_wrap_policy: Policy | None = None, wrapper_cls: type[nn.Mod
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module, wrapped inside `enable_wrap`; a `wrapper_config` attribute of it and the overrides here win."""
+    """Wrap the module, inside `enable_wrap`. A `wrapper_config` attribute of the module, then the overrides here,
+    win."""
     context = _WRAP_CONTEXT.get()
     if context is None:
         return module
@@ -190,7 +194,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any) -> nn.Module:
-    """The module with all modules inside wrapped that the policy names, and itself if it does; needs `enable_wrap`."""
+    """Wrap each module that the policy selects, inside `enable_wrap`; may wrap `module` itself."""
     context = _WRAP_CONTEXT.get()
     if context is None:
         return module
@@ -202,7 +206,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
 
 def _wrap_recursively(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
                       ) -> tuple[nn.Module, int]:
-    """The module, and how many elements of it were wrapped."""
+    """(module, number of its elements that are wrapped)."""
     count = sum(full_shape(parameter).numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
@@ -222,7 +226,7 @@ def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params:
                              force_leaf_modules: Collection[type[nn.Module]] | None = None,
                              exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
                              skip_params_check_for_root: bool = False) -> bool:
-    """Modules of at least `min_num_params` elements that are not wrapped inside."""
+    """Select modules with at least `min_num_params` elements that are not yet wrapped."""
     leaves = tuple(FORCE_LEAF if force_leaf_modules is None else force_leaf_modules)
     excluded = tuple(EXCLUDE if exclude_wrap_modules is None else exclude_wrap_modules)
     is_large = unwrapped_params >= min_num_params
@@ -232,14 +236,14 @@ def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params:
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """Modules that have a `wrapper_config` attribute: a dict of arguments."""
+    """Select modules that have a `wrapper_config` attribute (a dict of arguments)."""
     return True if recurse else getattr(module, "wrapper_config", None) is not None
 
 
 def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int = 0,
                                  module_is_root: bool = False,
                                  transformer_layer_cls: Collection[type[nn.Module]] = (), **other: Any) -> bool:
-    """Modules of these classes (torch's policy; give it with functools.partial)."""
+    """Select modules of these classes. torch's policy; pass it with functools.partial."""
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -252,7 +256,7 @@ _CHECKPOINTING_IS_DISABLED = ContextVar("checkpointing is disabled", default=Fal
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Forwards inside keep their activations, and are not run again."""
+    """Forwards inside keep their activations instead of recomputing."""
     token = _CHECKPOINTING_IS_DISABLED.set(True)
     try:
         yield
@@ -261,9 +265,9 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT:
-    """The module itself, whose forward now keeps its inputs alone and runs again in backward, by megatron/recompute;
-    with `offload_to_cpu` the inputs wait on the host. It runs again with the buffers as they were in the forward, and
-    does not change them, so that a batch norm counts a batch once. Before or after the module is sharded."""
+    """Checkpoint the module's forward (megatron/recompute): it keeps only its inputs, with `offload_to_cpu` on the
+    host, and runs again in backward. Recomputation uses the buffers of the first forward and does not change them, so
+    batch norm counts a batch once. Works before or after sharding; returns the module itself."""
     if vars(module).get(_CHECKPOINTED_ATTRIBUTE):
         raise ConfigError(f"this {type(module).__name__} has a checkpoint_wrapper already")
     recomputation = Recomputation(RecomputeConfig(checkpoint_activations=True, cpu_checkpointing=offload_to_cpu))
@@ -279,7 +283,7 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             runs += 1
-            # Each replay changes copies of its own: with retain_graph there are several.
+            # Fresh copies per recomputation: with retain_graph there are several.
             with nullcontext() if runs == 1 else temporarily_replaced([(of, name, old.clone())
                                                                        for of, name, old in buffers]):
                 return forward(*args, **kwargs)

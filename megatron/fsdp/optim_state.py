@@ -3,9 +3,10 @@
     model_state, optim_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     set_state_dict(model, optimizer, model_state_dict=..., optim_state_dict=..., options=...)
 
-State that has a value for each element is sharded like its parameter; a number is the same on all ranks; anything else is refused.
-Without `full_state_dict` values are this rank's segments, for the same rank of as many. With `cpu_offload` only rank 0 gets the
-full state. `broadcast_from_rank0` sets rank 0's state on all ranks. torch's own StateDictOptions work.
+State that has a value for each element is sharded like its parameter; a number is the same on all ranks; anything else
+is refused. Without `full_state_dict` values are this rank's segments, for the same rank of as many. With `cpu_offload`
+only rank 0 gets the full state. `broadcast_from_rank0` sets rank 0's state on all ranks. torch's own StateDictOptions
+work.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ OptimState = dict[str, Any]
 
 def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, collects: bool,
                        device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, OptimState]]:
-    """Each parameter that has state, and that whole where this rank `keeps` it (else without tensors). Collective; one
-    kind of one bucket is whole at a time."""
+    """Each parameter that has state, with the full state if this rank `collects` (otherwise without tensors).
+    Collective; one kind of one bucket is gathered at a time."""
     for bucket in buckets:
         states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in bucket.parameters}
         found: dict[nn.Parameter, OptimState] = {parameter: {} for parameter in bucket.parameters}
@@ -60,14 +61,14 @@ def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, colle
 
 
 def sharded_kinds(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> list[str]:
-    """The kinds of state that have a number for each element, in order."""
+    """The kinds of state with one value per element, in order."""
     return list(dict.fromkeys(
         kind for bucket in buckets for parameter in bucket.parameters
         for kind, value in optimizer.state.get(parameter, {}).items() if _is_sharded(parameter, kind, value)))
 
 
 def scalar_states(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> dict[str, OptimState]:
-    """By the name of each parameter that has state, the kinds that are one number."""
+    """By parameter name, the state that is a single number."""
     return {slot.name: {kind: value.item() if isinstance(value, Tensor) else value
                         for kind, value in optimizer.state[parameter].items()
                         if value is not None and not _is_sharded(parameter, kind, value)}
@@ -80,10 +81,9 @@ def _is_sharded(parameter: nn.Parameter, kind: str, value: Any) -> bool:
         return False
     if local_tensor(value).shape == local_tensor(parameter).shape:
         return True
-    raise ConfigError(
-        f"the state {kind!r} of {segment_location(parameter)[1]} has shape {list(local_tensor(value).shape)}, "
-        f"and this rank a run of {local_tensor(parameter).numel()} elements: it is neither one number for each "
-        "element nor one for all, and cannot be gathered")
+    raise ConfigError(f"the state {kind!r} of {segment_location(parameter)[1]} has shape "
+                      f"{list(local_tensor(value).shape)}, and this rank a run of {local_tensor(parameter).numel()} "
+                      "elements: it is neither one number for each element nor one for all, and cannot be gathered")
 
 
 def _gather_state(bucket: FlatBucket, segments: list[Tensor | None]) -> list[Tensor]:
@@ -96,7 +96,7 @@ def _gather_state(bucket: FlatBucket, segments: list[Tensor | None]) -> list[Ten
 
 
 def shard_full_state(parameter: nn.Parameter, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
-    """This rank's part of the whole state of a parameter, of which these kinds are split."""
+    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split."""
     whole, name, offset = segment_location(parameter)
     count = local_tensor(parameter).numel()
     found: OptimState = {}
@@ -112,7 +112,8 @@ def shard_full_state(parameter: nn.Parameter, state: Mapping[str, Any], sharded:
 
 
 def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
-    """The state that the optimizer would begin with: what a step without gradients and rate makes. It keeps none."""
+    """The state that the optimizer would create in its first step: runs one with zero gradients and zero learning rate.
+    The optimizer is left without state."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     gradients = [gradient_of(one) for one in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -131,14 +132,10 @@ def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
             set_gradient(one, gradient)
 
 
-def scatter_from_rank0(
-    parameters: Mapping[str, nn.Parameter],
-    states: Mapping[str, OptimState],
-    dp: Group,
-    device: torch.device,
-) -> dict[str, OptimState]:
-    """This rank's part of the whole states that the first rank has, by the parameters' names. Collective; that of one
-    parameter is whole at a time."""
+def scatter_from_rank0(parameters: Mapping[str, nn.Parameter], states: Mapping[str, OptimState], dp: Group,
+                       device: torch.device) -> dict[str, OptimState]:
+    """This rank's part of rank 0's full states, by parameter name. Collective; one parameter's state is full at a
+    time."""
     split = infer_sharded_kinds(states.values())
     plan = broadcast_json({name: {kind: _state_metadata(value, kind in split) for kind, value in state.items()}
                            for name, state in states.items()}, dp)
@@ -156,6 +153,7 @@ def scatter_from_rank0(
             value = whole[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if dp.rank == 0:
                 value.copy_(states[name][kind])
+            # bytes: works for every dtype
             broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
         if isinstance(parameters.get(name), ShardedParam):
             whole = shard_full_state(parameters[name], whole, {kind for kind, what in kinds.items()
@@ -165,33 +163,29 @@ def scatter_from_rank0(
 
 
 def _state_metadata(value: Any, is_sharded: bool) -> Any:
-    """A state in JSON: of a tensor its precision, shape, whether it is split, and its number where it is one."""
+    """JSON for a state value: for a tensor [dtype, shape, is_sharded, value if 0-dimensional]."""
     if not isinstance(value, Tensor):
         return value
-    return [
-        str(value.dtype).removeprefix("torch."),
-        list(value.shape), is_sharded, None if value.dim() else value.item()
-    ]
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), is_sharded,
+            None if value.dim() else value.item()]
 
 
 def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Kinds of whole state that have a number for each element. A parameter that is one number does not tell; where all
-    are, torch's name for a count does."""
+    """Kinds of full state with one value per element. 0-dimensional parameters are ambiguous: if there are no others,
+    every kind but torch's `step` counts."""
     tensors = [(kind, value) for state in states for kind, value in state.items() if isinstance(value, Tensor)]
     return {kind for kind, value in tensors if value.dim()} or {kind for kind, _ in tensors} - {"step"}
 
 
 def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer, recipient_rank: int | None,
                                  names: Mapping[int, str]) -> dict[str, Any] | None:
-    """As `optimizer.state_dict()` of the unwrapped model, on the host of one rank (None: of all); None elsewhere.
-    Beside it the parameters' names, of `names` by identity."""
+    """As `optimizer.state_dict()` of the unwrapped model plus parameter names (from `names`, id -> name), on the host
+    of one rank (None: all); None elsewhere. Collective."""
     collects = recipient_rank is None or buckets[0].dp.rank == recipient_rank
     number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
                                                          for one in group["params"])}
-    state = {
-        number[id(parameter)]: whole
-        for parameter, whole in gather_full_states(optimizer, buckets, collects=collects) if id(parameter) in number
-    }
+    state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
+        optimizer, buckets, collects=collects) if id(parameter) in number}
     if not collects:
         return None
     for parameter, own in optimizer.state.items():
@@ -202,8 +196,8 @@ def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer
 
 
 def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of such a dict, for `optimizer.load_state_dict`. One without names (of the unwrapped model) is
-    taken to be in the order of the model's parameters. Not collective."""
+    """This rank's part of a full state dict, for `optimizer.load_state_dict`. A dict without names (of the unwrapped
+    model) is taken in the order of the model's parameters. Not collective."""
     names = full.get("names") or list(parameters)
     state, split = {}, infer_sharded_kinds(full["state"].values())
     for index, whole in full["state"].items():
@@ -254,8 +248,8 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
                              ) -> OptimState:
-    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Of an optimizer that has taken no
-    step, without `full_state_dict`, it is what there is to load into."""
+    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Without `full_state_dict`, an
+    optimizer that has taken no step yields its initial state, as a target to load into."""
     options = options or StateDictOptions()
     module = unwrap(model)
     names = _names_by_id(model)
@@ -280,8 +274,8 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
 def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
                              optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     options = options or StateDictOptions()
-    names, states, groups = _names_by_id(model), optim_state_dict.get("state",
-                                                                      {}), optim_state_dict.get("param_groups", [])
+    names, states, groups = _names_by_id(model), optim_state_dict.get("state", {}), optim_state_dict.get(
+        "param_groups", [])
     is_full, split = options.full_state_dict, infer_sharded_kinds(states.values())
     if options.broadcast_from_rank0:
         states, groups, is_full = *_broadcast_from_rank0(model, states, groups), False
@@ -293,9 +287,8 @@ def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
         if strange and options.strict:
             raise ConfigError(f"set_optimizer_state_dict: {len(strange)} names are not the optimizer's, {min(strange)} "
                               "first")
-        state = {number[name]: shard_full_state(parameters[name], values, split)
-                 if is_full and isinstance(parameters[name], ShardedParam) else dict(values)
-                 for name, values in states.items() if name in number}
+        state = {number[name]: shard_full_state(parameters[name], values, split) if is_full and isinstance(
+            parameters[name], ShardedParam) else dict(values) for name, values in states.items() if name in number}
         own = optimizer.state_dict()["param_groups"]
         for group, given in zip(own, _match_param_groups(optimizer, names, groups), strict=True):
             group |= {key: value for key, value in given.items() if key not in RUN_SPECIFIC_KEYS}
@@ -304,7 +297,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
 
 def _broadcast_from_rank0(model: nn.Module, states: Mapping[str, OptimState], groups: list[OptimState],
                           ) -> tuple[dict[str, OptimState], list[OptimState]]:
-    """This rank's part of the states that the first rank has, and its groups. Collective."""
+    """This rank's part of rank 0's states, and its param groups. Collective."""
     root = require_fsdp_state(unwrap(model)).root
     parameters = dict(model.named_parameters())
     all_succeed_or_raise(lambda: _check_full_states(states, parameters) if root.dp.rank == 0 else None, root.dp)
@@ -349,7 +342,8 @@ def _names_by_id(model: nn.Module) -> dict[int, str]:
 
 def _match_param_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],
                         ) -> Iterable[Mapping[str, Any]]:
-    """The saved group of each of the optimizer's, by a parameter that they share."""
+    """The saved group for each of the optimizer's groups, matched by a common parameter. Raises ConfigError if there is
+    none."""
     by_name = {name: group for group in saved for name in group["params"]}
     for group in optimizer.param_groups:
         found = next((by_name[names[id(one)]] for one in group["params"] if names[id(one)] in by_name), None)

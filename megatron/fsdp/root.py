@@ -4,7 +4,8 @@
     during a pass        hooks report what runs; units are gathered and released, gradients reduced
     after a backward     ranks compare what they did, and `p.grad` is set
 
-It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the masters.
+It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the
+masters.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
-"""As `FSDPRoot.summoned`: nothing that is written inside lasts."""
+"""A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 
 class FSDPRoot:
-    """Receives the events of its units; `units[0]` is the outermost module's own."""
+    """Receives the hook events of its units; `units[0]` is the outermost module itself."""
 
     def __init__(self, units: Sequence[Unit], kept_for_backward: set[Unit], dp: Group, device: torch.device,
                  log: CollectiveLog, turns: BufferPool) -> None:
@@ -53,40 +54,30 @@ class FSDPRoot:
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [
-            bucket.show_sharded for bucket in self.buckets if isinstance(bucket.show_sharded, ShardedParamViews)
-        ]
+        self._shards = [bucket.show_sharded for bucket in self.buckets
+                        if isinstance(bucket.show_sharded, ShardedParamViews)]
         self.reduces_grads = True
         self.grad_divisors: dict[FlatBucket, float] = {}
-        """Of the sums over the ranks, where it is not their number."""
+        """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
         self._predivide_factors = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
         self.full_params_holder: str | None = None
-        """Who has the parameters whole."""
+        """The call that currently gathers the parameters for the user, or None."""
         self.lent: set[FlatBucket] = set()
-        """Those whose parameters `summon_full_params` has made full, for the user to edit."""
+        """Buckets whose full parameters `summon_full_params` has given to the user."""
         self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
-        residency = ParamCoordinator(units,
-                                     max_live=UNLIMITED,
-                                     kept_for_backward=kept_for_backward,
-                                     prefetches=True,
+        residency = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=kept_for_backward, prefetches=True,
                                      log=log)
-        self.passes = PassCoordinator(units,
-                                      residency,
-                                      ReductionOrder(units, 1, log),
-                                      log,
-                                      NoGradForwardChecker(dp, device, log),
-                                      allows_unused=True,
-                                      params_are_sharded=True,
-                                      current_step=lambda: self.steps + 1)
+        self.passes = PassCoordinator(units, residency, ReductionOrder(units, 1, log), log, NoGradForwardChecker(
+            dp, device, log), allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
         self.param_coordinator = residency
         self._running_units: list[Unit] = []
         self._loss_was_scaled = False
-        """What the loss scale is for has come by in this backward."""
+        """This backward went through the output hook that applies the loss scale."""
         self._backward_is_running: Callable[[], bool] = lambda: False
         self.steps = 0
-        """Optimizer steps, as far as forwards have seen them."""
+        """Optimizer steps that forwards have observed as writes to the masters."""
         self.lineage = Lineage()
-        """What its next checkpoint continues from."""
+        """Of the checkpoint that the next one continues."""
         self._is_watched = False
         self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
@@ -94,12 +85,10 @@ class FSDPRoot:
         self._engine_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
         self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
         if all(bucket.param_shard.dtype == torch.float32
-               for bucket in self.trained):  # in 16 bits a sum in place is rounded
-            attach_main_grad_writers(self.units)  # otherwise than autograd's, and DistributedDataParallel's
-        self._backward_consistency = BackwardConsistency(dp,
-                                                         device,
-                                                         log, [len(bucket.parameters) for bucket in self.trained],
-                                                         host_needs_overflow=self.loss_scaler.is_enabled)
+               for bucket in self.trained):  # in 16 bits an in-place sum would round
+            attach_main_grad_writers(self.units)  # differently from autograd and DistributedDataParallel
+        self._backward_consistency = BackwardConsistency(dp, device, log, [
+            len(bucket.parameters) for bucket in self.trained], host_needs_overflow=self.loss_scaler.is_enabled)
         if self.loss_scaler.is_enabled:
             self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
@@ -112,7 +101,7 @@ class FSDPRoot:
         return self.units[0].module
 
     def release_units(self) -> list[Unit]:
-        """Another root takes the units over."""
+        """Detach the hooks and return the units, for a new root around them."""
         self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
@@ -134,7 +123,7 @@ class FSDPRoot:
 
     def before_forward(self, unit: Unit) -> None:
         self._abort_failed_backward()
-        for hook in self._engine_hooks[unit]:  # those of the user, also later ones, see full parameters
+        for hook in self._engine_hooks[unit]:  # run after the user's hooks, which must see full parameters
             unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
         if not self.passes.in_backward:
             if unit.is_root or not self._running_units:
@@ -149,7 +138,7 @@ class FSDPRoot:
         self.passes.after_forward(unit)
 
     def _after_any_forward(self, unit: Unit) -> None:
-        """One that has raised leaves nothing whole, and neither does one that no backward follows."""
+        """Reshard after a forward that raised, and after one without gradients."""
         if self.passes.in_backward:
             return
         has_raised = unit in self._running_units
@@ -169,9 +158,9 @@ class FSDPRoot:
 
     def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         self._abort_failed_backward()
-        if not self.passes.in_backward:  # no output of a unit led here, but a tensor that was kept aside
+        if not self.passes.in_backward:  # backward from a tensor that is no unit's output
             gradient = gradient_of(bucket.parameters[index])
-            set_gradient(bucket.parameters[index], None)  # it is not one that was shown
+            set_gradient(bucket.parameters[index], None)  # else `take_user_grads` would take it for the user's
             self._begin_backward()
             set_gradient(bucket.parameters[index], gradient)
         self.passes.param_grad_ready(unit, bucket, index)
@@ -179,12 +168,12 @@ class FSDPRoot:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        self._running_units.clear()  # of a forward that failed
+        self._running_units.clear()  # left by a forward that raised
         if self.full_params_holder is not None:
             raise ConfigError(
                 f"a forward inside {self.full_params_holder}: its parameters are lent there; leave it first. (A "
                 "forward needs none: every rank calls it, and parameters come as they are used.)")
-        if not self._is_watched:  # until the first forward modules are put together
+        if not self._is_watched:  # roots are still merged until the first forward
             self._is_watched = True
             start_watchdog(self)
         if torch.is_grad_enabled():
@@ -196,8 +185,8 @@ class FSDPRoot:
         self.apply_user_writes()
 
     def sync_before_access(self) -> None:
-        """Before something is taken from the model outside of its passes: what was written to it counts, and what the
-        ranks told each other last has been looked at."""
+        """Before the model is read outside its passes: apply writes to the masters, and check the last backward's
+        consistency."""
         self._backward_consistency.check_pending()
         self.apply_user_writes()
 
@@ -206,7 +195,7 @@ class FSDPRoot:
         return self.passes.in_backward or bool(self._running_units)
 
     def _check_trainable(self) -> None:
-        """Refuse what would be trained on the gradients of one rank."""
+        """Raise ConfigError for parameters and hooks that would use the unreduced gradient of one rank."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
@@ -221,7 +210,7 @@ class FSDPRoot:
             self._check_added_params()
 
     def _check_added_params(self) -> None:
-        """Modules that came after the model was sharded must be sharded themselves."""
+        """Raise ConfigError for parameters that were added after sharding and are not sharded."""
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self._known_params and not isinstance(param_owner(parameter), FlatBucket):
                 raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
@@ -229,7 +218,7 @@ class FSDPRoot:
                                   "or shard the new module as well")
 
     def reshard_all(self) -> None:
-        """Nothing is whole that no pass needs now."""
+        """Reshard every unit."""
         self._end_pass()
         self.param_coordinator.release_all()
 
@@ -238,19 +227,19 @@ class FSDPRoot:
             shards.leave_pass()
 
     def reshard_between_passes(self) -> None:
-        """Before the parameters are used as shards: what a forward without a backward has left whole is split again."""
+        """Before the parameters are used as shards: reshard what a forward without a backward left gathered."""
         self._abort_failed_backward()
         if not self.is_running and self.full_params_holder is None:
             self.reshard_all()
 
     def apply_master_edits(self) -> None:
-        """The masters were written to; what was gathered before is of the weights before."""
+        """The masters were written: recompute the working parameters and invalidate gathered ones."""
         for bucket in self.buckets:
             bucket.take_user_writes()
         self._copy_masters_to_params()
 
     def apply_user_writes(self) -> None:
-        """What was written to the shards counts from now on."""
+        """Apply writes to the sharded parameters (an optimizer step) to the working parameters."""
         written = False
         for bucket in self.buckets:
             if not bucket.is_unsharded:
@@ -268,7 +257,7 @@ class FSDPRoot:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def _abort_failed_backward(self) -> None:
-        """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
+        """Discard the incomplete gradients of a backward that raised: autograd calls no hook for that."""
         if self.passes.in_backward and not self._backward_is_running():
             self._loss_was_scaled = False
             self.passes.fail_backward(RuntimeError("a backward that failed"))
@@ -313,13 +302,13 @@ class FSDPRoot:
             raise
         self.passes.end_backward(retain_graph=False)
         self._end_pass()
-        if on_accelerator(self.device):  # the next forward wants the memory
+        if on_accelerator(self.device):  # free buffers for the next forward
             self.turns.clear()
         for shown, indices in zip(self._grad_views, reached, strict=True):
             shown.set_param_grads(indices)
 
     def _discard_overflowed_grads(self, reached: ReachedParams) -> ReachedParams:
-        """The gradients have overflowed: the optimizer is to find none, and leaves the weights as they are."""
+        """Drop all gradients, so that the optimizer step leaves the weights unchanged."""
         for bucket in self.trained:
             bucket.grads.discard()
         if self.dp.rank == 0:
@@ -329,8 +318,8 @@ class FSDPRoot:
 
 
 def reshard_models_with(parameters: Iterable[Tensor]) -> None:
-    """Of all models that have one of these, before they are used as shards. A forward with gradients leaves the
-    outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
+    """Reshard the models that have one of these parameters. A forward with gradients leaves the outermost module
+    gathered for its backward; if an optimizer step or clipping comes first, it needs shards."""
     wanted = {id(one) for one in parameters} if _ALL_ROOTS else set()
     for root in list(_ALL_ROOTS):
         if root.param_coordinator.gathered_numel and any(
@@ -340,8 +329,8 @@ def reshard_models_with(parameters: Iterable[Tensor]) -> None:
 
 def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
     reshard_models_with(parameters)
-    if not has_closure:  # which makes other gradients
-        check_grads_are_reduced(parameters)  # before an optimizer has changed some weights, or decayed them
+    if not has_closure:  # a closure computes new gradients
+        check_grads_are_reduced(parameters)  # before the optimizer changes any weight
 
 
 before_optimizer_steps(_before_step)

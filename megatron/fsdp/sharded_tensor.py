@@ -3,9 +3,9 @@
     ShardedParam   the parameter: flat, in master precision, a view of the masters, updated in place by the optimizer
     ParamSegment   its gradient, and tensors derived elementwise from the two, such as optimizer state
 
-`p.dim()` and `p.numel()` are those of the full parameter; the elements are a part of it, possibly empty. Elementwise operations
-(`ELEMENTWISE_OPS`) are allowed. Norms, sums and products would differ on each rank and raise an error that names an alternative.
-`p.copy_(full)` takes this rank's elements, so `nn.Module.load_state_dict` loads full state dicts.
+`p.dim()` and `p.numel()` are those of the full parameter; the elements are a part of it, possibly empty. Elementwise
+operations (`ELEMENTWISE_OPS`) are allowed. Norms, sums and products would differ on each rank and raise an error that
+names an alternative. `p.copy_(full)` takes this rank's elements, so `nn.Module.load_state_dict` loads full state dicts.
 For torch.distributed.checkpoint a segment is described as boxes of the parameter (`split_into_boxes`).
 """
 
@@ -38,14 +38,14 @@ class TensorBox(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """Of its elements, which follow each other, in the run."""
+    """Index of the box's first element in the segment; its elements are consecutive there."""
 
     def view_of(self, segment: Tensor) -> Tensor:
         return segment[self.start : self.start + prod(self.sizes)].view(self.sizes)
 
 
 def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[TensorBox]:
-    """Of the elements `start` to `start + count` of a flat tensor of that shape, in order."""
+    """Split elements [start, start + count) of a flattened tensor of `shape` into axis-aligned boxes, in order."""
     if not count:
         return
     if len(shape) <= 1:
@@ -66,10 +66,10 @@ def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[T
 
 
 class CheckpointableTensor:
-    """The methods that torch.distributed.checkpoint looks for."""
+    """The protocol of torch.distributed.checkpoint."""
 
     def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
-        """This rank's elements, what they are of the whole, and its size."""
+        """(this rank's elements, their boxes in the full tensor, its size)."""
         raise NotImplementedError
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -101,10 +101,10 @@ ELEMENTWISE_OPS = frozenset("""
     or xor radd rsub rmul rtruediv rdiv rfloordiv rmod rpow rand ror rxor iadd isub imul itruediv idiv ifloordiv
     imod ipow iand ior ixor fused_adam fused_adamw fused_sgd fused_adagrad
 """.split())
-"""Operations of torch by name, without underscores at the ends and "foreach_" before it."""
+"""Names of torch operations without outer underscores and "foreach_"."""
 
 NUMBER_METHODS = ("__bool__", "__float__", "__int__", "__index__", "__complex__")
-"""A parameter as one number of Python."""
+"""Conversions to a Python number."""
 
 CONVERSION_OPS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
@@ -116,7 +116,7 @@ _COPIES = frozenset((_TENSOR.copy_,))
 
 
 class PartialTensor(CheckpointableTensor, Tensor):
-    """A tensor of which this rank has a run."""
+    """A tensor of which this rank holds a segment."""
 
     def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
         run, (whole, _, offset) = local_tensor(self), segment_location(self)
@@ -129,7 +129,7 @@ class PartialTensor(CheckpointableTensor, Tensor):
         return _dispatch(func, args, {} if kwargs is None else kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For a file, which has this rank's elements alone."""
+        """Pickles this rank's elements only, with a warning."""
         if local_tensor(self).numel() != segment_location(self)[0].numel():
             _warn_partial_pickle()
         return local_tensor(self).clone().__reduce_ex__(protocol)
@@ -145,16 +145,15 @@ class ShardedParam(PartialTensor, Placeholder):
 
 
 class ParamSegment(PartialTensor):
-    """What is made of a parameter's run, element by element."""
+    """A tensor derived elementwise from a parameter's segment: gradient, optimizer state."""
 
     full_size: torch.Size
-    """The size of the parameter."""
+    """Of the parameter."""
     param_name: str
-    """Its name."""
     offset: int
-    """Of the run in the flat parameter."""
+    """Of the segment in the flattened parameter."""
     owner: nn.Parameter | None = None
-    """The parameter whose memory this is, where writes to it count."""
+    """The parameter whose memory this tensor aliases; writes count as writes to it."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Run(of {_describe(self)}, {local_tensor(self).numel()} elements from {self.offset}, {self.dtype})"
@@ -169,8 +168,8 @@ class ParamSegment(PartialTensor):
 
 
 class UnreducedGrad(ParamSegment):
-    """A gradient that backwards inside `no_sync` have left on each rank. It can be forgotten (`None`, `zero_()`), and
-    every other use raises. Its elements are NaN, without memory, for what reads a tensor without asking its class."""
+    """A gradient from inside `no_sync`, not yet reduced. It can be cleared (`None`, `zero_()`); every other use raises.
+    For code that bypasses `__torch_function__` its elements are NaN (expanded, without memory)."""
 
     is_cleared = False
 
@@ -191,7 +190,7 @@ class UnreducedGrad(ParamSegment):
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The elements of this rank, as an ordinary tensor."""
+    """This rank's elements as an ordinary tensor. Raises ConfigError for an unreduced gradient."""
     if isinstance(tensor, UnreducedGrad):
         raise UnreducedGrad.error()
     _restore_param_views()
@@ -200,7 +199,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _restore_param_views() -> None:
-    """Parameters without elements, within a pass, become their shards again for who looks at them."""
+    """Give parameters that are empty during a pass their segments again, as they are about to be read."""
     for shards in [*ShardedParamViews.without_elements] if ShardedParamViews.without_elements else ():
         shards.restore_views()
 
@@ -223,10 +222,7 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
 
-def make_segment(values: Tensor,
-                 full_size: torch.Size,
-                 param_name: str,
-                 offset: int,
+def make_segment(values: Tensor, full_size: torch.Size, param_name: str, offset: int,
                  cls: type[ParamSegment] = ParamSegment) -> ParamSegment:
     with torch._C.DisableTorchFunctionSubclass():
         run: ParamSegment = values.as_subclass(cls)
@@ -235,12 +231,12 @@ def make_segment(values: Tensor,
 
 
 def segment_like(values: Tensor, like: Tensor) -> ParamSegment:
-    """Of the same place as `part`."""
+    """A segment at the position of `like`."""
     return make_segment(values, *segment_location(like))
 
 
 def segment_location(tensor: Tensor) -> tuple[torch.Size, str, int]:
-    """The size and name of its parameter, and where in it the run begins."""
+    """(size and name of the parameter, offset of the segment in it)."""
     if isinstance(tensor, ParamSegment):
         return tensor.full_size, tensor.param_name, tensor.offset
     bucket = bucket_of(tensor)
@@ -257,14 +253,15 @@ def bucket_of(tensor: Tensor) -> FlatBucket:
 
 
 class ShardedParamViews:
-    """What a bucket's parameters are while their elements are split. (It holds nothing of the bucket: that holds
-    it.)
+    """Shows the parameters of a bucket as views of the masters while they are sharded. (Holds the bucket weakly: the
+    bucket holds this.)
 
-    Within a pass they keep the precision that they are used in, with no elements: where autograd meets a parameter
-    again in another one, it gives its gradient in two parts. Whoever looks at one finds its run all the same."""
+    During a mixed-precision pass the sharded parameters are empty tensors in the working dtype instead: if the dtype
+    changed between uses, autograd would deliver the gradient in two parts. Reading one restores its segment.
+    """
 
     without_elements: ClassVar[WeakSet[ShardedParamViews]] = WeakSet()
-    """Those whose parameters have no elements now, unless they are whole."""
+    """Instances whose sharded parameters are empty now."""
 
     def __init__(self) -> None:
         self._views: list[Tensor] = []
@@ -293,7 +290,7 @@ class ShardedParamViews:
         self.restore_views()
 
     def restore_views(self) -> None:
-        """Parameters without elements are their runs."""
+        """Replace empty parameters by views of their segments."""
         bucket = self._bucket()
         if self in self.without_elements and bucket is not None and bucket.params_are_placeholders:
             self._set_views(bucket)
@@ -311,7 +308,7 @@ class ShardedParamViews:
 
 
 def _register_for_foreach(cls: type[Tensor]) -> None:
-    """torch's optimizers take parameters of classes that they do not know one by one."""
+    """Otherwise torch's optimizers would step parameters of an unknown class one by one."""
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         known = getattr(import_module(module), "_foreach_supported_types", None)
         if isinstance(known, list) and cls not in known:
@@ -319,8 +316,8 @@ def _register_for_foreach(cls: type[Tensor]) -> None:
 
 
 def param_ranges(bucket: FlatBucket) -> list[tuple[int, int, int]]:
-    """(start, stop) in this rank's shard of each parameter's run, and where that begins in the parameter; 0, 0 and 0
-    where other ranks have all."""
+    """For each parameter (start, stop) in this rank's shard and the offset in the parameter; zeros if it has no
+    elements here."""
     found = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
     return [(0, 0, 0) if (one := found.get(slot.name)) is None else
             (one.shard_offset, one.shard_offset + one.count, one.slot_offset) for slot in bucket.layout.slots]
@@ -338,7 +335,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     if func not in SIZE_OPS:
         _restore_param_views()
         if any(isinstance(one, UnreducedGrad)
-               for one in parts):  # also behind parameters, which an optimizer names first
+               for one in parts):  # anywhere: optimizers pass parameters before gradients
             if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
                 return _clear_unreduced(args[0])
             raise UnreducedGrad.error()
@@ -368,14 +365,14 @@ def _clear_unreduced(zeroed: Any) -> Any:
 
 
 def _alias(part: Tensor) -> ParamSegment:
-    """`p.data`, `p.detach()`: the same memory. A write to it is one to the parameter."""
+    """`p.data`, `p.detach()`: the same memory; writes to it count as writes to the parameter."""
     run = segment_like(local_tensor(part), part)
     run.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
     return run
 
 
 def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
-    """`p.copy_(values)`, of a run or of everything; and `p.data = p.data`."""
+    """`p.copy_(values)` with a segment or the full tensor; and `p.data = p.data`."""
     whole, name, offset = segment_location(part)
     target = local_tensor(part)
     if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
@@ -396,7 +393,7 @@ def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, 
 
 
 def _check_operand_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Operands that go together are runs of one size, or single numbers."""
+    """Raise ConfigError unless combined operands are segments of equal size, or single numbers."""
     for column in _operand_columns((*args, *kwargs.values())):
         if all(isinstance(one, PartialTensor) for one in column) and _have_equal_size(column):
             continue
@@ -404,20 +401,20 @@ def _check_operand_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
         if len(sizes) > 1:
             part = next(one for one in column if isinstance(one, PartialTensor))
             raise ConfigError(
-                f"{name} of {_describe(part)}, of which this rank has a run of {local_tensor(part).numel()} elements, and a "
-                f"tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must be made "
-                "with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole parameters "
-                "cannot be used on shards (docs/fsdp.md)")
+                f"{name} of {_describe(part)}, of which this rank has a run of {local_tensor(part).numel()} elements, "
+                f"and a tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must "
+                "be made with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole "
+                "parameters cannot be used on shards (docs/fsdp.md)")
 
 
 def _have_equal_size(parts: Sequence[Tensor]) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        first, *others = (part.numel() for part in parts)  # they are flat
+        first, *others = (part.numel() for part in parts)  # segments are 1-dimensional
     return all(other == first for other in others)
 
 
 def _operand_columns(values: tuple[Any, ...]) -> Iterator[Sequence[Any]]:
-    """Tensors that an operation brings together: its operands, or of an operation on lists those of equal place."""
+    """Tensors that an operation combines: its operands, or for foreach operations those at one index."""
     lists = [value for value in values
              if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)]
     single = [value for value in values if isinstance(value, Tensor)]
@@ -438,7 +435,7 @@ def _has_elements(value: Any) -> bool:
 
 
 def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any:
-    """The result is a run as well; what is none (of a wrong size, a number) is refused."""
+    """The result as a segment. Raises ConfigError if it has another size than its operand."""
     if isinstance(result, list | tuple) and result:
         given = next((value for value in args if isinstance(value, list | tuple)), [part] * len(result))
         return type(result)(_wrap_result(name, (), one, value) for one, value in zip(given, result))
@@ -453,7 +450,7 @@ def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) ->
 
 
 def _count_inplace_writes(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What is written to `p.data` changes the parameter; torch counts writes to the parameter itself only."""
+    """Count a write to `p.data` as one to the parameter: torch's version counter does not."""
     name = getattr(func, "__name__", "")
     if not (name.endswith("_") and not name.endswith("__") or name.startswith("__i")):
         return
@@ -470,7 +467,7 @@ def _count_write(part: Tensor) -> None:
 
 
 def _find_partial_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among the arguments of an operation, also inside of sequences and mappings."""
+    """PartialTensors among the arguments, also inside sequences and mappings."""
     for value in values:
         if isinstance(value, PartialTensor):
             yield value
@@ -505,10 +502,9 @@ _ALTERNATIVES = {
     "amp": "no GradScaler is needed here: fp16 scales the loss by itself (docs/fsdp.md)",
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
     "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
-                "state dict of megatron.fsdp (docs/fsdp.md)",
+    "state dict of megatron.fsdp (docs/fsdp.md)",
     "": "full values are in the module's forward and its forward hooks, and between passes in `with "
-        "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md",
-}
+    "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md"}
 
 
 def _unsupported_error(part: Tensor, name: str) -> ConfigError:
@@ -524,7 +520,7 @@ def _unsupported_error(part: Tensor, name: str) -> ConfigError:
 
 
 def _running_optimizer() -> str | None:
-    """The class of the optimizer whose step has led here."""
+    """The class name of the optimizer whose `step` is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

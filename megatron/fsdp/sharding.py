@@ -1,8 +1,9 @@
-"""`shard_module(module, settings)`: shards the parameters of a module over the ranks, except those of modules sharded inside it.
+"""`shard_module(module, settings)`: shards the parameters of a module over the ranks, except those of modules sharded
+inside it.
 
-`check_shardable` comes first and changes nothing; it also checks that all ranks shard the same module, in the same order, from
-equal weights. Modules are sharded from the inside out. Each call makes one unit and a new root (root.py) that takes over the units
-inside. A parameter used in several units goes to the innermost module that contains them all.
+`check_shardable` comes first and changes nothing; it also checks that all ranks shard the same module, in the same
+order, from equal weights. Modules are sharded from the inside out. Each call makes one unit and a new root (root.py)
+that takes over the units inside. A parameter used in several units goes to the innermost module that contains them all.
 """
 
 from __future__ import annotations
@@ -47,21 +48,14 @@ from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, Groups, subgroup
 
 CHECKSUM_CHUNK = 1 << 22
-"""Numbers that are summed at a time."""
+"""Bytes that are summed at a time."""
 
 
-def check_same_on_all_ranks(
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
-        group: Group,
-        where: str,
-        *,
-        sharded_before: Sequence[str] = (),
-        settings: Mapping[str, object] = MappingProxyType({}),
-        values: bool = True,
-) -> None:
-    """A ConfigError on every rank that names the first parameter or buffer that differs, or those whose values do.
-    `inside`: the modules that are sharded already, in that order."""
+def check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
+                            group: Group, where: str, *, sharded_before: Sequence[str] = (),
+                            settings: Mapping[str, object] = MappingProxyType({}), values: bool = True) -> None:
+    """Raise ConfigError on every rank, naming the first parameter or buffer whose description or values differ.
+    `sharded_before`: modules inside that are sharded already, in that order. Collective."""
     if group.is_solo:
         return
     rows = {"setting": [[name, str(value)] for name, value in settings.items()],
@@ -87,7 +81,7 @@ def _describe_param(parameter: nn.Parameter) -> str:
 
 
 def _checksum(tensor: Tensor) -> str:
-    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: the parts of one rank's values
+    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: shards of rank 0's values
         return ""
     return byte_checksum(tensor.detach())
 
@@ -107,20 +101,20 @@ def byte_checksum(values: Tensor) -> str:
 STAGE = 3
 _STATE_ATTRIBUTE = "_fsdp_member"
 
-register_shutdown_at_exit()  # before the script meets, where it imports before that
+register_shutdown_at_exit()  # at import, before torch.distributed is initialized
 
 
 @dataclass
 class FSDPState:
-    """A sharded module."""
+    """State of a sharded module."""
 
     unit: Unit
     settings: ShardingSettings
     root: FSDPRoot
     buffer_dtypes: Sequence[tuple[nn.Module, str, torch.dtype]]
-    """Of the buffers that are used in another precision."""
+    """(module, name, original dtype) of each buffer that was cast."""
     sharded_at: int = field(default_factory=monotonic_ns)
-    """Modules are sharded one after the other, in one order on all ranks."""
+    """For the order in which modules were sharded, which must be the same on all ranks."""
 
     def before_state_dict(self, assigns: bool | None) -> None:
         if assigns is not None and self.root.full_params_holder == VOLATILE:
@@ -145,52 +139,45 @@ def require_fsdp_state(module: nn.Module) -> FSDPState:
 
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, FSDPState]]:
-    """The sharded modules in a module, itself included, in its order."""
+    """(path, module, state) of each sharded module in `module`, itself included."""
     for path, child in module.named_modules():
         if (member := fsdp_state_of(child)) is not None:
             yield path, child, member
 
 
 WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
-"""The attribute of a wrapper that is the module inside."""
+"""The attribute of a wrapper that holds the wrapped module."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The sharded module, of a wrapper or itself."""
+    """The wrapped module, or `model` itself."""
     found: nn.Module = model.__dict__.get(WRAPPED_ATTRIBUTE, model)
     return found
 
 
 def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
                     ignored: Collection[nn.Parameter] = ()) -> None:
-    """An error where the module cannot be sharded: it and those inside stay as they are. Collective over the group."""
+    """Raise ConfigError if the module cannot be sharded; changes nothing. Collective over the group."""
     kind = type(module).__name__
     if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
     sharded_inside = list(sharded_modules(module))
     _check_inner(sharded_inside, group, device)
     own = _own_parameters(module, ignored,
-                          {id(one)
-                           for _, shared in _externally_used_params(module, sharded_inside)
-                           for one in shared})
+                          {id(one) for _, shared in _externally_used_params(module, sharded_inside) for one in shared})
     _check_own_params(own)
     _check_not_tensor_parallel(module)
     buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, sharded_inside)
                for name, buffer in child.named_buffers(recurse=False)}
-    check_same_on_all_ranks(
-        own,
-        buffers,
-        group,
-        kind,
-        settings=vars(settings),
-        values=not settings.sync_module_states,
-        sharded_before=[path for path, _, _ in sorted(sharded_inside, key=lambda one: one[2].sharded_at)])
+    check_same_on_all_ranks(own, buffers, group, kind, settings=vars(settings), values=not settings.sync_module_states,
+                            sharded_before=[path for path, _, _ in sorted(sharded_inside,
+                                                                          key=lambda one: one[2].sharded_at)])
     _check_reshard_size(settings.reshard_after_forward, group)
 
 
 def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
                  ignored: Collection[nn.Parameter] = ()) -> FSDPState:
-    """Of a module that `check` has nothing against. Collective over the group."""
+    """Shard a module that passed `check_shardable`. Collective over the group."""
     inner = list(sharded_modules(module))
     for one, shared in _externally_used_params(module, inner):
         one.unit = replace(one.unit, buckets=tuple(_drop_params({id(parameter) for parameter in shared}, one)))
@@ -219,13 +206,9 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, de
     return member
 
 
-def _adopt_units(
-    inner: list[tuple[str, nn.Module, FSDPState]],
-    roots: Iterable[FSDPRoot],
-    log: CollectiveLog,
-    turns: BufferPool,
-) -> Iterator[Unit]:
-    """The units inside, in order, as those of a larger model."""
+def _adopt_units(inner: list[tuple[str, nn.Module, FSDPState]], roots: Iterable[FSDPRoot], log: CollectiveLog,
+                 turns: BufferPool) -> Iterator[Unit]:
+    """Renumber and rename the units inside for the larger model, in order."""
     path_of = {id(child): path for path, child, _ in inner}
     for root in roots:
         around = path_of[id(root.module)]
@@ -239,7 +222,7 @@ def _adopt_units(
 
 def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]],
                             ) -> Iterator[tuple[FSDPState, list[nn.Parameter]]]:
-    """The units inside that have parameters which are used outside of them, for the module to take."""
+    """Units inside, each with those of its parameters that are also used outside it."""
     unit_of = {id(child): member.unit.module for _, child, member in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
@@ -259,7 +242,7 @@ def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module,
 
 
 def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBucket]:
-    """The buckets of a unit, made anew where they have one of those parameters, which belong to nobody again."""
+    """The buckets of a unit without the `shared` parameters, which become ordinary full tensors again. Collective."""
     root = member.root
     for bucket in member.unit.buckets:
         if not any(id(parameter) in shared for parameter in bucket.parameters):
@@ -284,15 +267,14 @@ def _check_inner(inner: list[tuple[str, nn.Module, FSDPState]], group: Group, de
 
 def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared: Collection[int] = (),
                     ) -> dict[str, nn.Parameter]:
-    """Those that no unit has, or that one inside gives up: the `shared` ones."""
+    """Parameters that no unit owns, and the `shared` ones that units inside give up."""
     left_out = {id(one) for one in ignored}
-    return {name: parameter for name, parameter in module.named_parameters()
-            if id(parameter) not in left_out
-            and (id(parameter) in shared or not isinstance(param_owner(parameter), FlatBucket))}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in left_out and
+            (id(parameter) in shared or not isinstance(param_owner(parameter), FlatBucket))}
 
 
 def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]]) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are in no module that is sharded inside."""
+    """Modules that are in no sharded module inside."""
     theirs = {one for _, child, _ in inner for one in child.modules()}
     return ((path, child) for path, child in module.named_modules() if unwrap(child) not in theirs)
 
@@ -316,7 +298,7 @@ def _check_not_tensor_parallel(module: nn.Module) -> None:
 
 
 class _BucketBuilder:
-    """Makes buckets of one module."""
+    """Builds the buckets of one module."""
 
     def __init__(self, settings: ShardingSettings, group: Group, device: torch.device, log: CollectiveLog,
                  turns: BufferPool) -> None:
@@ -328,17 +310,9 @@ class _BucketBuilder:
         settings, row = self.settings, stage_policy(STAGE)
         work = settings.param_dtype or own
         kinds = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
-        config = BucketingConfig(row,
-                                 CommConfig(gradient_predivide_factor=settings.grad_predivide_factor),
-                                 kinds,
-                                 self._group,
-                                 self._device,
-                                 0,
-                                 lambda parameter: 0,
-                                 self._log,
-                                 self._create_storage(work, own),
-                                 self._turns,
-                                 ShardedParamViews(),
+        config = BucketingConfig(row, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor),
+                                 kinds, self._group, self._device, 0, lambda parameter: 0, self._log,
+                                 self._create_storage(work, own), self._turns, ShardedParamViews(),
                                  values_are_equal=not settings.sync_module_states)
         bucket = config.make_bucket(name, members, row if members[0][1].requires_grad else row.for_frozen_params)
         bucket.secondary_shard_group = self._reshard_group
@@ -356,7 +330,7 @@ _COPY_STREAMS: WeakValueDictionary[torch.device, CopyStreams] = WeakValueDiction
 
 
 def _copy_streams_of(device: torch.device) -> CopyStreams | None:
-    """One for all sharded modules: its streams are the device's."""
+    """Shared by all sharded modules on a device."""
     copy_streams = _COPY_STREAMS.get(device) or create_copy_streams(device)
     if copy_streams is not None:
         _COPY_STREAMS[device] = copy_streams
@@ -370,15 +344,15 @@ def _check_reshard_size(reshards: bool | int, group: Group) -> None:
 
 
 def _create_reshard_group(reshards: bool | int, group: Group) -> Group:
-    """Among whom parameters are kept between forward and backward."""
-    _check_reshard_size(reshards, group)  # of a module inside, set_reshard_after_forward may have set another number
+    """The ranks that keep the secondary shard between forward and backward; SOLO if there is none."""
+    _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
     if isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo:
         return SOLO
     return subgroup(group, reshards)
 
 
 def _create_buckets(own: dict[str, nn.Parameter], builder: _BucketBuilder) -> Iterator[FlatBucket]:
-    """One for each precision of the parameters, and whether they are trained."""
+    """One bucket for each combination of dtype and requires_grad."""
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in own.items():
         kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
@@ -389,7 +363,7 @@ def _create_buckets(own: dict[str, nn.Parameter], builder: _BucketBuilder) -> It
 
 def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]], settings: ShardingSettings,
                   device: torch.device) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
-    """To the device, floating point ones to their precision. Yields those that had another one."""
+    """Move buffers to the device and floating point ones to `buffer_dtype`; yields those whose dtype changed."""
     for _, child in _own_modules(module, inner):
         for name, buffer in child.named_buffers(recurse=False):
             moved = buffer.to(device, settings.buffer_dtype if buffer.is_floating_point() else None)
@@ -399,7 +373,7 @@ def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState
 
 
 def _cast_inputs_and_outputs(module: nn.Module, settings: ShardingSettings) -> None:
-    """Inputs and outputs of its forward."""
+    """Cast the inputs and outputs of the module's forward."""
     if settings.input_dtype is not None:
         map_module_inputs(module, partial(cast_floating_point, dtype=settings.input_dtype))
     if settings.output_dtype is not None:
@@ -410,7 +384,7 @@ def _cast_inputs_and_outputs(module: nn.Module, settings: ShardingSettings) -> N
 
 
 def group_from_mesh(mesh: Any) -> Group:
-    """Of a torch DeviceMesh; None: all ranks."""
+    """The group of a 1-dimensional DeviceMesh; None means all ranks."""
     if mesh is None:
         return resolve_group(None)
     if mesh.ndim != 1:
@@ -420,8 +394,8 @@ def group_from_mesh(mesh: Any) -> Group:
 
 
 def resolve_group(process_group: ProcessGroup | None) -> Group:
-    """None: all ranks, which meet here where a launcher started them and the script has not met; without one, this
-    process alone."""
+    """None means all ranks: initializes torch.distributed if a launcher started several and the script has not; without
+    a launcher, this process alone."""
     if process_group is not None:
         return groups.group_from_process_group(process_group)
     if groups.build(1).world.is_solo and read_environment().world_size > 1:
@@ -430,12 +404,12 @@ def resolve_group(process_group: ProcessGroup | None) -> Group:
 
 
 def compute_device_of(module: nn.Module, group: Group) -> torch.device:
-    """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
+    """The GPU that the module is on, this rank's if the backend needs one, or the CPU."""
     device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
     if device is None:
         if group.is_solo or group.own_backend_serves_cpu:
             return torch.device("cpu")
         device = device_for(read_environment())
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and control messages go by way of it
+        torch.cuda.set_device(device)  # events and control messages use the current device
     return device

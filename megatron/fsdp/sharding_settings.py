@@ -15,9 +15,8 @@ from megatron.zero.hooks import map_tensors
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """As torch's of this name. `param_dtype` is that of parameters and gradients in use (None: their own), in
-    `reduce_dtype` gradients travel, to `output_dtype` floating point outputs are cast, and to `param_dtype` inputs
-    where `cast_forward_inputs`."""
+    """As torch's. `param_dtype`: parameters and gradients in compute (None: their own). `reduce_dtype`: gradient
+    reduction. `output_dtype`: floating point outputs. `cast_forward_inputs`: cast inputs to `param_dtype`."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -27,22 +26,23 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What lasts stays on the device."""
+    """Sharded state stays on the device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """What lasts (parameters, gradients, and so the optimizer's state) is on the host, and the step is taken there."""
+    """Sharded parameters, gradients and optimizer state are on the host, and the optimizer steps there."""
 
     pin_memory: bool = True
 
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """Of one module and the parameters in it that no module inside has."""
+    """Settings of one sharded module, for the parameters that no sharded module inside owns."""
 
     reshard_after_forward: bool | int = True
-    """Its parameters are split again between forward and backward; a number: among so many neighbouring ranks."""
+    """Free gathered parameters between forward and backward; with a number they stay sharded over that many
+    neighbouring ranks."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -52,16 +52,17 @@ class ShardingSettings:
     pin_memory: bool = True
     grad_predivide_factor: float = 1.0
     sync_module_states: bool = False
-    """All ranks start from the values of the first."""
+    """All ranks start from rank 0's values."""
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """The parameters are whole from the forward to the backward."""
-        return self.reshard_after_forward is False or self.reshard_after_forward == 1 and self.reshard_after_forward is not True
+        """Parameters stay gathered from forward to backward."""
+        return (self.reshard_after_forward is False or self.reshard_after_forward == 1
+                and self.reshard_after_forward is not True)
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating point tensors as `dtype`, also inside of tuples, lists, dicts and records; the rest as it is."""
+    """Cast floating point tensors, also inside tuples, lists, dicts and dataclasses; other values are unchanged."""
     if dtype is None:
         return value
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -78,7 +79,7 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class FairScaleArguments:
-    """As given, with FairScale's defaults."""
+    """The arguments as given, with FairScale's defaults."""
 
     reshard_after_forward: bool | int = True
     mixed_precision: Any = False
@@ -97,7 +98,7 @@ class FairScaleArguments:
     state_dict_on_rank_0_only: bool = False
     verbose: bool = False
     sync_module_states: bool = False
-    """Not FairScale's: all ranks take the values of the first, in place of an error where theirs differ."""
+    """Not in FairScale: take rank 0's values instead of raising if ranks differ."""
     no_broadcast_optim_state: bool = False
     clear_autocast_cache: bool = False
     compute_device: torch.device | str | None = None
@@ -107,7 +108,7 @@ class FairScaleArguments:
 
     @property
     def working_dtype(self) -> torch.dtype | None:
-        """Parameters and gradients in use."""
+        """The dtype of parameters and gradients in compute."""
         named = getattr(self.mixed_precision, "param_dtype", None)  # torch's FSDP1
         return self.compute_dtype or named or (torch.float16 if self.mixed_precision is True else None)
 
@@ -120,10 +121,8 @@ class FairScaleArguments:
             param_dtype=check_dtype("compute_dtype", self.working_dtype),
             reduce_dtype=torch.float32 if self.fp32_reduce_scatter else check_dtype("reduce_dtype", reduced),
             input_dtype=self.working_dtype or (torch.float32 if self.force_input_to_fp32 else None),
-            buffer_dtype=check_dtype("buffer_dtype", buffers),
-            offload_to_host=on_host,
-            grad_predivide_factor=self._predivide_factor(ranks),
-            sync_module_states=self.sync_module_states)
+            buffer_dtype=check_dtype("buffer_dtype", buffers), offload_to_host=on_host,
+            grad_predivide_factor=self._predivide_factor(ranks), sync_module_states=self.sync_module_states)
 
     def _predivide_factor(self, ranks: int) -> float:
         factor = 1.0 if self.gradient_predivide_factor is None else self.gradient_predivide_factor
@@ -133,14 +132,13 @@ class FairScaleArguments:
         return factor
 
     def notes(self, rank: int) -> list[str]:
-        """What was given and can do nothing here."""
+        """Notes on arguments that have no effect, on rank 0."""
         if rank:
             return []
         default = FairScaleArguments()
-        return [
-            f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
-            for name, why in _NO_EFFECT.items() if name in self.given and getattr(self, name) != getattr(default, name)
-        ]
+        return [f"note: FullyShardedDataParallel({name}={getattr(self, name)!r}) has no effect: {why}"
+                for name, why in _NO_EFFECT.items() if name in self.given and
+                getattr(self, name) != getattr(default, name)]
 
 
 _NO_EFFECT = {
@@ -153,9 +151,8 @@ _NO_EFFECT = {
     "move_grads_to_cpu": "gradients are where the step is taken: with move_params_to_cpu on the host",
     "compute_device": "a module computes where it is, or on this rank's GPU",
     "allow_reset_parameters": "reset_parameters() works inside summon_full_params()",
-    "process_group_reduce_scatter": "gradients and parameters take turns on one process group",
-}
-"""Arguments that change nothing -> why."""
+    "process_group_reduce_scatter": "gradients and parameters take turns on one process group"}
+"""Argument without effect -> reason."""
 
 _UNSUPPORTED = {
     "sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False",
@@ -171,9 +168,8 @@ _UNSUPPORTED = {
     "use_orig_params": "parameters are always the model's own",
     "find_unused_parameters": "parameters that no rank uses keep no gradient, without being told",
     "device_ids": "the device is that of the module, or this rank's GPU",
-    "gradient_as_bucket_view": "gradients are always views of flat buffers",
-}
-"""Arguments of torch's FSDP1 and DistributedDataParallel -> what to do."""
+    "gradient_as_bucket_view": "gradients are always views of flat buffers"}
+"""Argument of torch's FSDP1 or DistributedDataParallel -> what to do instead."""
 
 
 def parse_arguments(given: Mapping[str, Any]) -> FairScaleArguments:

@@ -1,7 +1,7 @@
 """State dicts of sharded modules.
 
     full     full tensors with the names, order and precision of the unwrapped model, gathered one bucket at a time
-    local    this rank's flat segments, for the same rank of as many; `consolidate_shard_weights` joins those of all ranks
+    local    this rank's flat segments, for the same rank of as many; `consolidate_shard_weights` joins all ranks'
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def named_tensors(module: nn.Module) -> OrderedDict[str, Any]:
-    """Parameters and buffers themselves by the names of a state dict."""
+    """Parameters and buffers themselves (not copies), by state dict name."""
     return module.state_dict(keep_vars=True)  # type: ignore[return-value]  # torch's is an OrderedDict
 
 
@@ -44,7 +44,7 @@ def _roots(module: nn.Module) -> list[FSDPRoot]:
 
 
 def prepare_all_ranks(module: nn.Module, call: str) -> None:
-    """No pass is under way, and all ranks are here. Collective."""
+    """Check that no pass is running and that all ranks make this call; apply writes and reshard. Collective."""
     for root in _roots(module):
         root.check_idle(call)
         assert_collective_call(root.log, root.dp, call)
@@ -54,19 +54,19 @@ def prepare_all_ranks(module: nn.Module, call: str) -> None:
 
 @contextmanager
 def buffers_in_own_dtype(module: nn.Module) -> Iterator[None]:
-    """Inside, buffers that mixed precision has cast are in their own precision, as in the unwrapped model."""
-    with temporarily_replaced([(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
-                               for child, name, dtype in member.buffer_dtypes
-                               if (buffer := child._buffers.get(name)) is not None]):
+    """Inside, buffers that mixed precision cast have their original dtype, as in the unwrapped model."""
+    with temporarily_replaced(
+            [(child._buffers, name, buffer.to(dtype)) for _, _, member in sharded_modules(module)
+             for child, name, dtype in member.buffer_dtypes if (buffer := child._buffers.get(name)) is not None]):
         yield
 
 
 @contextmanager
 def _full_parameters(module: nn.Module, collects: bool, device: torch.device | str | None,
                      ) -> Iterator[Mapping[nn.Parameter, Tensor]]:
-    """Inside, the module of a rank that `keeps` them has full parameters, new ones, in the place of the sharded ones by
-    which they are given: torch's own code and a user's hooks see the unwrapped model. Collective but for buckets that
-    `summon_full_params` has lent, whose parameters are copied."""
+    """Inside, on ranks that `collects`, new full parameters replace the sharded ones in the module, so that torch's
+    code and user hooks see the unwrapped model. Yields sharded -> full parameter. Collective except for buckets in
+    `summon_full_params`, which are copied locally."""
     roots, full = _roots(module), dict[nn.Parameter, nn.Parameter]()
     before, lent = [root.full_params_holder for root in roots], {bucket for root in roots for bucket in root.lent}
     for bucket in buckets_of(module):
@@ -88,17 +88,17 @@ def _full_parameters(module: nn.Module, collects: bool, device: torch.device | s
 def full_state_dict(module: nn.Module, *, device: torch.device | str | None = None, everywhere: bool = True,
                     frozen: bool = True, destination: Any = None, prefix: str = "", keep_vars: bool = False,
                     ) -> OrderedDict[str, Any]:
-    """That of the unwrapped model, on `device` (None: where the model computes), on all ranks or on the first alone
-    (empty on the others). Collective, unless `summon_full_params` has lent all of it; beside the result one bucket is
-    whole at a time. With `keep_vars`, of the sharded parameters themselves."""
+    """The unwrapped model's state dict on `device` (None: the compute device), on all ranks or only on rank 0 (empty on
+    the others). Collective, unless all of it is in `summon_full_params`; besides the result one bucket is gathered at a
+    time. With `keep_vars` it has the sharded parameters themselves."""
     state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
     root = require_fsdp_state(module).root
     collects = everywhere or root.dp.rank == 0
-    if keep_vars or root.full_params_holder == FULL_STATE_DICT_CALL:  # then it is that of a module around this one
+    if keep_vars or root.full_params_holder == FULL_STATE_DICT_CALL:  # called by the full state dict of an outer module
         return module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if root.full_params_holder is None:
         prepare_all_ranks(module, FULL_STATE_DICT_CALL)
-    elif not root.lent.issuperset(buckets_of(module)):  # summoned with recurse=False, or for another module
+    elif not root.lent.issuperset(buckets_of(module)):  # only some of the buckets are summoned
         assert_collective_call(root.log, root.dp, FULL_STATE_DICT_CALL)
     with _full_parameters(module, collects, device), buffers_in_own_dtype(module):
         if collects:
@@ -117,8 +117,8 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
 
 
 def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """The full state dict of the first rank, on all ranks; what it does not have stays. Collective. The first rank
-    loads it into full parameters on its host, as the unwrapped model does; they travel by buckets."""
+    """Load rank 0's full state dict on all ranks; missing entries keep their values. Collective. Rank 0 loads it into
+    full parameters on its host, as into the unwrapped model, and broadcasts them bucket by bucket."""
     prepare_all_ranks(module, FULL_STATE_DICT_CALL)
     group = _roots(module)[0].dp
     extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)} if group.rank == 0 else {}
@@ -132,7 +132,7 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
                    for name in child._buffers if name not in child._non_persistent_buffers_set]:
         if buffer is not None:
             values = buffer.contiguous()
-            broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # not every type can travel
+            broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
             buffer.copy_(values)
     extra = broadcast_json(extra, group)
     for path, child in module.named_modules() if group.rank else ():
@@ -155,14 +155,14 @@ def _load_on_rank0(module: nn.Module, state: Mapping[str, Any], extra: Mapping[s
 
 
 def _split_tensors(module: nn.Module, what: str) -> OrderedDict[str, Any]:
-    """Parameters and buffers by name, while no parameter is whole."""
+    """Parameters and buffers by name. Raises ConfigError if parameters are gathered."""
     for root in _roots(module):
         root.check_idle(what)
     return named_tensors(module)
 
 
 def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
-    """This rank's part: flat runs, and buffers whole. Not collective."""
+    """This rank's flat segments, and full buffers. Not collective."""
     with buffers_in_own_dtype(module):
         state = _split_tensors(module, "local_state_dict()")
     for name, tensor in state.items():
@@ -172,19 +172,18 @@ def local_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
 
 
 def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
-    """What this rank's runs are of: for each parameter its shape, and where its run begins and how long it is."""
+    """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
     group = _roots(module)[0].dp
-    places = {
-        name: (list(segment_location(tensor)[0]), segment_location(tensor)[2], local_tensor(tensor).numel())
-        for name, tensor in _split_tensors(module, "local_metadata_dict()").items() if isinstance(tensor, ShardedParam)
-    }
+    places = {name: (list(segment_location(tensor)[0]), segment_location(tensor)[2], local_tensor(tensor).numel())
+              for name, tensor in _split_tensors(module,
+                                                 "local_metadata_dict()").items() if isinstance(tensor, ShardedParam)}
     return {"rank": group.rank, "ranks": group.size,
             "params": {name: {"shape": shape, "offset": offset, "numel": numel}
                        for name, (shape, offset, numel) in places.items()}}
 
 
 def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """What `local_state_dict` gave on this rank, of as many ranks. Not collective."""
+    """Load this rank's `local_state_dict`, saved with the same number of ranks. Not collective."""
     tensors = _split_tensors(module, "load_local_state_dict()")
     for what, names in (("missing", tensors.keys() - state.keys()), ("not the model's", state.keys() - tensors.keys())):
         if names and strict:
@@ -204,7 +203,7 @@ def load_local_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
 
 def consolidate_shard_weights(shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
                               with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
-    """One full state dict from what `local_state_dict` and `local_metadata_dict` gave on every rank, in any order."""
+    """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ConfigError(f"consolidate_shard_weights: {len(shard_weights)} state dicts and {len(shard_metadata)} "
                           "metadata: give one of each for every rank")
@@ -240,9 +239,9 @@ SUMMON_CALL = "summon_full_params()"
 
 @contextmanager
 def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-    """Inside, parameters of the sharded modules in `module` (without `recurse`, of itself) are full, in the precision
-    of the masters. Edits last unless it is `volatile`, and must be alike on all ranks. Every rank calls it. State dicts
-    inside are full, and have the edits."""
+    """Inside, parameters of the sharded modules in `module` (without `recurse`: of itself) are full, in the masters'
+    dtype. Edits must be equal on all ranks and are kept unless `volatile`. State dicts inside are full and include the
+    edits. Collective."""
     found = [member for _, child, member in sharded_modules(module) if recurse or child is module]
     if not found:
         raise ConfigError(f"{SUMMON_CALL}: {type(module).__name__} is not sharded, and nothing in it")
@@ -258,16 +257,13 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
             edits = [(bucket, _edited_values(bucket, whole)) for bucket, whole in full_params]
             if not roots[0].dp.is_solo:
                 assert_equal_across_ranks(
-                    {
-                        slot.name: byte_checksum(value)
-                        for bucket, values in edits
-                        for slot, value in zip(bucket.layout.slots, values, strict=True)
-                    }, roots[0].dp,
+                    {slot.name: byte_checksum(value) for bucket, values in edits
+                     for slot, value in zip(bucket.layout.slots, values, strict=True)}, roots[0].dp,
                     f"the ranks edited parameters differently inside {SUMMON_CALL}, and nothing was kept (checksums)")
             for bucket, values in edits:
                 store_masters(bucket, values)
     finally:
-        for bucket in buckets:  # also where there was no memory to lend all of them
+        for bucket in buckets:  # also after an OOM error half way
             bucket.show_params_sharded()
         for root in roots:
             root.full_params_holder, root.lent = None, set()
@@ -282,10 +278,9 @@ def _set_full_params(bucket: FlatBucket) -> list[Tensor]:
 
 
 def _edited_values(bucket: FlatBucket, whole: Sequence[Tensor]) -> list[Tensor]:
-    """What the parameters are: `p.data = ...` is an edit too."""
+    """The current values of the parameters; `p.data = ...` counts as an edit."""
     for slot, parameter, value in zip(bucket.layout.slots, bucket.parameters, whole, strict=True):
         if parameter.shape != value.shape:
-            raise ConfigError(
-                f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {SUMMON_CALL}, and was of "
-                f"{list(value.shape)}")
+            raise ConfigError(f"{slot.name} became a tensor of shape {list(parameter.shape)} inside {SUMMON_CALL}, and "
+                              f"was of {list(value.shape)}")
     return [parameter.detach() for parameter in bucket.parameters]

@@ -102,9 +102,8 @@ def input_files(args: argparse.Namespace) -> list[str]:
 def generation_config_from_args(args: argparse.Namespace) -> GenerationConfig:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
                         repetition_penalty=args.repetition_penalty, greedy=args.greedy)
-    return GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed,
-                            tuple(stop.text for stop in prompts_from_args(args.stop, "--stop")),
-                            args.past_the_end == "slide", args.seq_length)
+    return GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed, tuple(
+        stop.text for stop in prompts_from_args(args.stop, "--stop")), args.past_the_end == "slide", args.seq_length)
 
 
 def is_interactive(args: argparse.Namespace) -> bool:
@@ -158,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = terminal.print_message if terminal is not None else process_group.rank_0_printer(env.rank)
     for note in notes:
         log(note)
-    prompts = all_succeed_or_raise(lambda: open_prompts(args, log)
-                                   if first and not interactive else StaticPrompts(()), groups.world)
+    prompts = all_succeed_or_raise(lambda: open_prompts(args, log) if first and not interactive else StaticPrompts(()),
+                                   groups.world)
     loaded = load.load_model(source, groups, process_group.device_for(env, None))
     log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
     if interactive:

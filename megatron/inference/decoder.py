@@ -137,11 +137,11 @@ AttentionFn = Callable[[int, Tensor, Tensor], Tensor]
 @final
 class Decoder:
     def __init__(self, model: GPT2, rows: int, positions: int | None = None, *, use_cuda_graphs: bool = True) -> None:
-        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `records`: steps on an
-        accelerator, which pays for long texts."""
+        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `use_cuda_graphs`:
+        steps on an accelerator, which pays for long texts."""
         self.model, self.rows = model.eval(), rows
-        self.max_positions = min(model.config.max_position_embeddings, positions
-                                 or model.config.max_position_embeddings)
+        self.max_positions = min(model.config.max_position_embeddings,
+                                 positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
         weight, attention = model.wpe.weight, self._blocks[0].attn
         self._device, self._dtype = weight.device, weight.dtype
@@ -206,12 +206,9 @@ class Decoder:
             mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None, :]
         return self._forward(tokens[:, None], position_ids[:, None], attend)[:, 0]
 
-    def _forward(self,
-                 tokens: Tensor,
-                 position_ids: Tensor,
-                 attend: AttentionFn,
+    def _forward(self, tokens: Tensor, position_ids: Tensor, attend: AttentionFn,
                  selected: Tensor | None = None) -> Tensor:
-        """[b, s] tokens -> [b, s, V], or of the `wanted` positions alone."""
+        """[b, s] tokens -> [b, s, V], or of the `selected` positions alone."""
         model = self.model
         x = model.wte(tokens) + model.wpe(position_ids)
         for layer, block in enumerate(self._blocks):

@@ -105,10 +105,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
 def build_generator(loaded: LoadedModel, decoder: Decoder, detokenizer: SequenceDetokenizer,
                     sliding_window: bool) -> Generator:
     tokenizer, model = loaded.tokenizer, loaded.model
-    return Generator(decoder,
-                     vocabulary=tokenizer.vocab_size,
-                     sliding_window=sliding_window,
-                     should_stop=detokenizer.has_stop_string,
+    return Generator(decoder, vocabulary=tokenizer.vocab_size,
+                     sliding_window=sliding_window, should_stop=detokenizer.has_stop_string,
                      eod=tokenizer.eod if tokenizer.eod < model.config.known_vocab_size else None)
 
 
@@ -159,12 +157,9 @@ class _AnswerWriter:
             self._written = ""
 
     def _json_record(self, prompt: str, sequence: GeneratedSequence) -> str:
-        return json.dumps(
-            {
-                "prompt": prompt, "text": self._detokenizer.decode(sequence), "tokens": sequence.tokens,
-                "logprobs": [round(value, 6) for value in sequence.logprobs], "ended": sequence.finish_reason
-            },
-            ensure_ascii=False)
+        return json.dumps({"prompt": prompt, "text": self._detokenizer.decode(sequence), "tokens": sequence.tokens,
+                           "logprobs": [round(value, 6) for value in sequence.logprobs],
+                           "ended": sequence.finish_reason}, ensure_ascii=False)
 
 
 @final

@@ -133,16 +133,11 @@ class SequenceDecoder(Protocol):
 
 @final
 class Generator:
-    def __init__(self,
-                 decoder: SequenceDecoder,
-                 *,
-                 vocabulary: int,
-                 eod: int | None,
-                 sliding_window: bool = False,
-                 should_stop: StopCondition = lambda text: False,
+    def __init__(self, decoder: SequenceDecoder, *, vocabulary: int, eod: int | None,
+                 sliding_window: bool = False, should_stop: StopCondition = lambda text: False,
                  banned_tokens: BannedTokens = lambda text: ()) -> None:
         """Tokens from `vocabulary` on are never taken. Past the end of the position table a text ends or, with
-        `slides`, goes on from its last tokens, which are read anew for each."""
+        `sliding_window`, goes on from its last tokens, which are read anew for each."""
         self._decoder, self._vocabulary, self._eod, self._sliding_window = decoder, vocabulary, eod, sliding_window
         self._should_stop, self._banned_tokens = should_stop, banned_tokens
         self._rows: list[GeneratedSequence] = []
@@ -193,8 +188,7 @@ class Generator:
                 text.finish_reason = "dropped"
         self._remove_finished()
 
-    def generate(self,
-                 requests: Iterable[Request],
+    def generate(self, requests: Iterable[Request],
                  on_token: Callable[[GeneratedSequence], None] = lambda text: None) -> Iterator[GeneratedSequence]:
         """Texts in the order in which they end."""
         waiting = iter(requests)
@@ -206,8 +200,8 @@ class Generator:
             yield from self._report_tokens(self.step(), on_token)
 
     @staticmethod
-    def _report_tokens(sequences: Iterable[GeneratedSequence], on_token: Callable[[GeneratedSequence],
-                                                                                  None]) -> list[GeneratedSequence]:
+    def _report_tokens(sequences: Iterable[GeneratedSequence],
+                       on_token: Callable[[GeneratedSequence], None]) -> list[GeneratedSequence]:
         """Those that have ended."""
         ended = []
         for text in sequences:

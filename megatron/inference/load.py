@@ -50,7 +50,7 @@ _HOST = torch.device("cpu")
 
 
 def open_moq_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MoQWeights | None:
-    """None: the run does not round its weights, or had not begun to. `work` is their precision in training."""
+    """None: the run does not round its weights, or had not begun to. `dtype` is their precision in training."""
     config = QuantizeConfig(**checkpoint.config.get("quantize", {}))
     engine = checkpoint.shared_state.get("engine") or {}
     applied = engine["global_steps"] - engine["skipped_steps"] if engine else 0
@@ -67,7 +67,8 @@ class MoQWeights:
                  seed: int) -> None:
         schedule = config.schedule
         assert schedule is not None
-        self._checkpoint, self._config, self._schedule, self._dtype, self._seed = checkpoint, config, schedule, dtype, seed
+        self._checkpoint, self._config, self._schedule, self._dtype, self._seed = (
+            checkpoint, config, schedule, dtype, seed)
         self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
         self._names: list[str] | None = saved.get("rounded")
         """None: an older version wrote it, and all matrices are taken to be."""
@@ -259,10 +260,9 @@ def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
     _check_recorded_files(opened, data.tokenizer.canonical_kind(kind), flags)
     made = data.tokenizer.build(kind, vocab_file=settings.get("vocab_file"), merge_file=settings.get("merge_file"),
                                 tokenizer_path=path)
-    require(
-        made.vocab_size <= opened.shape.known_vocab_size,
-        f"{opened.name} has {opened.shape.known_vocab_size} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
-        "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
+    require(made.vocab_size <= opened.shape.known_vocab_size, f"{opened.name} has {opened.shape.known_vocab_size} "
+            f"tokens, fewer than the {made.vocab_size} of {made.name}: give the tokenizer it was trained with, "
+            "--tokenizer-type with its files (--tokenizer-path or --vocab-file)")
     if (known := opened.trained_tokenizer) is not None:
         require(known == made.facts, f"{opened.name} was trained with {known.description}, and this is "
                 f"{made.facts.description}: give its own, --tokenizer-type with its files (--tokenizer-path or "
@@ -301,9 +301,8 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
     parts = [_ParameterLoader(opened, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    stored_as_int8 = all_succeed_or_raise(lambda: {name
-                                                   for name in sorted(matrices)
-                                                   if opened.has_int8_levels(name)}, groups.world)
+    stored_as_int8 = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if opened.has_int8_levels(name)},
+                                          groups.world)
     maxima = _row_maxima([part for part in parts if part.name in matrices - stored_as_int8], groups)
 
     def fill() -> None:
@@ -325,7 +324,7 @@ def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device:
 
 
 def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
-    """Without room for its parameters, which `put` gives their values."""
+    """Without room for its parameters, which `set_parameter` gives their values."""
     model = GPT2(shape, tp, deferred=True)
     if shape.memory_centric_tiled_linear:
         tile_linears(model.blocks, shape.tile_factor, shape.hidden_size, deferred=True)

@@ -88,10 +88,9 @@ IGNORED_SWITCHES = (
     "--recompute", "--no-load-optim", "--no-load-rng", "--finetune", "--checkpoint-activations", "--lazy-mpu-init",
     "--use-cpu-initialization", "--deepspeed", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--openai-gelu",
     "--apply-query-key-layer-scaling", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-IGNORED_OPTIONS = (
-    "--cache-dir", "--tokenizer-model-type", "--DDP-impl", "--distributed-backend", "--local-rank", "--data-path",
-    "--attention-dropout", "--hidden-dropout", "--make-vocab-size-divisible-by", "--deepspeed-config", "--split",
-    "--log-interval", "--checkpoint-num-layers", "--global-batch-size")
+IGNORED_OPTIONS = ("--cache-dir", "--tokenizer-model-type", "--DDP-impl", "--distributed-backend", "--local-rank",
+                   "--data-path", "--attention-dropout", "--hidden-dropout", "--make-vocab-size-divisible-by",
+                   "--deepspeed-config", "--split", "--log-interval", "--checkpoint-num-layers", "--global-batch-size")
 """Without a meaning here."""
 
 
@@ -122,7 +121,7 @@ class _IgnoredOption(argparse.Action):
 
 
 def translate_megatron_flags(args: argparse.Namespace) -> list[str]:
-    """`asked` in our flags; a note on what has no effect."""
+    """`args` in our flags; a note on what has no effect."""
     size = args.pipeline_model_parallel_size
     require(size == 1, f"--pipeline-model-parallel-size is {size}: there is no pipeline parallelism; use "
             "--model-parallel-size")

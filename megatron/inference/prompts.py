@@ -45,7 +45,7 @@ class PromptSource(Protocol):
         """Those that are known already, to be looked at before the first is answered."""
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        """Up to `most` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
+        """Up to `limit` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
 
 
 @final
@@ -183,7 +183,8 @@ class Terminal:
         self.interrupted = False
         self._is_reading_line = False
         self._has_line_editing = sys.stdin.isatty() and sys.stdout.isatty()
-        self._message_stream = sys.stdout if self._has_line_editing else sys.stderr  # where the prompt is, so that they keep their order
+        # where the prompt is, so that they keep their order
+        self._message_stream = sys.stdout if self._has_line_editing else sys.stderr
         self._save_line: Callable[[], None] = _load_history() if self._has_line_editing else _save_nothing
 
     def __enter__(self) -> Terminal:

@@ -1,4 +1,4 @@
-"""`python -m megatron.launch`: command.py."""
+"""`python -m megatron.launch`: launcher.py."""
 
 import sys
 

@@ -40,18 +40,19 @@ from megatron.launch.supervisor import Supervisor
 TEMP_DIR_PREFIX = "megatron-launch-"
 LOCK_NAME = "held"
 ABANDONED_SECONDS = 3600.0
-"""Of a folder without a lock: those of former versions had none, and were empty until the ranks met."""
+"""Age at which a folder without a lock file is abandoned: earlier versions created none, and the folder stayed empty
+until the ranks connected."""
 STORE_FILE_BYTES = 4 * 2**20
-"""Some kilobytes a rank to begin with, and some for each pause of many seconds."""
+"""Bytes: a few kilobytes per rank at the start, and some for each wait of many seconds."""
 FALLOC_FL_KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE: a file gets longer only by what is written."""
+"""Linux flag: allocate blocks without changing the file's length."""
 UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Of a file system that promises nothing."""
+"""Errnos of file systems without preallocation."""
 
 
 @contextmanager
 def private_temp_dir() -> Iterator[str]:
-    """For this user alone; swept before are those that launchers of the same user left beside it."""
+    """A locked temporary folder of this user, after removing those that dead launchers of the user left."""
     parent = Path(tempfile.gettempdir())
     for folder in parent.glob(f"{TEMP_DIR_PREFIX}*"):
         with suppress(OSError):
@@ -71,15 +72,15 @@ def _create_locked_dir(parent: Path) -> tuple[str, int]:
             lock = os.open(os.path.join(path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # no such locks here
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(os.path.join(path, LOCK_NAME)):
             return path, lock
-        os.close(lock)  # taken for one that was left, before it was locked
+        os.close(lock)  # another launcher removed it as abandoned before it was locked
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove it, if it is this user's and nobody holds it."""
+    """Remove the folder if it belongs to this user and its lock is free."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
@@ -87,7 +88,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         if time.time() - status.st_mtime > ABANDONED_SECONDS:
-            folder.rmdir()  # if it is empty: its launcher was killed before it made the lock
+            folder.rmdir()  # only if empty: its launcher was killed before it created the lock
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +99,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 @contextmanager
 def explain_temp_dir_errors() -> Iterator[None]:
-    """An OSError inside is told with the folder, and what to do."""
+    """Turn an OSError inside into a StorageError that names the folder and the remedy."""
     try:
         yield
     except OSError as error:
@@ -108,7 +109,7 @@ def explain_temp_dir_errors() -> Iterator[None]:
 
 
 def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
-    """Make this file, empty, to which so much can be written."""
+    """Create an empty file with `size` bytes of disk space reserved."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most != resource.RLIM_INFINITY and most < size:
         raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
@@ -136,18 +137,18 @@ def _fallocate(file: int, size: int) -> None:
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 600.0
 FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")
-"""A rank that crashes in native code (SIGSEGV and the like) shows where in Python each of its threads was."""
+"""Makes a rank that crashes in native code (SIGSEGV and the like) print the Python stack of each thread."""
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
 def command_as_typed(default: str) -> str:
-    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
     name = os.path.basename(sys.argv[0])
     return name if name.startswith("gpt2-") else default
 
 
 class LauncherArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors look like every other error of the trainer."""
+    """argparse whose errors are ConfigErrors, in the trainer's error format."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"launcher: {message}; see {self.prog} --help")
@@ -169,8 +170,7 @@ def build_launcher_parser() -> LauncherArgumentParser:
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own options, and the script or module with its arguments, which are passed on untouched (`--`
-    included)."""
+    """(launcher options, command): the script or module with its arguments is passed on unchanged, `--` included."""
     options: list[str] = []
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
@@ -210,7 +210,7 @@ def check_options(options: argparse.Namespace, command: list[str]) -> None:
 
 
 def is_runnable_module(module: str) -> bool:
-    """Whether `python -m` could run this module; only the packages around it are imported."""
+    """Whether `python -m MODULE` can run it; imports only the parent packages."""
     try:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -221,31 +221,32 @@ def is_runnable_module(module: str) -> bool:
 
 
 def rank_command(options: argparse.Namespace, command: list[str]) -> list[str]:
-    """The command of a rank. -P, if it was given, must also keep a rank from importing from the current folder."""
+    """The command line of a rank. Passes on -P, which keeps the current folder off sys.path."""
     if not options.module:
         return [sys.executable, *command]
     return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", *command]
 
 
 def free_port() -> int:
-    """A port for scripts that bring their own rendezvous; ours on one node needs none."""
+    """A free port for MASTER_PORT, for scripts with their own rendezvous; ours needs none on one node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def shared_environment(options: argparse.Namespace, store_file: str | None) -> dict[str, str]:
-    """What all ranks of this node have in common."""
+    """The environment variables common to all ranks of this node."""
     environment = dict(os.environ)
     port = options.master_port or (free_port() if store_file else DEFAULT_PORT)
     environment.update(
         WORLD_SIZE=str(options.nnodes * options.nproc_per_node), LOCAL_WORLD_SIZE=str(options.nproc_per_node),
         MASTER_ADDR=options.master_addr or "127.0.0.1", MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
-    # Each rank would otherwise start one thread for every core, and N ranks would fight for them.
+    # Otherwise each rank starts one thread per core, and N ranks compete for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
     environment.setdefault(*FAULT_HANDLER_ON)
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as exits.py does: here also for scripts of others
+    # as exit_codes.py does; set here also for scripts that are not ours
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.pop("MEGATRON_STORE_FILE", None)
     if store_file:
         environment["MEGATRON_STORE_FILE"] = store_file
@@ -276,7 +277,7 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def meet_other_nodes(options: argparse.Namespace) -> NodeMonitor:
-    """The launchers of the other nodes, once all are there."""
+    """Connect to the launchers of all other nodes; returns when every node is there."""
     own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
     if own.nodes == 1:
         return NodeMonitor(own)
@@ -285,7 +286,7 @@ def meet_other_nodes(options: argparse.Namespace) -> NodeMonitor:
 
 
 def become_only_rank(command: list[str]) -> NoReturn:
-    """A job of one rank needs no launcher. Its numbers are set nevertheless: a batch system may have left others."""
+    """Replace this process by the only rank. Sets the rank variables, since a batch system may have set others."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
         os.environ.pop(name, None)

@@ -20,16 +20,17 @@ from typing import Any, final
 from megatron.errors import EXIT_OK, EXIT_PEER
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes of a message: node 0 says about a hundred of each node, of thousands."""
+"""Bytes of a message. Node 0 sends about a hundred bytes for each of thousands of nodes."""
 MAX_ERROR_TEXT = 16_000
-"""Characters of an error that is sent: in JSON each is twelve bytes at most, so that a message is never too long."""
+"""Characters of an error that are sent: JSON needs at most 12 bytes for each, so the message stays below
+MAX_MESSAGE_BYTES."""
 SEND_SECONDS = 5.0
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 5, 3
-"""After so long without a word the peer is asked for one, so often and so many times."""
+"""TCP keepalive: seconds idle before the first probe, seconds between probes, number of probes."""
 
 
 class JsonConnectionClosed(Exception):
-    """The other side has left, or says what no launcher says."""
+    """The peer closed the connection, or sent something that no launcher sends."""
 
 
 @final
@@ -49,12 +50,12 @@ class JsonConnection:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """A peer that has left will be noticed when it is read from."""
+        """Send a message. Ignores a lost peer: the next `receive` reports it."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come; to be called when there is something."""
+        """Messages received; call it when the socket is readable. Raises JsonConnectionClosed."""
         try:
             found = self._socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
@@ -67,7 +68,8 @@ class JsonConnection:
         return [_parse_message(line) for line in lines]
 
     def close(self) -> None:
-        """What was sent arrives: a connection that is closed with something unread is reset, and loses it."""
+        """Close without losing sent data: the kernel resets a connection that is closed with unread input, so read that
+        first."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(0)
@@ -77,7 +79,7 @@ class JsonConnection:
 
 
 def shorten_error_text(text: str) -> str:
-    """What is sent of it: the beginning, which says what is wrong, and the end, which says what to do."""
+    """Shorten a long error to its beginning (what is wrong) and its end (what to do)."""
     if len(text) <= MAX_ERROR_TEXT:
         return text
     half = MAX_ERROR_TEXT // 2
@@ -97,13 +99,13 @@ def _parse_message(line: bytes) -> dict[str, Any]:
 HEARTBEAT_MESSAGE: dict[str, Any] = {"pulse": True}
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0
-"""Without a pulse: to blame, where ranks have waited in vain."""
+"""Seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain."""
 SILENCE_WARNING_SECONDS = 10.0
-"""Of silence until somebody is told, and again each time after twice as long."""
+"""Seconds of silence before the first warning; each further one comes after twice as long."""
 SLOW_HEARTBEAT_SECONDS = 60.0
-"""From one pulse to the next for who is silent: it reads none, and what it does not read would fill the connection."""
+"""Seconds between heartbeats to a silent node: it reads none, and unread ones would fill the connection."""
 RECENT_PAUSE_SECONDS = 1.0
-"""After being away: what is heard then happened meanwhile."""
+"""Seconds after a pause of this launcher in which received messages date from the pause."""
 
 
 @dataclass
@@ -111,11 +113,11 @@ class _Peer:
     last_received: float
     last_sent: float = 0.0
     warned_at_seconds: float = 0.0
-    """The silence at the last line about it."""
+    """Silence in seconds at the last warning; 0.0: not warned."""
 
 
 def boot_clock() -> float:
-    """Goes on while the machine is suspended."""
+    """Seconds on a clock that also runs while the machine is suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -128,7 +130,8 @@ class Heartbeat:
         self._paused_seconds, self._resumed_at = 0.0, 0.0
 
     def detect_own_pause(self) -> float:
-        """To be called often. How long this launcher has not called: 0 where it was not away."""
+        """Seconds that this launcher itself was paused before this call, else 0. Call it often. A pause restarts all
+        silences."""
         now, before = boot_clock(), self._last_check
         self._last_check = now
         if now - before < SILENT_SECONDS:
@@ -140,11 +143,11 @@ class Heartbeat:
 
     @property
     def recent_pause(self) -> float:
-        """Seconds, until a moment ago."""
+        """Length of a pause of this launcher that ended less than RECENT_PAUSE_SECONDS ago, else 0."""
         return self._paused_seconds if boot_clock() - self._resumed_at < RECENT_PAUSE_SECONDS else 0.0
 
     def record_message(self, node: int) -> float:
-        """Something was heard of this node. How long it was silent, where somebody was told."""
+        """Note that `node` sent something. Returns how long it was silent if a warning was printed, else 0."""
         peer = self._peers[node]
         silence = boot_clock() - peer.last_received if peer.warned_at_seconds else 0.0
         peer.last_received, peer.warned_at_seconds = boot_clock(), 0.0
@@ -154,7 +157,7 @@ class Heartbeat:
         self._peers.pop(node, None)
 
     def nodes_due(self) -> list[int]:
-        """Whom to send a pulse now."""
+        """Nodes that need a heartbeat now; marks it as sent."""
         now, found = boot_clock(), []
         for node, peer in self._peers.items():
             rest = HEARTBEAT_SECONDS if now - peer.last_received < SLOW_HEARTBEAT_SECONDS else SLOW_HEARTBEAT_SECONDS
@@ -164,15 +167,13 @@ class Heartbeat:
         return found
 
     def silent_nodes(self) -> dict[int, float]:
-        """Nodes of which nothing is heard, and for how long."""
+        """Silent nodes -> seconds of silence."""
         now = boot_clock()
-        return {
-            node: now - peer.last_received
-            for node, peer in self._peers.items() if now - peer.last_received >= SILENT_SECONDS
-        }
+        return {node: now - peer.last_received
+                for node, peer in self._peers.items() if now - peer.last_received >= SILENT_SECONDS}
 
     def silences_to_report(self) -> dict[int, float]:
-        """The same, where it is time to tell somebody."""
+        """Silent nodes for which a warning is due now -> seconds; marks them as warned."""
         found = {node: seconds for node, seconds in self.silent_nodes().items()
                  if seconds >= max(SILENCE_WARNING_SECONDS, 2 * self._peers[node].warned_at_seconds)}
         for node, seconds in found.items():
@@ -183,18 +184,18 @@ class Heartbeat:
 WARNING, OWN_FAILURE, VICTIM_FAILURE, LEFT = "warning", "a failure of its own", "a victim", "left"
 SILENT = "silent"
 SILENCE_REPORT_SECONDS = 0.5
-"""For node 0 to say who is silent, before the others end."""
+"""Seconds by which node 0 reports a silent node before the other launchers give up waiting."""
 RESTART_ADVICE = "start the same command on every node to resume from the last checkpoint"
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a launcher says of its node."""
+    """What a launcher announces about its node."""
 
     node: int
     nodes: int
     ranks: int
-    """Of each node."""
+    """Ranks per node."""
     host: str
 
     @property
@@ -206,15 +207,15 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class NodeExit:
-    """Of a node."""
+    """How the ranks of a node ended."""
 
     node_info: NodeInfo
     code: int
     error_line: str = ""
-    """Its error line; empty where it is lost."""
+    """Empty if the node was lost."""
     is_victim: bool = False
     silent_seconds: float = 0.0
-    """For so many seconds; what it `said` is then what others know of it."""
+    """Seconds of silence if the node was given up; `error_line` then holds what other nodes know."""
 
     @property
     def failed(self) -> bool:
@@ -222,32 +223,29 @@ class NodeExit:
 
     def describe(self) -> str:
         if self.silent_seconds:
-            return (
-                f"error: {self.node_info.description} did not answer for {self.silent_seconds:.0f} s{self.error_line}; it is stopped "
-                f"or suspended, or it swaps; {RESTART_ADVICE}")
+            return (f"error: {self.node_info.description} did not answer for {self.silent_seconds:.0f} "
+                    f"s{self.error_line}; it is stopped or suspended, or it swaps; {RESTART_ADVICE}")
         if self.error_line:
             return f"error: {self.node_info.description}: {self.error_line.removeprefix('error: ')}"
-        return (
-            f"error: {self.node_info.description} is gone without a word: its launcher was killed, or the machine or its "
-            f"network failed; {RESTART_ADVICE}")
+        return (f"error: {self.node_info.description} is gone without a word: its launcher was killed, or the machine "
+                f"or its network failed; {RESTART_ADVICE}")
 
 
 @final
 class NodeMonitor:
-    def __init__(self,
-                 own: NodeInfo,
-                 connections: Mapping[int, JsonConnection] | None = None,
+    def __init__(self, own: NodeInfo, connections: Mapping[int, JsonConnection] | None = None,
                  other_nodes: Mapping[int, NodeInfo] | None = None,
                  print_line: Callable[[str], None] = lambda line: None) -> None:
-        """`links`: of node 0 to every other node, of these to node 0. `say`: to whoever started this launcher."""
+        """`connections`: node 0 has one per other node, every other node one to node 0. `print_line` writes to the
+        user."""
         self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
         self._given_up_after_seconds = 0.0
-        """For so many seconds the others have not heard of this node, and have ended without it."""
+        """Seconds that the other nodes missed this one before they ended the job; 0.0: they did not."""
         self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
         self._exits: dict[int, NodeExit] = {}
-        """Of other nodes, in the order of the news."""
+        """Exits of other nodes in order of arrival."""
         self.others_are_failing = self.others_have_culprit = False
-        """Ranks of other nodes fail; and one of them for a reason of its own."""
+        """Ranks of other nodes fail; one of them is a culprit, not a victim."""
         self._left_early: set[int] = set()
         self._announced_failure = ""
         self._selector = selectors.DefaultSelector()
@@ -255,16 +253,15 @@ class NodeMonitor:
             self._selector.register(link, selectors.EVENT_READ, node)
 
     def fileno(self) -> int:
-        """Readable when there is news."""
-        return self._selector.fileno()  # that of epoll
+        """epoll descriptor; readable when a message has arrived."""
+        return self._selector.fileno()
 
     def send_heartbeats(self) -> None:
-        """To be called often."""
+        """Send due heartbeats and print warnings. Call it often."""
         paused_seconds = self._heartbeat.detect_own_pause()
         if paused_seconds >= SILENCE_WARNING_SECONDS and self._connections:
-            self._print_line(
-                f"warning: the launcher of {self._own.description}, this node, did not run for {paused_seconds:.0f} s: it "
-                "was stopped or suspended, or this machine swaps")
+            self._print_line(f"warning: the launcher of {self._own.description}, this node, did not run for "
+                             f"{paused_seconds:.0f} s: it was stopped or suspended, or this machine swaps")
         for node in self._heartbeat.nodes_due():
             self._connections[node].send(HEARTBEAT_MESSAGE)
         for node, seconds in self._heartbeat.silences_to_report().items():
@@ -273,7 +270,7 @@ class NodeMonitor:
                 "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
 
     def receive(self, seconds: float = 0.0) -> None:
-        """Take in what other launchers have said, and wait so long for it."""
+        """Process messages of other launchers, waiting up to `seconds` for the first."""
         self.send_heartbeats()
         for key, _ in self._selector.select(seconds):
             node, link = key.data, self._connections[key.data]
@@ -302,48 +299,48 @@ class NodeMonitor:
         if message.get(LEFT) is True:
             self._left_early.add(node)
         elif WARNING in message:
-            self.others_are_failing, self.others_have_culprit = True, self.others_have_culprit or message[
-                WARNING] == OWN_FAILURE
+            self.others_are_failing, self.others_have_culprit = True, self.others_have_culprit \
+                or message[WARNING] == OWN_FAILURE
         else:
             code, said = message.get("code"), message.get("said")
             end = NodeExit(self._nodes[node], code if isinstance(code, int) else EXIT_PEER,
                            said if isinstance(said, str) else "", message.get("is_victim") is True,
                            silent if isinstance(silent, float) else 0.0)
             self._exits[node] = end
-            if not end.error_line and not end.silent_seconds and end.failed and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
-                self._given_up_after_seconds = self._heartbeat.recent_pause  # the connection was cut meanwhile
-            self.others_are_failing, self.others_have_culprit = (self.others_are_failing
-                                                                 or end.failed, self.others_have_culprit
-                                                                 or end.failed and not end.is_victim)
+            if not end.error_line and not end.silent_seconds and end.failed \
+                    and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
+                # the other side closed the connection during the pause
+                self._given_up_after_seconds = self._heartbeat.recent_pause
+            self.others_are_failing, self.others_have_culprit = (
+                self.others_are_failing or end.failed, self.others_have_culprit or end.failed and not end.is_victim)
         for other, link in self._connections.items():
             if other != source:
                 link.send(dict(message))
 
     @property
     def others_are_running(self) -> bool:
-        """Ranks of other nodes have neither ended nor left."""
+        """Whether ranks of other nodes have neither ended nor left early."""
         return not self._nodes.keys() <= self._exits.keys() | self._left_early
 
     @property
     def failed_nodes(self) -> list[NodeExit]:
-        """In the order of the news."""
+        """Failed nodes in order of arrival."""
         return [end for end in self._exits.values() if end.failed]
 
     @property
     def was_given_up(self) -> bool:
-        """The job has ended without this node."""
+        """Whether the job ended without this node."""
         return self._given_up_after_seconds > 0
 
     def describe_absence(self, where: str) -> str:
-        """For the node that is back."""
-        return (
-            f"error: this node ({self._own.description.partition(' (')[0]}, {self._own.host}) was away for "
-            f"{self._given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or suspended, or it "
-            f"swaps; {RESTART_ADVICE}")
+        """The error line of a node that was paused while the others ended the job."""
+        return (f"error: this node ({self._own.description.partition(' (')[0]}, {self._own.host}) was away for "
+                f"{self._given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or "
+                f"suspended, or it swaps; {RESTART_ADVICE}")
 
     def wait_for_culprit(self, seconds: float, where: str = "") -> NodeExit | None:
-        """The node that ended the job for a reason of its own, if its launcher says so within this time; else one that
-        is silent, for which this node waited there (`where`)."""
+        """The first node that failed without being a victim, if its launcher reports within `seconds`; else a silent
+        node. `where` says where this node's ranks waited."""
         until = time.monotonic() + seconds - (SILENCE_REPORT_SECONDS if self._own.node == 0 else 0.0)
         while True:
             self.receive()
@@ -356,14 +353,16 @@ class NodeMonitor:
             self.receive(min(left, 0.5))
 
     def _report_silent_node(self, where: str) -> NodeExit | None:
-        """Who has not answered for longest. All are told; who is silent, for its return."""
+        """Announce every silent node to all launchers (it reads that when it resumes); returns the one silent for
+        longest."""
         found = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
         for node, seconds in found:
             self._process_message({"node": node, "code": EXIT_PEER, "said": where, SILENT: seconds}, self._own.node)
         return self._exits.get(found[0][0]) if found else None
 
     def announce_failure(self, *, is_victim: bool) -> None:
-        """A rank of this node fails. Others look at once who of theirs it may have waited for."""
+        """Announce that a rank of this node fails; the other launchers then check which rank theirs may have waited
+        for."""
         kind = VICTIM_FAILURE if is_victim else OWN_FAILURE
         if self._announced_failure not in (kind, OWN_FAILURE):
             self._announced_failure = kind
@@ -375,8 +374,8 @@ class NodeMonitor:
             link.send({"node": self._own.node, LEFT: True})
 
     def announce_exit(self, code: int, error_line: str = "", *, is_victim: bool = False) -> None:
-        """How this node ended: a line that is too long for a message in part, since a launcher whose message is refused
-        seems to be lost."""
+        """Announce how this node ended. The line is shortened: a launcher whose message is refused as too long looks
+        lost."""
         message = {"node": self._own.node, "code": code, "said": shorten_error_text(error_line), "is_victim": is_victim}
         for link in self._connections.values():
             link.send(message)

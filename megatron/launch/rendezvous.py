@@ -23,19 +23,19 @@ from megatron.launch.node_monitor import JsonConnection, JsonConnectionClosed, N
 
 GREETING = "megatron.launch 1"
 GREETING_SECONDS = 10.0
-"""For a launcher to say its first word."""
+"""Seconds for a new connection to send its greeting."""
 RETRY_SECONDS = 0.5
-"""From one look, or knock, to the next."""
+"""Seconds between polls or connection attempts."""
 LINGER_SECONDS = 5.0
-"""For every node to come and hear why the job does not begin."""
+"""Seconds in which every node can connect and read why the job does not start."""
 WAIT_NOTE_SECONDS = 10.0
-"""A line on who is waited for, at first after this time, then each time after twice as long."""
+"""Seconds before the first line that names missing nodes; each further one comes after twice as long."""
 
 PrintLine = Callable[[str], None]
 
 
 def meet_nodes(own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> NodeMonitor:
-    """All nodes are there, and `seconds` was enough for them to come."""
+    """Connect the launchers of all nodes within `seconds`; raises ConfigError or PeerError."""
     if own.node == 0:
         with open_listener(address, port, print_line) as listener:
             return RendezvousServer(own, listener, f"{address}:{port}", seconds, print_line).run()
@@ -43,7 +43,7 @@ def meet_nodes(own: NodeInfo, address: str, port: int, seconds: float, print_lin
 
 
 def open_listener(address: str, port: int, print_line: PrintLine) -> socket.socket:
-    """On the address that other nodes were given and on no other, where this machine knows it as one of its own."""
+    """Listen on --master-addr only, if it is an address of this machine; otherwise warn and listen on all."""
     where = f"{address}:{port}"
     try:
         family, _, _, _, bare = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -51,7 +51,8 @@ def open_listener(address: str, port: int, print_line: PrintLine) -> socket.sock
         raise ConfigError(f"launcher: --master-addr {address}: {error.strerror}; give the address of node 0, which is "
                           "this machine") from error
     is_loopback = str(bare[0]).startswith("127.") or bare[0] == "::1"
-    if is_loopback and address not in ("localhost", bare[0]):  # a name that leads elsewhere on other machines
+    # a name that resolves to another address on other machines
+    if is_loopback and address not in ("localhost", bare[0]):
         bare = ("", port)
     listener = _bind(family, bare, where)
     if listener is None:
@@ -61,16 +62,16 @@ def open_listener(address: str, port: int, print_line: PrintLine) -> socket.sock
     if bare[0] == "" or not is_loopback:
         print_line(f"warning: the nodes meet at {where}, a port open to whoever reaches "
                    f"{'this machine' if bare[0] == '' else 'that address'}; use a private network")
-    assert listener is not None  # this machine has the address of all its addresses
+    assert listener is not None  # the wildcard address can always be bound
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS names a limit that it does not grant
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node
+    with suppress(ValueError, OSError):  # macOS reports a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per node
     listener.listen(1024)
     return listener
 
 
 def _bind(family: int, address: Any, where: str) -> socket.socket | None:
-    """None for an address of another machine."""
+    """A bound socket; None for an address of another machine."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +87,7 @@ def _bind(family: int, address: Any, where: str) -> socket.socket | None:
 
 @final
 class _WaitNotes:
-    """Lines for somebody who waits."""
+    """Prints a line at growing intervals while waiting."""
 
     def __init__(self, print_line: PrintLine) -> None:
         self._print_line, self._wait, self._next = print_line, WAIT_NOTE_SECONDS, time.monotonic() + WAIT_NOTE_SECONDS
@@ -100,17 +101,18 @@ class _WaitNotes:
 
 @final
 class RendezvousServer:
-    """Node 0's side."""
+    """Node 0's side of the rendezvous."""
 
     def __init__(self, own: NodeInfo, listener: socket.socket, where: str, seconds: float,
                  print_line: PrintLine) -> None:
-        self._own, self._listener, self._where, self._seconds, self._print_line = own, listener, where, seconds, print_line
+        self._own, self._listener, self._where, self._seconds, self._print_line = (
+            own, listener, where, seconds, print_line)
         self._unidentified: dict[JsonConnection, float] = {}
-        """Connections that have not said who they are, and until when they may."""
+        """Connections without a greeting -> deadline."""
         self._connections: dict[int, JsonConnection] = {}
         self._nodes = {own.node: own}
         self._refusal: dict[str, Any] | None = None
-        """What everybody is told from now on: the job does not begin."""
+        """Reply to every further node once the job cannot start."""
         self._refused_count = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -139,7 +141,8 @@ class RendezvousServer:
                                                           for node in self._connections}, self._print_line)
 
     def _refuse_all_nodes(self, error: TrainerError, until: float) -> None:
-        """Also who is about to knock, and would wait for nobody."""
+        """Send the error to all nodes, including those that connect within the next seconds and would otherwise wait in
+        vain."""
         self._refusal = _refusal_message(error)
         self._broadcast(self._refusal)
         self._refused_count += len(self._connections)
@@ -159,7 +162,7 @@ class RendezvousServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has left again
+        except OSError:  # the peer has disconnected already
             return
         link = JsonConnection(connection)
         self._unidentified[link] = time.monotonic() + GREETING_SECONDS
@@ -197,7 +200,7 @@ class RendezvousServer:
         connection.send({"welcome": self._own.host})
 
     def _disconnect(self, connection: JsonConnection) -> None:
-        """It has left, or was never one of ours."""
+        """Drop a connection that closed or is not from one of our launchers."""
         self._selector.unregister(connection)
         connection.close()
         self._unidentified.pop(connection, None)
@@ -221,7 +224,7 @@ def _refusal_message(error: TrainerError) -> dict[str, Any]:
 
 @final
 class RendezvousClient:
-    """Every other node's side."""
+    """The side of every other node."""
 
     def __init__(self, own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> None:
         self._own, self._address, self._port, self._seconds = own, address, port, seconds
@@ -260,7 +263,7 @@ class RendezvousClient:
                 connection = socket.create_connection((self._address, self._port), timeout=max(0.1, min(5.0, left)))
                 if connection.getsockname() != connection.getpeername():
                     return JsonConnection(connection)
-                connection.close()  # nobody listens, and it met itself on a port that was free
+                connection.close()  # a self-connect: the kernel chose the target port as source port
                 reason = "nobody listens there"
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -272,7 +275,8 @@ class RendezvousClient:
             time.sleep(min(RETRY_SECONDS, left))
 
     def _wait_for_message(self, connection: JsonConnection, until: float, expected: str) -> dict[str, Any]:
-        """The next message, which has to be this one, or an error that node 0 has found."""
+        """The next message, which must contain `expected`. Raises node 0's error if it refused, JsonConnectionClosed
+        otherwise."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not self._inbox:
@@ -292,7 +296,7 @@ class RendezvousClient:
 
 
 def node_info_from_greeting(message: dict[str, Any]) -> NodeInfo | None:
-    """Of a greeting."""
+    """The NodeInfo in a greeting; None if it is not a valid one."""
     if message.get("greeting") != GREETING:
         return None
     try:

@@ -14,7 +14,7 @@ from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, F
                                               StatusSnapshot)
 
 STRAGGLER_SECONDS = 2.0
-"""Without an exchange. Less is what any step takes."""
+"""Seconds without a collective before a rank counts as a straggler."""
 COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))
 RESUME_ADVICE = "start the same command to resume from the last checkpoint"
 
@@ -38,7 +38,7 @@ class Straggler:
 
 @final
 class StragglerMonitor:
-    """What a launcher sees of its ranks; look often."""
+    """Tracks when the collective counters of each local rank last changed. Call `update` often."""
 
     def __init__(self, status_file: StatusFile, ranks: int) -> None:
         self._status_file = status_file
@@ -55,7 +55,7 @@ class StragglerMonitor:
         return self._status_file.read(local_rank)
 
     def stragglers(self, running: list[int]) -> list[Straggler]:
-        """Of these ranks, those that the others wait for now; the one that has stood still for longest first."""
+        """The `running` local ranks that the others wait for now, the one without progress for longest first."""
         self.update()
         now = time.monotonic()
         found = [Straggler(local, self.status_of(local), now - self._unchanged_since[local]) for local in running]

@@ -2,8 +2,9 @@
 
 The *culprit* is the rank whose failure ended the job; its *victims* failed because of it (exit code 5, or SIGABRT from
 NCCL's watchdog). One `error:` line reaches the user: the culprit's.
-Not here: a rank's environment (launcher.py), how an exception becomes an exit code (megatron/distributed/exit_codes.py).
-Standard library only: the launcher must start in milliseconds and must not die of what kills its ranks.
+Not here: a rank's environment (launcher.py), how an exception becomes an exit code
+(megatron/distributed/exit_codes.py). Standard library only: the launcher must start in milliseconds and must not die of
+what kills its ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ from megatron.launch.stragglers import RESUME_ADVICE, Straggler, StragglerMonito
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
-"""How long a rank may stay stopped: a debugger's short stop is not a failure."""
+"""Seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure."""
 GRACE_SECONDS = 2.5
-"""From the first failure until SIGTERM: time for the victims to notice, and for the culprit to be among the ended."""
+"""Seconds from the first failure to SIGTERM, in which victims notice and the culprit exits."""
 TERM_SECONDS = 1.0
-"""From SIGTERM until SIGKILL. Together they keep the promise: nobody is left 5 seconds after a kill."""
+"""Seconds from SIGTERM to SIGKILL. Both together keep the promise that no rank lives 5 seconds after a kill."""
 SIGNAL_DELAY_SECONDS = 1.0
-"""From the start of the ranks until a request to stop is passed on: at first Python itself starts, which a signal would
-end, with a traceback."""
+"""Seconds after the start before stop signals are forwarded: earlier they would end Python itself, with a traceback."""
 OTHER_NODES_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
-"""For the launchers of other nodes to find out which of their ranks was the first."""
+"""Seconds for the launchers of other nodes to find their culprit."""
 MAX_HELD_LINES = 16
 PASSED_ON_EXIT_CODES = frozenset({*range(2, 8), EXIT_INTERRUPTED})
 PR_SET_PDEATHSIG = 1
@@ -55,9 +55,8 @@ class RankExit:
     signal: int | None = None
     was_stopped: bool = False
     stop_was_requested: bool = False
-    """The launcher, or this rank itself, had got a request to stop before this ending."""
+    """The launcher or this rank received a stop signal before the exit."""
     status: StatusSnapshot = StatusSnapshot()
-    """Where the rank was."""
 
     @property
     def failed(self) -> bool:
@@ -65,12 +64,12 @@ class RankExit:
 
     @property
     def exited_early(self) -> bool:
-        """With exit code 0, in the middle of something."""
+        """Exit code 0 in the middle of an operation."""
         return self.code == EXIT_OK and self.status.is_mid_operation
 
     @property
     def exited_unannounced(self) -> bool:
-        """With exit code 0, and without taking leave, as a program of ours does."""
+        """Exit code 0 without the DONE status that our programs set."""
         return self.code == EXIT_OK and self.status.state != DONE
 
     @property
@@ -84,11 +83,12 @@ class RankExit:
         return EXIT_PEER if self.code is None or self.code not in PASSED_ON_EXIT_CODES else self.code
 
     def describe(self, others: Sequence[int] = ()) -> str:
-        """The job's error line for a rank that could not write its own. Of `others` that failed like it, any may have
-        been the first: a program of somebody else's may end slowly."""
+        """The job's error line for a rank that did not print its own. Any of `others` that failed alike may have been
+        first, since foreign programs may exit slowly."""
         who, at = f"error: {self.rank_name}", "" if self.status.state == UNKNOWN else f" at {self.status}"
         if self.code == EXIT_OK:
-            return f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_REMEDY}"
+            return (
+                f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_REMEDY}")
         if self.signal is None:
             so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
             also = so_did if others else ""
@@ -113,8 +113,8 @@ def describe_rank(rank: int, pid: int) -> str:
 
 
 class ErrorRelay:
-    """Passes a rank's stderr through line by line, and holds back the lines that begin with `error:`, with the errors
-    that are listed below."""
+    """Forwards a rank's stderr by line; holds back lines that begin with `error:`, with the errors listed below them.
+    """
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -122,10 +122,10 @@ class ErrorRelay:
         self.held_errors: list[bytes] = []
         self._partial = b""
         self._in_error = False
-        """The line before belongs to an error."""
+        """The previous line belongs to an error."""
 
     def relay_available(self) -> bool:
-        """Relay what is there; False at the end of the stream."""
+        """Forward the available data; False at the end of the stream."""
         while True:
             try:
                 chunk = os.read(self.descriptor, 65536)
@@ -139,7 +139,8 @@ class ErrorRelay:
             self._relay(lines)
 
     def relay_rest(self) -> None:
-        """The rank is gone: relay the rest. Not to the end of the stream, which a stray grandchild may hold open."""
+        """Forward the rest after the rank exited. Does not wait for end of file: a stray grandchild may hold the pipe
+        open."""
         self.relay_available()
         self._relay([self._partial + b"\n"] if self._partial else [])
         self._partial = b""
@@ -172,12 +173,12 @@ class RankProcess:
 
 @dataclass
 class Supervisor:
-    """Starts `command` once for every environment and returns the job's exit code."""
+    """Starts `command` once per environment; `run` returns the job's exit code."""
 
     command: list[str]
     environments: list[dict[str, str]]
     nodes: NodeMonitor
-    """The other ones of the job."""
+    """The other nodes of the job."""
     straggler_monitor: StragglerMonitor
     _ranks: list[RankProcess] = field(default_factory=list)
     _running: list[RankProcess] = field(default_factory=list)
@@ -187,14 +188,14 @@ class Supervisor:
     _stop_was_requested: bool = False
     _rank0_owns_interrupts: bool = False
     _pending_signals: list[int] = field(default_factory=list)
-    """Signals that have not been passed on yet."""
+    """Signals not forwarded yet."""
     _started_at: float = field(default_factory=time.monotonic)
     _failed_at: float | None = None
     _early_exit_at: float | None = None
-    """The first rank left in the middle of something, with exit code 0."""
+    """When the first rank exited early (`RankExit.exited_early`)."""
     _stragglers: list[Straggler] = field(default_factory=list)
     _unannounced_exits: list[RankExit] = field(default_factory=list)
-    """Whom the others missed when the first rank failed."""
+    """Ranks that had exited unannounced when the first rank failed."""
     _terminated: bool = False
 
     def run(self) -> int:
@@ -214,8 +215,8 @@ class Supervisor:
         return self._report_outcome()
 
     def _start_rank(self, environment: dict[str, str]) -> None:
-        # A session of its own: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data
-        # workers. stdout is inherited, so that a progress bar still sees the terminal; stdin by the job's first rank.
+        # A new session: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data workers.
+        # stdout is inherited, so that a progress bar sees the terminal; stdin only by the job's first rank.
         stdin = None if environment["RANK"] == "0" else subprocess.DEVNULL
         process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
                                    start_new_session=True, preexec_fn=die_with_parent())
@@ -248,7 +249,7 @@ class Supervisor:
             self._start_teardown(time.monotonic())
 
     def _check_early_exit(self, since: float) -> None:
-        """No rank is here any more, and one left in the middle of something: where others go on, it has failed them."""
+        """All local ranks have exited, one of them early. That is a failure if other nodes are still running."""
         self.nodes.announce_early_exit()
         while self.nodes.others_are_running and not self.nodes.others_are_failing and time.monotonic(
         ) - since < GRACE_SECONDS:
@@ -258,7 +259,7 @@ class Supervisor:
             self._start_teardown(since)
 
     def _start_teardown(self, since: float) -> None:
-        """A rank has failed, here or on another node."""
+        """A rank failed, here or on another node: record stragglers now, before the deadlines end the ranks."""
         if self._failed_at is None:
             self._failed_at = since
             self._stragglers = self.straggler_monitor.stragglers(
@@ -287,8 +288,8 @@ class Supervisor:
             self._pending_signals.clear()
 
     def _poll_rank(self, rank: RankProcess) -> None:
-        """Notice that a rank has ended, or has been stopped for too long."""
-        # WNOWAIT keeps the zombie, and with it the number of its process group, until that group is cleared.
+        """Record whether a rank has exited or has been stopped for too long."""
+        # WNOWAIT keeps the zombie, and so its process group id, until the group is killed.
         options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         status = os.waitid(os.P_PID, rank.process.pid, options)
         if status is None:
@@ -322,7 +323,7 @@ class Supervisor:
 
     def _enforce_deadlines(self) -> None:
         if self._early_exit_at is not None and time.monotonic() - self._early_exit_at >= GRACE_SECONDS:
-            self._start_teardown(self._early_exit_at)  # the others have not left as well
+            self._start_teardown(self._early_exit_at)  # the other ranks have not exited
             self.nodes.announce_failure(is_victim=False)
         if self._failed_at is None:
             return
@@ -356,8 +357,7 @@ class Supervisor:
             if other is None and not failures and self.nodes.failed_nodes:
                 other = self.nodes.failed_nodes[0]
             if other is not None:
-                return self._finish_job(other.code,
-                                        other.describe().encode(errors="backslashreplace") + b"\n",
+                return self._finish_job(other.code, other.describe().encode(errors="backslashreplace") + b"\n",
                                         is_victim=True)
         culprit = culprit or (failures[0] if failures else None)
         if culprit is None:
@@ -377,14 +377,14 @@ class Supervisor:
         return (self.nodes.describe_absence("" if place.state == UNKNOWN else f" at {place}") + "\n").encode()
 
     def _is_own_failure(self, rank_exit: RankExit) -> bool:
-        """Not for the sake of another rank."""
+        """Whether the rank failed, and not because of another rank."""
         return rank_exit.failed and not rank_exit.is_victim or rank_exit.exited_early and self._failed_at is not None
 
     def _find_missing_rank(self) -> RankExit | Straggler | None:
-        """The rank of this node that the victims waited for: it has left with exit code 0, or does not come."""
+        """The local rank that the victims waited for: one that exited with code 0, or a straggler."""
         ended = {self._local_rank_of(ending) for ending in self._exits if not ending.was_stopped}
-        found: list[RankExit
-                    | Straggler] = [ending for ending in self._unannounced_exits if ending.status.state != UNKNOWN]
+        found: list[RankExit | Straggler] = [ending for ending in self._unannounced_exits
+                                             if ending.status.state != UNKNOWN]
         found += [one for one in self._stragglers if one.local_rank not in ended]
         return next(iter([*found, *self._unannounced_exits]), None)
 
@@ -392,10 +392,9 @@ class Supervisor:
         return next(rank.local_rank for rank in self._ranks if rank.rank == rank_exit.rank)
 
     def _finish_job(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
-        """The last word, to whoever started this launcher and to those of other nodes."""
+        """Print the job's final line and announce the exit to the other launchers."""
         write_stderr(line)
-        self.nodes.announce_exit(code,
-                                 line.decode(errors="replace").strip() if code != EXIT_OK else "",
+        self.nodes.announce_exit(code, line.decode(errors="replace").strip() if code != EXIT_OK else "",
                                  is_victim=is_victim)
         self.nodes.close()
         return code
@@ -405,7 +404,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals_as_bytes(self) -> Iterator[None]:
-        """Signals wake the selector and arrive as bytes on a socket; no work is done inside a handler."""
+        """Deliver signals as bytes on a socket that wakes the selector; handlers do nothing."""
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, receiver)
@@ -418,32 +417,35 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(descriptor)
             for number in numbers:
-                signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)  # the job is over
+                # the job has ended
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
             self._selector.close()
             receiver.close()
             sender.close()
 
 
 def signal_rank(rank: RankProcess, number: int) -> None:
-    """Signal a rank alone. Popen.send_signal would reap a rank that has just ended, and `_poll_rank` miss it."""
+    """Signal the rank's process only. Popen.send_signal could reap a rank that just exited, and `_poll_rank` would miss
+    it."""
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(rank.process.pid, number)
 
 
 def kill_group(rank: RankProcess, number: signal.Signals) -> None:
-    """Signal a rank and its own children. Called only before the rank is reaped, so its number is still its own."""
+    """Signal a rank and its children. Call it only before the rank is reaped, while its process group id is not reused.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, number)
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A function for a fresh child to call: the kernel then kills it when the launcher dies (Linux)."""
+    """A preexec function: the kernel kills the child when the launcher dies (Linux)."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def ask_kernel() -> None:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it died between fork and prctl
+        if os.getppid() != parent:  # the launcher died between fork and prctl
             os._exit(EXIT_PEER)
 
     return ask_kernel

@@ -4,5 +4,6 @@
     console.py          console lines and the progress bar
     scalar_writers.py   append-only files, TensorBoard event files, Weights & Biases runs
     run_loggers.py      the trainer's loggers: TensorBoard, CSV, Weights & Biases
-    engine_monitor.py   the engine's monitor, as configured in a DeepSpeed JSON
+
+The engine's monitor, configured in a DeepSpeed JSON, is megatron/zero/api/engine_monitor.py.
 """

@@ -18,20 +18,20 @@ from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 MIN_LINES = 10
-"""Of a run whose --log-interval was not given: as many, or one for each step."""
+"""Minimum number of lines if --log-interval is not given (or one for each step of a shorter run)."""
 
 ERASE_LINE = "\r\x1b[K"
 ECHO_COLUMNS = 8
-"""Columns right of the bar, so that the terminal's ^C does not begin a new line."""
+"""Free columns right of the bar, so that the terminal's ^C does not start a new line."""
 
 
 def default_interval(steps: int) -> int:
-    """A round number of steps between lines that gives a run of so many steps at least MIN_LINES of them."""
+    """The largest round interval that gives a run of `steps` steps at least MIN_LINES lines."""
     return next((interval for interval in ROUND_INTERVALS if interval * MIN_LINES <= steps), 1)
 
 
 def no_lines_note(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
-    """A note, where an interval that was asked for leaves a run of such steps without a line."""
+    """A note if the given interval leaves the run without a line."""
     if not interval or start >= train_iters or train_iters // interval > start // interval:
         return ()
     usual = format_count(default_interval(train_iters - start), "step")
@@ -40,7 +40,7 @@ def no_lines_note(interval: int, start: int, train_iters: int) -> tuple[str, ...
 
 
 class _ProgressBar(tqdm):  # type: ignore[misc]
-    """tqdm's bar. Clearing it also removes what the terminal has echoed behind it."""
+    """tqdm's bar; clearing it also erases what the terminal echoed behind it."""
 
     def clear(self, nolock: bool = False) -> None:
         if not self.disable:
@@ -55,10 +55,10 @@ class _ProgressBar(tqdm):  # type: ignore[misc]
 
 
 class Console:
-    """The lines of a run of `train_iters` steps that begins after `start` of them; after each line of training, what
-    `aside` has to say. `interval` 0: no lines; None: a round number that gives at least MIN_LINES, the last step's
-    among them. With `outlives_reader`, a line that cannot be written is not an error but noted in `lost`, and the
-    console is mute from then on."""
+    """Prints the lines of a run of `train_iters` steps that starts after `start`, each followed by `extra_line()` if
+    that is not empty. `interval` 0: no lines; None: a default interval, and a line for the last step. With
+    `survives_closed_stdout` a failed write is recorded in `write_error` instead of raised, and the console is silent
+    from then on."""
 
     def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
                  extra_line: Callable[[], str] = str, survives_closed_stdout: bool = False) -> None:
@@ -85,7 +85,7 @@ class Console:
                 self.print_line(line)
 
     def print_line(self, line: str) -> None:
-        """One line, above the progress bar."""
+        """Print one line above the progress bar."""
         if self._writes:
             with self._catch_write_errors():
                 _ProgressBar.write(escape_to_one_line(line), file=sys.stdout)
@@ -97,17 +97,16 @@ class Console:
                 self._bar.close()
 
     def _advance_bar(self) -> None:
-        """The bar, a step further."""
         if self.write_error is None:
             with self._catch_write_errors():
                 self._bar.update()
 
     @contextmanager
     def _catch_write_errors(self) -> Iterator[None]:
-        """Of what the block writes."""
+        """Handle write errors of the block."""
         try:
             yield
-        except OSError as error:  # it has left, and its terminal may have gone with it
+        except OSError as error:  # the reader of stdout is gone
             if not self._survives_closed_stdout:
                 raise
             self.write_error, self._writes, self._bar.disable = error, False, True
@@ -115,7 +114,7 @@ class Console:
 
 
 def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
-    """The classic line, averaged over the steps since the last one."""
+    """Megatron-LM's log line, averaged over the steps since the last one."""
     last, count = window[-1], len(window)
     seconds = sum(m.step_ms for m in window) / 1e3
     losses = [m.lm_loss for m in window if not m.skipped] or [math.nan]

@@ -1,8 +1,8 @@
 """The trainer's loggers for TensorBoard, Weights & Biases and CSV: configuration, steps and evaluations.
 
-All scalars of a step are one TensorBoard event, written by its thread. CSV tables (`steps.csv`, `evaluations.csv`) have fixed
-columns; a resumed run appends, and of a repeated step the later row counts. To continue a W&B run after a resume set WANDB_RUN_ID
-and WANDB_RESUME=allow.
+All scalars of a step are one TensorBoard event, written by its thread. CSV tables (`steps.csv`, `evaluations.csv`) have
+fixed columns; a resumed run appends, and of a repeated step the later row counts. To continue a W&B run after a resume
+set WANDB_RUN_ID and WANDB_RESUME=allow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def step_scalars(metrics: StepMetrics) -> dict[str, float]:
-    """By the names that they have on a board; without what is not known."""
+    """By their names on a dashboard, without unknown values."""
     values = {**{key: getattr(metrics, key) for key in STEP_SCALARS}, "memory_gib": metrics.max_memory_bytes / GIB,
               **metrics.nvme_values(), **metrics.layer_drop_values()}
     return {f"train/{key}": value for key, value in values.items() if value is not None}
@@ -36,7 +36,7 @@ def evaluation_scalars(name: str, loss: float, text_metrics: Mapping[str, float]
 
 
 class TensorboardLogger:
-    """A folder of events; a resumed run appends to it."""
+    """A folder of event files; a resumed run appends to it."""
 
     def __init__(self, folder: str) -> None:
         self._writer = TensorboardWriter("--tensorboard-dir", folder)
@@ -56,12 +56,12 @@ class TensorboardLogger:
                 self._writer.events.add_summary(summary)
 
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
-        """`tokens` is what the run has consumed: the second axis of the loss."""
+        """`tokens`: consumed by the run so far, the second x axis of the loss."""
         self._add_scalars(step_scalars(metrics), metrics.iteration)
         self._add_scalars({"train/lm_loss_by_tokens": metrics.lm_loss}, tokens)
 
-    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
-                                                                                                        float]) -> None:
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int,
+                       text_metrics: Mapping[str, float]) -> None:
         self._add_scalars(evaluation_scalars(name, loss, text_metrics), iteration)
         self._add_scalars({f"{name}/lm_loss_by_tokens": loss}, tokens)
 
@@ -86,8 +86,8 @@ class WandbLogger:
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
         self._run.log({"iteration": metrics.iteration, "tokens": tokens, **step_scalars(metrics)})
 
-    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
-                                                                                                        float]) -> None:
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int,
+                       text_metrics: Mapping[str, float]) -> None:
         self._run.log({"iteration": iteration, "tokens": tokens, **evaluation_scalars(name, loss, text_metrics)})
 
     def close(self, *, failed: bool = False) -> None:
@@ -99,11 +99,11 @@ STEP_COLUMNS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scal
                 "drive_written_bytes", "pld_theta", "pld_blocks")
 EVALUATION_COLUMNS = ("iteration", "split", "lm_loss", "bits_per_byte")
 MAX_HEADER_CHARS = 4096
-"""Characters of the first line."""
+"""Of the first line that is read to compare headers."""
 
 
 class CsvLogger:
-    """`steps.csv` and `evaluations.csv` of a folder."""
+    """`steps.csv` and `evaluations.csv` in a folder."""
 
     def __init__(self, folder: str, warn: Callable[[str], object]) -> None:
         with storage_errors("--csv-dir", folder):
@@ -115,13 +115,13 @@ class CsvLogger:
             opened.pop_all()
 
     def log_config(self, sections: Mapping[str, Mapping[str, Any]], run_header: str, iteration: int) -> None:
-        """Tables have no place for it."""
+        """Not written to CSV."""
 
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
         self._steps.append(metrics.to_json())
 
-    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
-                                                                                                        float]) -> None:
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int,
+                       text_metrics: Mapping[str, float]) -> None:
         self._evaluations.append({"iteration": iteration, "split": name, "lm_loss": loss, **text_metrics})
 
     def close(self, *, failed: bool = False) -> None:
@@ -131,7 +131,7 @@ class CsvLogger:
 
 
 class _CsvTable:
-    """A file that gets its head with its first row."""
+    """A CSV file; its header is written with the first row."""
 
     def __init__(self, path: str, columns: tuple[str, ...], warn: Callable[[str], object]) -> None:
         self._columns, head = columns, format_csv_row(columns)
@@ -142,7 +142,7 @@ class _CsvTable:
         self._lines = AppendOnlyFile("--csv-dir", path, warn, header=head, drops_partial_line=True)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """A row; empty where a value is not known, or no number."""
+        """Write a row; unknown values and NaN are empty."""
         self._lines.append(format_csv_row(tuple(_csv_value(values.get(column)) for column in self._columns)))
 
     def close(self) -> None:
@@ -150,7 +150,8 @@ class _CsvTable:
 
 
 def _has_header(header: str, path: str) -> bool:
-    """Or with what a kill has left of it; a spreadsheet may have written it, with other line ends and quotes."""
+    """Whether the file starts with the header or, after a kill, a part of it. A spreadsheet may have changed line ends
+    and quotes."""
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         found = file.readline(MAX_HEADER_CHARS)
     if not found.endswith("\n"):
@@ -159,5 +160,5 @@ def _has_header(header: str, path: str) -> bool:
 
 
 def _csv_value(value: Any) -> Any:
-    """A float with all its digits."""
+    """bool as 0 or 1, NaN as empty."""
     return int(value) if isinstance(value, bool) else None if isinstance(value, float) and math.isnan(value) else value

@@ -1,8 +1,10 @@
-"""Outputs for scalars: append-only text files, TensorBoard event files, Weights & Biases runs. Errors name the flag or key.
+"""Outputs for scalars: append-only text files, TensorBoard event files, Weights & Biases runs. Errors name the flag or
+key.
 
 `AppendOnlyFile` appends whole lines and repairs what a kill, a power cut or a full disk left of the last one.
 `TensorboardWriter` raises the errors of TensorBoard's writer thread in the caller.
-`WandbRun` imports wandb only if asked for; WANDB_MODE=offline writes to ./wandb. A lost connection is a warning, not an error.
+`WandbRun` imports wandb only if asked for; WANDB_MODE=offline writes to ./wandb. A lost connection is a warning, not an
+error.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from megatron.config.run_config import check_wandb
 from megatron.errors import ConfigError, StorageError, explain_os_error
 
 WRITER_THREAD_CLASS = "_AsyncWriterThread"
-"""Of tensorboard."""
+"""Class of TensorBoard's writer thread."""
 
 
 class TensorboardWriter:
-    """A folder of events, made here; `flag` is where its name comes from. Without the package it is an ImportError."""
+    """Creates a folder of event files. `flag` is the setting that names it. Raises ImportError without the package."""
 
     def __init__(self, flag: str, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
+        from torch.utils.tensorboard import SummaryWriter  # slow import
 
         self._flag, self._folder = flag, folder
         _silence_writer_thread()
@@ -47,16 +49,17 @@ class TensorboardWriter:
 
     def close(self) -> None:
         with self.storage_errors():
-            self.writer.flush()  # the thread's error, if there is one
+            self.writer.flush()  # raises the thread's error
             thread = self.events.event_writer._async_writer._worker
             self.writer.close()
-            if thread.exception is not None:  # it came up as the last event was counted as written
+            if thread.exception is not None:  # raised after flush had counted the last event
                 raise thread.exception
 
 
 @contextmanager
 def storage_errors(flag: str, path: str) -> Iterator[None]:
-    """An OSError inside is a StorageError that names both. Lack of memory is no matter of the drive."""
+    """Convert an OSError to a StorageError that names the flag and the path. ENOMEM is not a storage error and passes
+    through."""
     try:
         yield
     except OSError as error:
@@ -68,7 +71,7 @@ def storage_errors(flag: str, path: str) -> Iterator[None]:
 
 
 def _silence_writer_thread() -> None:
-    """From now on that thread ends without a traceback."""
+    """TensorBoard's writer thread prints no traceback from now on."""
     if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
         threading.excepthook = partial(_thread_excepthook, threading.excepthook)
 
@@ -82,11 +85,12 @@ READ_BLOCK_BYTES = 1 << 16
 
 
 class AppendOnlyFile:
-    """Lines, each whole or absent, that are in the file when `append` returns and on the disk when it is closed.
+    """Appends lines, each complete or absent: in the file when `append` returns, on disk after `close`.
 
-    `flag` is where its name comes from, and `say` is told of another writer of it. What has been left of a last line
-    stays, as a line of its own; with `drops_half` it is taken away, where readers would take half a number for one.
-    Until the first line is appended the file stays as it is."""
+    `flag` is the setting that names the file; `warn` is called if another process writes to it. A partial last line of
+    a killed run is completed as a line, or removed with `drops_partial_line`, where readers would take half a number
+    for one. The file is unchanged until the first `append`.
+    """
 
     def __init__(self, flag: str, path: str, warn: Callable[[str], object], *, header: str = "",
                  drops_partial_line: bool = False) -> None:
@@ -94,7 +98,7 @@ class AppendOnlyFile:
         self._is_repaired = False
         self._file = self._open()
         self._holds_lock = not _is_locked_by_other(self._file)
-        if not self._holds_lock:  # no error: a resumed run need not wait for its log
+        if not self._holds_lock:  # only a warning: logging must not stop a resumed run
             warn(f"warning: another process, or another part of this one, has {flag} {path} open to write into it: "
                  "lines of two runs cannot be told apart; stop it, or start this run with another place")
 
@@ -104,11 +108,11 @@ class AppendOnlyFile:
         except OSError as error:
             raise StorageError(f"{self._flag} {self._path} cannot be opened for appending: {error.strerror}; name a "
                                "file in a writable folder") from error
-        finalize(self, _close_quietly, file)  # of an engine that nobody closed
+        finalize(self, _close_quietly, file)  # for engines that are never closed
         return file
 
     def append(self, lines: str) -> None:
-        """With their ends; behind `head` in a file that is empty."""
+        """Append lines, with their line ends; the header first if the file is empty."""
         with storage_errors(self._flag, self._path):
             self._reopen_if_replaced()
             begin = b"" if self._is_repaired else self._repair()
@@ -118,7 +122,7 @@ class AppendOnlyFile:
                 while left:
                     left = left[self._file.write(left):]
             except OSError:
-                if self._holds_lock:  # or else what another process has appended since would go as well
+                if self._holds_lock:  # else truncating would drop another process's lines
                     with suppress(OSError):  # a pipe
                         os.ftruncate(self._file.fileno(), size)
                 self._is_repaired = self._holds_lock and self._is_repaired
@@ -126,7 +130,7 @@ class AppendOnlyFile:
             self._is_repaired = True
 
     def _reopen_if_replaced(self) -> None:
-        """A file that was deleted or moved away meanwhile begins again: what is written would go where nobody looks."""
+        """Create the file again if it was deleted or moved: writes to the old one would be invisible."""
         opened = os.fstat(self._file.fileno())
         if not stat.S_ISREG(opened.st_mode):
             return
@@ -142,7 +146,7 @@ class AppendOnlyFile:
         self._holds_lock = not _is_locked_by_other(self._file)
 
     def _repair(self) -> bytes:
-        """What comes before the first line."""
+        """Bytes to write before the first line; may truncate a partial last line."""
         if not os.path.isfile(self._path):
             return b""
         with open(self._path, "rb") as file:
@@ -150,7 +154,7 @@ class AppendOnlyFile:
             full_lines_end = _end_of_last_full_line(file)
             file.seek(0)
             is_foreign = full_lines_end == 0 and not self._header.encode().startswith(
-                file.read(READ_BLOCK_BYTES))  # lines that end otherwise
+                file.read(READ_BLOCK_BYTES))  # no line end in the file, and not our header
         if full_lines_end == end:
             return b""
         if is_foreign or not self._drops_partial_line or not self._holds_lock:
@@ -159,9 +163,9 @@ class AppendOnlyFile:
         return b""
 
     def close_without_sync(self) -> None:
-        """Close it, and let the system bring the lines to the disk."""
+        """Close; the system writes the lines to disk later."""
         with storage_errors(self._flag, self._path):
-            with suppress(OSError):  # a forked process may have it, too, and keep the lock
+            with suppress(OSError):  # a forked process may keep the descriptor, and so the lock
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
@@ -184,15 +188,15 @@ def _close_quietly(file: FileIO) -> None:
 
 
 def format_csv_row(values: Iterable[Any]) -> str:
-    """A row of a table, with its end."""
+    """With its line end."""
     text = io.StringIO()
     csv.writer(text).writerow(values)
     return text.getvalue()
 
 
 def _is_locked_by_other(file: FileIO) -> bool:
-    """If not, it is from now on, until it is closed or its process ends. The kernel's lock, which nobody waits for:
-    where the file system has none, or keeps it from other machines, nobody is seen."""
+    """False after taking the kernel's lock without blocking; it is held until the file is closed or the process ends.
+    On file systems without locks, or with locks local to a machine, other writers are not detected."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return False
     try:
@@ -215,7 +219,7 @@ def _end_of_last_full_line(file: BinaryIO) -> int:
 
 
 class WandbProject(NamedTuple):
-    """Where a run is filed."""
+    """The project, group and team of a run."""
 
     name: str
     group: str | None = None
@@ -224,7 +228,7 @@ class WandbProject(NamedTuple):
 
 class WandbRun:
     def __init__(self, flag: str, project: WandbProject, step_metric: str) -> None:
-        """The horizontal axis of its charts is the scalar of that name."""
+        """`step_metric`: the scalar that is the x axis of the charts."""
         check_wandb(flag)
         import wandb
 
@@ -238,18 +242,18 @@ class WandbRun:
         self._run.define_metric("*", step_metric=step_metric)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """They are shown beside its charts."""
+        """Store the configuration with the run."""
         self._warn_on_failure(lambda: self._run.config.update(dict(settings), allow_val_change=True))
 
     def log(self, scalars: Mapping[str, float]) -> None:
         self._warn_on_failure(lambda: self._run.log(dict(scalars)))
 
     def close(self, *, failed: bool = False) -> None:
-        """Return when all of it has arrived, where it goes to a server."""
+        """Block until all scalars are uploaded (if a server is used)."""
         self._warn_on_failure(lambda: self._run.finish(exit_code=int(failed)))
 
     def _warn_on_failure(self, action: Callable[[], Any]) -> None:
-        """Its service may end before the run does, which is not worth ending a job of many ranks."""
+        """wandb's service may die before the run does; that must not end the job."""
         if self._has_failed:
             return
         try:

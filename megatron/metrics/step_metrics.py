@@ -15,19 +15,18 @@ from megatron.host_memory import peak_resident_bytes
 
 @dataclass(frozen=True)
 class NvmeStats:
-    """Since the engine began, or of a step: now - before."""
+    """Totals since the engine was created, or the difference of two totals."""
 
     wait_seconds: float = 0.0
-    """That its training thread did nothing but wait for reads and writes to end."""
+    """The training thread was blocked on reads and writes."""
     read_bytes: int = 0
-    """Asked for, as is what was written: a write may end in the next step."""
+    """Requested, as are written_bytes: a write may finish in the next step."""
     written_bytes: int = 0
 
     def format_per_step(self, steps: int) -> str:
-        """The mean of so many. Beside a step's time it tells whether the drive is what the step waits for."""
-        return (
-            f"drive wait (ms): {self.wait_seconds * 1e3 / steps:.1f} | drive read {format_bytes(self.read_bytes / steps)}, "
-            f"written {format_bytes(self.written_bytes / steps)}")
+        """Averages over `steps`. Compared with the step time they show whether the step is bound by NVMe."""
+        return (f"drive wait (ms): {self.wait_seconds * 1e3 / steps:.1f} | drive read "
+                f"{format_bytes(self.read_bytes / steps)}, written {format_bytes(self.written_bytes / steps)}")
 
     def __add__(self, other: NvmeStats) -> NvmeStats:
         return NvmeStats(self.wait_seconds + other.wait_seconds, self.read_bytes + other.read_bytes,
@@ -39,13 +38,13 @@ class NvmeStats:
 
 
 class LayerDropMetrics(NamedTuple):
-    """What progressive layer dropping did in a step."""
+    """Progressive layer drop in one step."""
 
     theta: float
     blocks: int
-    """So many ran."""
+    """Blocks that ran."""
     arithmetic_fraction: float
-    """Of the arithmetic of a step that runs all of them."""
+    """Of the arithmetic of a step that runs all blocks."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,11 @@ class StepMetrics:
     mfu: float | None
     max_memory_bytes: int
     drive: NvmeStats | None = None
-    """Of rank 0; None where nothing is on a drive."""
+    """Of rank 0; None if no state is on NVMe."""
     dropping: LayerDropMetrics | None = None
-    """None where every step runs all blocks."""
+    """None without progressive layer drop."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the metrics file."""
         own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
         return {**own, **self.nvme_values(), **self.layer_drop_values()}
 
@@ -87,7 +85,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns a step's time into rates."""
+    """Converts a step's time to rates."""
 
     tokens_per_step: int
     flops_per_token: float
@@ -95,14 +93,15 @@ class Throughput:
     peak_tflops: float | None
 
     def of_step(self, seconds: float, arithmetic_fraction: float = 1.0) -> tuple[float, float, float | None]:
-        """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this share of the arithmetic."""
+        """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this fraction of the
+        arithmetic."""
         tokens = self.tokens_per_step / seconds
         tflops = tokens * self.flops_per_token * arithmetic_fraction / self.devices / 1e12
         return tokens, tflops, tflops / self.peak_tflops if self.peak_tflops else None
 
 
 def max_memory_bytes(device: torch.device) -> int:
-    """Peak of the device's allocator, or of the process's resident memory on a CPU."""
+    """Peak of allocated device memory, or of the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()
@@ -114,7 +113,7 @@ class StepTiming(NamedTuple):
 
 
 class StepTimer:
-    """Seconds since the last reading, and what drives were used for meanwhile."""
+    """Measures the time and NVMe use between two laps."""
 
     def __init__(self, nvme_stats: Callable[[], NvmeStats | None]) -> None:
         self._nvme_stats = nvme_stats

@@ -19,7 +19,8 @@ from mpu.random import get_rng_tracker
 
 
 class Attention(nn.Module):
-    """q, k, v in one column-parallel projection (stride 3), heads side by side, one row-parallel projection back."""
+    """One column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
+    heads, and one row-parallel projection back."""
 
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
@@ -30,10 +31,7 @@ class Attention(nn.Module):
         self.heads_are_sharded = tp.size > 1
         self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
                                         tp=tp)
-        self.proj = RowParallelLinear(h,
-                                      h,
-                                      input_is_parallel=True,
-                                      init_method=init.residual_weight("proj.weight"),
+        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       tp=tp)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -42,11 +40,12 @@ class Attention(nn.Module):
         q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
                    for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        if dropout and self.heads_are_sharded:  # each rank holds other heads: their masks must differ
+        if dropout and self.heads_are_sharded:  # each rank has other heads, so their dropout masks must differ
             with get_rng_tracker().fork():
                 y = self._attend(q, k, v, mask, dropout)
         else:
             y = self._attend(q, k, v, mask, dropout)
+        # [b, n, s, d] -> [b, s, nd]
         return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))  # type: ignore[no-any-return]
 
     @staticmethod
@@ -66,10 +65,7 @@ class MLP(nn.Module):
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
         self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
-        self.proj = RowParallelLinear(ffn,
-                                      h,
-                                      input_is_parallel=True,
-                                      init_method=init.residual_weight("proj.weight"),
+        self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,13 +87,13 @@ class Block(nn.Module):
         return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
-        # Outside the split regions every tensor parallel rank draws the same mask from the default stream.
+        # x is replicated here: every tensor parallel rank draws the same mask from the default RNG stream.
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 def _add_branch(x: Tensor, branch: Tensor, scale: float | None) -> Tensor:
-    """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant:
-    each new scale would be compiled again. (Without a scale its backward has no product.)"""
+    """x + scale * branch, in one kernel launch."""
     if scale is None:
-        return x + branch
+        return x + branch  # no product in the backward
+    # Compiled, the product is fused anyway, and `alpha` would be a constant: each new scale would recompile the graph.
     return x + branch * scale if torch.compiler.is_compiling() else torch.add(x, branch, alpha=scale)

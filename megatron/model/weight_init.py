@@ -1,6 +1,6 @@
-"""Initial weights of GPT-2: each value follows from the seed, the parameter's name and the element's place.
+"""Initial weights of GPT-2: each value follows from the seed, the parameter's name and the element's position.
 
-So a tensor parallel run starts from the same values as one process, and a rank draws only what it keeps. With
+So a tensor parallel run starts from the same values as one process, and a rank draws only its own slice. With
 `deferred` parameters stay empty, and the engine draws its shards (zero/deferred_init.py).
 """
 
@@ -15,8 +15,8 @@ from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitiali
 
 
 class GPT2Init:
-    """N(0, std) for everything, and std / sqrt(2 x layers) for what is added to the residual stream. Names are relative
-    to the module that `at` leads to."""
+    """N(0, std) for all weights, with std / sqrt(2 * layers) for projections into the residual stream. Names are
+    relative to the path of `submodule`."""
 
     def __init__(self, std: float, num_layers: int, seed: int, deferred: bool = False, prefix: str = "") -> None:
         self._std, self._layers, self._seed, self._deferred, self._prefix = std, num_layers, seed, deferred, prefix
@@ -32,19 +32,19 @@ class GPT2Init:
                               self._deferred)
 
     def layer_norm(self, size: int, eps: float) -> nn.LayerNorm:
-        """One that changes no scale and adds nothing."""
+        """A LayerNorm with weight 1 and bias 0."""
         layer_norm = nn.LayerNorm(size, eps=eps)
         set_initializer(layer_norm.weight, ConstantInitializer(1.0),
-                        deferred=True)  # torch has filled them with these numbers
+                        deferred=True)  # torch has already filled in these values
         set_initializer(layer_norm.bias, ConstantInitializer(0.0), deferred=True)
         return layer_norm
 
     def embedding(self, name: str, rows: int, width: int) -> nn.Embedding:
-        """An embedding that is whole on every rank."""
+        """An embedding that is replicated over tensor parallel."""
         draw, values = self.weight(name), allocate_weight((rows, width), self._deferred)
         source = NormalInitializer(draw.key, draw.std, strided_segments_of((rows, width), None, 0, 1))
         set_initializer(values, source,
-                        draw.deferred)  # before there is a module: zero.Init splits its parameters at once
+                        draw.deferred)  # before the module is built, because zero.Init then shards its parameters
         embedding = nn.Embedding(rows, width, _weight=values)
         set_initializer(embedding.weight, source, deferred=True)
         return embedding

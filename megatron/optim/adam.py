@@ -1,8 +1,9 @@
 """AdamW, and Adam without bias correction, over flat fp32 segments, as one fused kernel call for all segments.
 
-The kernel applies the gradient factor while it reads, and does nothing if told to skip. On an accelerator it is the Triton kernel
-(adam_kernel.py), which reads 16-bit gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's fused kernel;
-16-bit gradients are widened one tile at a time. A CPU tile fits the cache (docs/decisions/018-host-adam.md).
+The kernel applies the gradient factor while it reads, and does nothing if the step is skipped. On an accelerator it is
+the Triton kernel (adam_kernel.py), which reads 16-bit gradients and writes 16-bit weights. On a CPU, and without
+Triton, it is torch's fused kernel; 16-bit gradients are cast to fp32 one tile at a time. A CPU tile fits the cache
+(docs/decisions/018-host-adam.md).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
 
 MAX_TILE_NUMEL = 2**24
-"""Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
+"""Elements cast to fp32 at a time: 64 MB, large enough to keep a device busy."""
 
 CACHE_TILE_NUMEL = 2**17
-"""Elements that a thread of a CPU works on at a time. What is read again, the wide gradient and the new masters, is
-1 MB; a multiple of the kernel's vectors, so that cuts change no bit."""
+"""Elements of a CPU thread's tile. The fp32 gradient and the new masters, which are read again, take 1 MB; a multiple
+of the kernel's vector length, so that tiling does not change results."""
 
 KernelBatch = tuple[list[Tensor], ...]
-"""Masters, fp32 gradients and both moments, for one call of the kernel."""
+"""(masters, fp32 gradients, first moments, second moments) of one kernel call."""
 
 
 @dataclass
@@ -38,18 +39,16 @@ class AdamW(AllReducedRule):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
     tile: int = MAX_TILE_NUMEL
-    """Elements widened at a time."""
+    """Elements cast to fp32 at a time."""
     bias_correction: bool = True
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
     """False: weight decay is added to the gradient."""
-    _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict,
-                                                                  init=False,
-                                                                  repr=False,
+    _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False,
                                                                   compare=False)
-    """Hyper-parameter group, and bucket where they come one by one -> where the kernel finds the spans."""
+    """(hyper-parameter group, parameter names of the bucket) -> the Triton kernel's table of segments."""
     _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
-    """Ours, where it works on all ranks."""
+    """The module adam_kernel, if the Triton kernel works on all ranks."""
 
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
@@ -57,7 +56,7 @@ class AdamW(AllReducedRule):
     needs_host_scalars = False
 
     def bind_device(self, device: torch.device, world: Group) -> None:
-        """The two kernels round differently."""
+        """Use the Triton kernel only if all ranks can: the two kernels round differently."""
         kernel = _load_kernel(device) if on_accelerator(device) else None
         everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
@@ -68,12 +67,8 @@ class AdamW(AllReducedRule):
     def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         kernel = self._kernel
         if kernel is not None:
-            table = self._segment_tables.setdefault((segments[0].group, segments[0].param_names), kernel.Places())
-            if kernel.update(segments,
-                             table,
-                             hyper,
-                             scalars,
-                             bias_correction=self.bias_correction,
+            table = self._segment_tables.setdefault((segments[0].group, segments[0].param_names), kernel.SegmentTable())
+            if kernel.update(segments, table, hyper, scalars, bias_correction=self.bias_correction,
                              decoupled=self.decoupled):
                 return True
         in_cache = not on_accelerator(segments[0].master)
@@ -84,7 +79,7 @@ class AdamW(AllReducedRule):
     def _step_with_torch(self, batches: Iterator[KernelBatch], hyper: Mapping[str, Any], scalars: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        # beta^inf is 0
+        # beta^inf is 0: no bias correction
         count = scalars.count if self.bias_correction else torch.full_like(scalars.count, math.inf)
         for masters, grads, averages, squares in batches:
             kernel(masters, grads, averages, squares, [], [count] * len(masters), lr=hyper["lr"], beta1=beta1,
@@ -92,7 +87,7 @@ class AdamW(AllReducedRule):
                    grad_scale=scalars.divisor, found_inf=scalars.skip)
 
     def _cache_sized_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
-        """A tile at a time, whose narrow weights are written when the next one is asked for."""
+        """One tile at a time; its 16-bit weights are written when the next tile is requested."""
         size = min(self.tile, CACHE_TILE_NUMEL * torch.get_num_threads())
         staged = torch.empty(max(min(size, _numel_to_widen(span)) for span in segments))
         for span in segments:
@@ -109,7 +104,7 @@ class AdamW(AllReducedRule):
                     narrow.copy_(master)
 
     def _large_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
-        """As few as can be."""
+        """As few batches as possible: all fp32 gradients at once, the others by tiles."""
         wide = [span for span in segments if span.grad.dtype == torch.float32]
         if wide:
             yield ([span.master for span in wide], [span.grad for span in wide],
@@ -124,7 +119,7 @@ class AdamW(AllReducedRule):
                    [span.states["exp_avg_sq"][part] for span, part in tiles])
 
     def _tiles(self, segments: Sequence[UpdateSegment]) -> Iterator[list[tuple[UpdateSegment, slice]]]:
-        """The spans, cut and packed so that together at most a tile's elements are worked on at a time."""
+        """Segments split and packed into batches of at most `tile` elements."""
         tiles: list[tuple[UpdateSegment, slice]] = []
         numel_left = self.tile
         for span in segments:
@@ -142,7 +137,7 @@ class AdamW(AllReducedRule):
 
 
 def _numel_to_widen(segment: UpdateSegment) -> int:
-    """Elements of its gradient that the kernel wants in fp32."""
+    """Gradient elements that must be cast to fp32."""
     return 0 if segment.grad.dtype == torch.float32 else len(segment.grad)
 
 

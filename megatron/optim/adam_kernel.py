@@ -1,16 +1,17 @@
-"""AdamW over flat spans as a Triton kernel: all spans of a call in one launch, the 16-bit weights in the same pass.
+"""AdamW over flat segments as a Triton kernel: all segments of a call in one launch, including the 16-bit weights.
 
     reads    the gradient, the fp32 master and both moments
-    writes   master and moments, and the narrow copy of the master where there is one
+    writes   master and moments, and the 16-bit copy of the master if there is one
 
-That is 28 bytes a weight in 16 bits. Everything else about a step stays as torch's fused kernel has it: the formula,
-`divisor` for the gradient, `skip` on the device; all in fp32, but for the bias corrections, one a program, in fp64.
+That is 28 bytes per weight with 16-bit gradients and weights. Otherwise it computes what torch's fused kernel does: the
+same formula, `divisor` for the gradient, `skip` on the device; all in fp32, except the bias corrections, one per
+program, in fp64.
 
-A program updates one *block* of one span. Two tables on the device say which: for each block the number of its span,
-and for each span a *row* of addresses and lengths (`Places`). Spans begin at multiples of 16 bytes, so a thread moves
-four weights at once: 16 bytes in fp32, 8 in 16 bits.
+A program updates one *block* of one segment. Two tables on the device (`SegmentTable`) map each block to the number of
+its segment, and each segment to a *row* of addresses and lengths. Segments begin at multiples of 16 bytes, so a thread
+moves four weights at once: 16 bytes in fp32, 8 in 16 bits.
 
-Importing this file needs Triton, which comes with torch for CUDA; adam.py asks whether it is there.
+Importing this file needs Triton, which comes with torch for CUDA; adam.py checks whether it is installed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 _BLOCK = 2048
 _WARPS = 8
 _ALIGNED = 16
-"""Of what addresses and lengths of spans must be multiples."""
+"""Addresses and lengths of segments must be multiples of this."""
 
 _LENGTH, _FIRST, _ROW = 5, 6, 7
-"""Places in a row: after five addresses the span's length and the number of its first block; the length of a row."""
+"""Columns of a row after its five addresses: the segment's length, its first block; then the number of columns."""
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _load_pointer(row, number: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _correction(count, log_beta):
-    """1 - beta^count; fp32 would lose what the first steps are made of."""
+    """1 - beta^count, in fp64: in fp32 it would cancel in the first steps."""
     return (1.0 - tl.exp(tl.load(count).to(tl.float64) * log_beta)).to(tl.float32)
 
 
@@ -94,35 +95,31 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
 
 
 def runs_on(device: torch.device) -> bool:
-    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
+    """True on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
     return device.type == "cuda" or isinstance(update_block, InterpretedFunction)
 
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, so that what does not work here says so."""
+    """Run the smallest case, so that a kernel that does not work on this system raises here."""
     master, grad, *states = torch.zeros(4, 16, device=device)
     span = UpdateSegment(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
     hyper = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1.0, "weight_decay": 0.0}
-    update([span],
-           SegmentTable(),
-           hyper,
-           StepScalars.for_applied_step(0.5, 0, device),
-           bias_correction=True,
+    update([span], SegmentTable(), hyper, StepScalars.for_applied_step(0.5, 0, device), bias_correction=True,
            decoupled=True)
 
 
 class SegmentTable:
-    """Where the spans of a hyper-parameter group are, on the device. Masters and moments stay, and gradients mostly do:
-    the tables are kept, and made anew, without a wait of the host, only where something has moved."""
+    """The device tables of one hyper-parameter group. Masters and moments keep their addresses, and gradients mostly
+    do, so the tables are rebuilt only if an address changed, without a host synchronization."""
 
     def __init__(self) -> None:
         self._current_rows: list[list[int]] = []
         self._blocks_per_row: list[int] = []
         self.rows = self.row_of_block = torch.empty(0)
-        """A row for each span; for each block the number of its row."""
+        """rows: [segments, _ROW] int64. row_of_block: [blocks] int32."""
 
     def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
-        """Whether these spans can be read; then the tables are theirs."""
+        """Point the tables at these segments; False if they are not aligned."""
         found = [[*_addresses(span), len(span.master)] for span in segments]
         if found != self._current_rows:
             if any(number % _ALIGNED for row in found for number in row):
@@ -150,33 +147,21 @@ def _to(device: torch.device, numbers: Tensor) -> Tensor:
 
 def update(segments: Sequence[UpdateSegment], table: SegmentTable, hyper: Mapping[str, Any], scalars: StepScalars, *,
            bias_correction: bool, decoupled: bool) -> bool:
-    """One step of all these spans, by one launch. False: it cannot read them, or all of them alike; nothing is done."""
+    """One step of all segments in one launch. False, without effect, if they are not aligned or differ in dtypes."""
     if len({(span.grad.dtype, span.lp_out is None or span.lp_out.dtype) for span in segments}) > 1:
         return False
     if not table.refresh(segments):
         return False
     betas = [number for beta in hyper["betas"] for number in _beta_constants(beta, bias_correction)]
     narrow = segments[0].lp_out
-    update_block[(len(table.row_of_block), )](table.rows,
-                                              table.row_of_block,
-                                              scalars.count,
-                                              scalars.divisor,
-                                              scalars.skip,
-                                              float(hyper["lr"]),
-                                              float(hyper["weight_decay"]),
-                                              float(hyper["eps"]),
-                                              *betas,
-                                              GRAD=TRITON_DTYPES[segments[0].grad.dtype],
-                                              NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype],
-                                              DECOUPLED=decoupled,
-                                              LENGTH=_LENGTH,
-                                              FIRST=_FIRST,
-                                              ROW=_ROW,
-                                              BLOCK=_BLOCK,
-                                              num_warps=_WARPS)
+    update_block[(len(table.row_of_block),)](
+        table.rows, table.row_of_block, scalars.count, scalars.divisor, scalars.skip, float(hyper["lr"]),
+        float(hyper["weight_decay"]), float(hyper["eps"]), *betas, GRAD=TRITON_DTYPES[segments[0].grad.dtype],
+        NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
+        FIRST=_FIRST, ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
     return True
 
 
 def _beta_constants(beta: float, bias_correction: bool) -> tuple[float, float, float]:
-    """(beta, 1 - beta, ln beta): taken here in double precision. beta^t is 0 where nothing is to be corrected."""
+    """(beta, 1 - beta, ln beta), in double precision. ln is -inf without bias correction, so that beta^t is 0."""
     return beta, 1 - beta, math.log(beta) if beta and bias_correction else -math.inf

@@ -19,12 +19,12 @@ from megatron.optim.rule import UpdateRule
 from megatron.optim.torch_rule import from_torch
 
 FUSED_CLASSES = ("Adam", "AdamW", "SGD")
-"""Classes with a kernel that makes one pass over everything, on each kind of device."""
+"""torch.optim classes with a fused kernel on each kind of device."""
 
 
 def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any]]:
-    """The rule, and what a param group says before anything is changed: all hyper-parameters but the learning rate,
-    which is the schedule's."""
+    """The rule, and the default hyper-parameters of a param group except the learning rate, which is the schedule's.
+    Raises ConfigError if torch's optimizer refuses them."""
     hyper = optim.hyper_parameters()
     if optim.optimizer == "lamb":
         return Lamb(tile), hyper
@@ -32,7 +32,7 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any
         return Lion(tile), hyper
     if optim.optimizer == "muon":
         return Muon(tile), hyper
-    hyper.pop("freeze_step", None)  # as the field has it
+    hyper.pop("freeze_step", None)  # passed from `optim` below
     if optim.optimizer == "onebit_lamb":
         return OneBitLamb(optim.freeze_step, tile), hyper
     if optim.optimizer == "onebit_adam":

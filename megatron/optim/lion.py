@@ -1,8 +1,8 @@
-"""Lion over flat fp32 spans: the sign of an interpolated momentum, and decoupled weight decay.
+"""Lion over flat fp32 segments: the sign of an interpolated momentum, and decoupled weight decay.
 
     w <- (1 - lr x decay) w - lr sign(beta1 m + (1 - beta1) g);   m <- beta2 m + (1 - beta2) g
 
-One state beside each weight, half of Adam's (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
+One state per weight, half of Adam's (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
 https://arxiv.org/abs/2302.06675).
 """
 
@@ -21,7 +21,7 @@ from megatron.optim.rule import SegmentwiseRule, UpdateSegment
 @dataclass(frozen=True)
 class Lion(SegmentwiseRule):
     tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: a temporary has as many."""
+    """Elements updated at a time: the size of temporaries."""
 
     name = "Lion"
     states = ("exp_avg",)

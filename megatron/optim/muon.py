@@ -1,15 +1,14 @@
-"""Muon over flat fp32 spans: momentum whose matrix is made orthogonal before it is a step (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/), and AdamW for what is no hidden matrix.
+"""Muon over flat fp32 segments (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): orthogonalized
+momentum for hidden matrices, and AdamW for all other parameters.
 
     m <- momentum m + (1 - momentum) g;   u = momentum m + (1 - momentum) g  (m itself without `nesterov`)
     w <- (1 - lr decay) w - lr scale orthogonal(u)
 
-The matrix is the logical one, whole: neither ZeRO nor tensor parallelism changes what is made orthogonal, nor the
-precision. u travels in the one that it is multiplied in: bf16, or fp32 on a processor without instructions for bf16.
-A checkpoint records which, and a run that is resumed on that kind of device keeps it. q, k and v of a fused projection
-are three matrices. Which parameters are hidden matrices their param groups say by `use_muon` (zero/hidden.py).
-
-Both kinds keep two states, as the parameters of a bucket have the same ones; the second of a matrix stays 0.
+The full logical matrix is orthogonalized, so the result does not depend on ZeRO or tensor parallelism. u is gathered in
+the dtype of the products: bf16, or fp32 on a CPU without bf16 instructions. A checkpoint records the dtype, and a run
+resumed on that kind of device keeps it. q, k and v of a fused projection are three matrices. Param groups mark hidden
+matrices by `use_muon` (zero/units.py). Both kinds of parameter have two states, as all parameters of a bucket must have
+the same; the second of a matrix stays 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mpu.collectives import all_reduce_scalar
 from mpu.groups import Group
 
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of Newton-Schulz's quintic: steep at 0, so that few steps bring every singular value near 1."""
+"""Of the quintic iteration: steep at 0, so that few steps bring every singular value near 1."""
 MIN_NORM = 1e-7
 NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -37,10 +36,10 @@ NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass
 class Muon(SegmentwiseRule):
     tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: a temporary has as many."""
+    """Elements updated at a time: the size of temporaries."""
     _adam: AdamW = field(init=False)
     _device_precision: str = field(init=False, default="bfloat16")
-    _precision: str = field(init=False, default="bfloat16")  # as chosen for the device, or as a checkpoint has it
+    _precision: str = field(init=False, default="bfloat16")  # the device's, or that of a checkpoint
     _device_type: str = field(init=False, default="")
 
     name = "Muon"
@@ -52,7 +51,7 @@ class Muon(SegmentwiseRule):
 
     def bind_device(self, device: torch.device, world: Group) -> None:
         self._adam.bind_device(device, world)
-        # Matrices are brought together on a GPU where there is one, also where spans are on the host.
+        # Full matrices are gathered on a GPU if there is one, even if the segments are on the host.
         self._device_type = "cuda" if torch.cuda.is_available() else device.type
         self._device_precision = self._precision = "bfloat16" if all_reduce_scalar(
             has_fast_bf16_matmul(self._device_type), world, "min") else "float32"
@@ -75,7 +74,7 @@ class Muon(SegmentwiseRule):
             segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-lr * scale)
 
     def _update_directions(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
-        """New momenta; and which way they would have the weights go."""
+        """Update the momentum; returns u of the segment's elements in the dtype of the products."""
         decay = hyper["momentum"]
         directions = torch.empty_like(segment.master, dtype=NEWTON_SCHULZ_DTYPES[self._precision])
         for start in range(0, len(segment.master), self.tile):
@@ -94,17 +93,18 @@ class Muon(SegmentwiseRule):
 
 
 def has_fast_bf16_matmul(device_type: str) -> bool:
-    """Faster than fp32: every GPU, and a processor with instructions for it. Others take 21 to 29 times as long."""
+    """Whether bf16 is faster than fp32: GPUs, and CPUs with bf16 instructions. On other CPUs it takes 21 to 29 times as
+    long."""
     known = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
     return device_type != "cpu" or any(is_supported() for is_supported in known)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Nearly U V^T, where the matrix is U S V^T: its singular values come to lie around 1, between 0.7 and 1.2."""
+    """Approximately U V^T of the matrix U S V^T: its singular values end up between about 0.7 and 1.2."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix  # the smaller of its two products is made
-    x = x / x.norm().clamp(min=MIN_NORM)  # no singular value above 1
+    x = matrix.T if is_tall else matrix  # wide, so that x x^T is the smaller product
+    x = x / x.norm().clamp(min=MIN_NORM)  # all singular values at most 1
     for _ in range(steps):
         product = x @ x.T
         polynomial = torch.addmm(product, product, product, beta=b, alpha=c)  # b x x^T + c (x x^T)^2
@@ -113,7 +113,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def update_scale(shape: torch.Size, adjustment: str) -> float:
-    """`original`: a step changes what a layer puts out alike, whatever its shape. `match_rms_adamw`: an element moves
-    as far as by Adam, whose rates then fit."""
+    """`original`: a step changes a layer's output equally for every shape. `match_rms_adamw`: the RMS of an update is
+    that of AdamW, so its learning rates fit."""
     rows, columns = shape
     return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -1,12 +1,13 @@
-"""1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888) and 1-bit Lamb (Li et al. 2021, https://arxiv.org/abs/2104.06069).
+"""1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888) and 1-bit Lamb (Li et al. 2021,
+https://arxiv.org/abs/2104.06069).
 
     warm-up      Adam or Lamb, bit for bit, on all-reduced gradients
-    afterwards   the variance v is frozen; each rank sends beta1 m + (1 - beta1) g of its own gradient at one bit an element with
-                 error feedback (mpu/compressed_all_reduce.py), and the mean that arrives is the new m
+    afterwards   the variance v is frozen; each rank sends beta1 m + (1 - beta1) g of its own gradient at one bit
+                 per element with error feedback (mpu/compressed_all_reduce.py), and the received mean is the new m
 
-The warm-up ends after `freeze_step` steps, or when the sum of v changes by less than 4 % in 1 / (1 - beta2) steps without a rise of
-the learning rate. Lamb scales its frozen update by a moving average of trust ratios and a factor from a fresh variance
-(`_FrozenVarianceUpdate`). Differences from the papers: docs/methods.md.
+The warm-up ends after `freeze_step` steps, or when the sum of v changes by less than 4 % in 1 / (1 - beta2) steps
+without a rise of the learning rate. Lamb scales its frozen update by a moving average of trust ratios and a factor from
+a fresh variance (`_FrozenVarianceUpdate`). Differences from the papers: docs/methods.md.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from mpu.grads import sum_of_squares
 from mpu.groups import Group
 
 STABLE_VARIANCE_RATIO = 0.96
-"""Of the two sums of v, the smaller is at least so much of the larger."""
+"""Minimum ratio of the smaller to the larger of two successive sums of v."""
 
 
 @dataclass
 class OneBitRule:
-    """Part of a rule with states `exp_avg` and `exp_avg_sq`: when the second freezes, and what is said of the first."""
+    """Mixin for rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first."""
 
     freeze_step: int | None
-    """Steps of the warm-up; None: until v has settled."""
+    """Steps of the warm-up; None: until v is stable."""
     frozen_at: int | None = field(default=None, init=False)
-    """Steps before the first one that v does not see any more, once it is frozen."""
+    """Steps before v was frozen; None during the warm-up."""
     _variance_sum: float = field(default=0.0, init=False)
     _measured_after_steps: int = field(default=0, init=False)
-    """The sum of v when it was last looked at, and after how many steps."""
+    """The last measured sum of v, and the number of steps before it."""
     _last_lr: float = field(default=0.0, init=False)
     _lr_rose: bool = field(default=False, init=False)
-    """The learning rate of the last step, and whether one rose since then."""
+    """The learning rate of the last step, and whether it rose since the last measurement."""
 
     supports_compression = True
     compression_mask_state = "exp_avg_sq"
@@ -72,8 +73,8 @@ class OneBitRule:
             return False
         before, rose = self._variance_sum, self._lr_rose
         self._variance_sum, self._measured_after_steps, self._lr_rose = sum_of_state("exp_avg_sq"), steps_taken, False
-        return not rose and min(before,
-                                self._variance_sum) >= STABLE_VARIANCE_RATIO * max(before, self._variance_sum) > 0
+        return (not rose
+                and min(before, self._variance_sum) >= STABLE_VARIANCE_RATIO * max(before, self._variance_sum) > 0)
 
     def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
@@ -137,10 +138,10 @@ class OneBitAdam(OneBitRule):
 
 @dataclass
 class _TrustState:
-    """What is known of the parameters of a bucket: [slots], in fp64, the same on all ranks that hold parts of them."""
+    """Of the parameters of a bucket: [slots] in fp64, equal on all ranks that hold segments of them."""
 
     average: Tensor
-    """Of their trust ratios; 0 where none was counted."""
+    """Moving average of the trust ratios; 0 before the first."""
     factor: Tensor
     """The last one."""
 
@@ -149,11 +150,11 @@ class _TrustState:
 @dataclass
 class OneBitLamb(OneBitRule):
     tile: int = MAX_TILE_NUMEL
-    """Elements updated at a time: a temporary has as many."""
+    """Elements updated at a time: the size of temporaries."""
     _trust: dict[tuple[str, ...], _TrustState] = field(default_factory=dict, init=False)
     """By the names of a bucket's parameters."""
     _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
-    """Parameter -> average and factor, before they were looked at."""
+    """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
 
     name = "OneBitLamb"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
@@ -164,7 +165,7 @@ class OneBitLamb(OneBitRule):
         self._lamb = Lamb(self.tile)
 
     def bind_device(self, device: torch.device, world: Group) -> None:
-        """There is one way."""
+        """No choice to make."""
 
     def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         raise AssertionError("1-bit Lamb steps one span at a time, by numbers on the host")
@@ -191,7 +192,7 @@ class OneBitLamb(OneBitRule):
         return self._trust[names]
 
     def scalars(self) -> dict[str, Any]:
-        """All ranks know those of all parameters."""
+        """Of all parameters, as every rank knows them."""
         known = dict(self._restored_trust)
         for names, trust in self._trust.items():
             known |= zip(names, map(list, zip(trust.average.tolist(), trust.factor.tolist())))
@@ -203,7 +204,7 @@ class OneBitLamb(OneBitRule):
 
 
 class _FrozenVarianceUpdate:
-    """Of one span, once v is frozen. Two passes, so that nothing of the size of the span is kept between them."""
+    """The update of one segment after v is frozen. Two passes, so that no temporary of the segment's size is needed."""
 
     def __init__(self, segment: UpdateSegment, hyper: Mapping[str, Any], frozen_at: int, steps_taken: int,
                  tile: int) -> None:
@@ -213,8 +214,8 @@ class _FrozenVarianceUpdate:
         self._v_correction = bias_corrections(hyper, frozen_at)[1]
 
     def measure(self, factor: float) -> tuple[Tensor, Tensor]:
-        """New moments; then [slots]: the largest ratio of denominators, 0 where there is nothing to look at, and the
-        update's share without decay."""
+        """Update the moments; returns [slots] the largest ratio of denominators (0 if all v are 0), and [slots] the
+        norm of the update without decay relative to that with it."""
         segment = self._segment
         norms_without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
         with_decay, largest = torch.zeros_like(norms_without_decay), torch.zeros_like(norms_without_decay)
@@ -231,6 +232,7 @@ class _FrozenVarianceUpdate:
         beta1, beta2 = self._hyper["betas"]
         states = self._segment.states
         momentum = self._segment.grad[tile].to(torch.float32).mul_(factor)
+        # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
         grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
         states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         grad.copy_(momentum)
@@ -250,14 +252,14 @@ class _FrozenVarianceUpdate:
         return ratios.masked_fill_(frozen == 0, 0.0)
 
     def apply(self, coefficients: Tensor) -> None:
-        """To the weights."""
+        """Update the weights."""
         for slot, tile in self._tiles:
             update = self._add_decay(self._update_without_decay(tile), tile)
             self._segment.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
 
 
 def _next_factors(before: Tensor, largest: Tensor, share: Tensor, hyper: Mapping[str, Any]) -> Tensor:
-    """[slots] each."""
+    """All arguments and the result are [slots]."""
     blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
     threshold = hyper["factor_threshold"]
     return torch.where(largest > 0, blended.clamp(before * (1 - threshold), before * (1 + threshold)), before)

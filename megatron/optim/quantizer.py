@@ -7,8 +7,8 @@
     2           -scale, 0, scale: 0 up to 0.7 mean|w|, and scale the mean of the others
     1           -scale, scale = mean|w|; 0 stays 0
 
-Rounding is to nearest even, or stochastic with `noise` in [0, 1). Means do not depend on summation order: magnitudes are counted
-as integer multiples of a power of two (`MagnitudeUnit`).
+Rounding is to nearest even, or stochastic with `noise` in [0, 1). Means do not depend on summation order: magnitudes
+are counted as integer multiples of a power of two (`MagnitudeUnit`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from torch import Tensor
 from megatron.bit_schedule import MIN_UNIFORM_BITS
 
 TERNARY_THRESHOLD = 0.7
-"""Of a ternary grid, in mean|w|."""
+"""Threshold of the ternary quantizer, in units of mean|w|."""
 
 
 class Quantizer(Protocol):
-    """Of the groups of one matrix: level k of a group is the number k * scale."""
+    """Of the groups of one matrix: level k of a group is the value k * scale."""
 
     @property
     def scale(self) -> Tensor:
         """[groups]"""
 
     def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
-        """k of each number of x [rows, columns] in fp32, of which row i belongs to `group[i]`."""
+        """k of each element of x [rows, columns] in fp32; row i belongs to `group[i]`."""
 
     @property
     def fits_int8(self) -> bool:
-        """So do all its levels."""
+        """All levels fit int8."""
 
 
 @dataclass(frozen=True)
 class UniformQuantizer:
     scale: Tensor
-    """[groups], and so are the others."""
+    """[groups], as are low and high."""
     low: Tensor
     high: Tensor
 
     def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
-        """k of each number."""
         scale, low, high = (numbers[group].unsqueeze(1) for numbers in (self.scale, self.low, self.high))
         steps = x / torch.where(scale != 0, scale, torch.inf)
         steps = steps.round_() if noise is None else steps.add_(noise).floor_()
@@ -73,12 +72,12 @@ class SignQuantizer:
 
 
 def quantize_to_levels(quantizer: Quantizer, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
-    """The numbers of the grid that x is rounded to."""
+    """x rounded to the quantizer's levels."""
     return quantizer.levels(x, group, noise).mul_(quantizer.scale[group].unsqueeze(1))
 
 
 def uniform_quantizer(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: bool) -> UniformQuantizer:
-    """From the largest and the smallest number of each group, in fp32."""
+    """From the largest and smallest weight of each group, in fp32."""
     assert bits >= MIN_UNIFORM_BITS
     count = 2.0 ** bits
     if symmetric:
@@ -94,24 +93,25 @@ def uniform_quantizer(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: 
 
 @dataclass(frozen=True)
 class MagnitudeUnit:
-    """In what the magnitudes of each group are counted: a power of two, so small that a count of `members` fits."""
+    """The unit in which each group's magnitudes are counted: a power of two, so small relative to the largest magnitude
+    that the sum over all members just fits int64."""
 
     size: Tensor
     """[groups] in fp64."""
 
     @staticmethod
     def for_groups(largest: Tensor, members: Tensor) -> MagnitudeUnit:
-        """`largest` |w| of each group, and how many it has."""
+        """From the largest |w| of each group and its number of members."""
         exponent = torch.frexp(largest.double())[1]
         room = 62 - torch.frexp(members.double())[1]
         return MagnitudeUnit(torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - room))
 
     def to_units(self, x: Tensor, group: Tensor) -> Tensor:
-        """|x| in units, int64: what is below one is dropped."""
+        """|x| in units, int64, rounded down."""
         return (x.double().abs_() / self.size[group].unsqueeze(1)).long()
 
     def mean(self, counts: Tensor, members: Tensor) -> Tensor:
-        """fp32 of what was counted over so many; 0 of none."""
+        """The fp32 mean of `counts` (sums in units) over `members`; 0 for an empty group."""
         return (counts.double() * self.size / members.double().clamp(min=1)).float()
 
 

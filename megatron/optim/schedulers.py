@@ -1,9 +1,10 @@
-"""Learning rate schedules: the trainer's `LRSchedule`, and DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+"""Learning rate schedules: the trainer's `LRSchedule`, and DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR,
+OneCycle, LRRangeTest.
 
 `LRSchedule` is a pure function of the number of completed steps; step 0 already trains with 1/warmup of the peak.
-DeepSpeed's classes write `lr` into the param groups of any optimizer. `last_batch_iteration` counts calls of `step` from -1, and is
-all of their state. As in DeepSpeed a warm-up has at least 2 steps. Unlike there, an unknown `warmup_type` is an error, and
-`load_state_dict` writes the rates of its step into the groups. No torch here.
+DeepSpeed's classes write `lr` into the param groups of any optimizer. `last_batch_iteration` counts calls of `step`
+from -1, and is all of their state. As in DeepSpeed a warm-up has at least 2 steps. Unlike there, an unknown
+`warmup_type` is an error, and `load_state_dict` writes the rates of its step into the groups. No torch here.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, Protocol, final
 from megatron.errors import ConfigError
 
 CYCLE_BETA2 = 0.99
-"""The second moment's decay while momentum is cycled: DeepSpeed's, which has no key for it."""
+"""beta2 while momentum is cycled, as in DeepSpeed, which has no key for it."""
 
 MAX_MOMENTUM = 0.9999999
-"""Momentum that grows after the cycle ends here: Adam is not defined at 1."""
+"""Upper limit of momentum that grows after the cycle: Adam is undefined at 1."""
 
 EXPONENTIAL_FLOOR_RATIO = 0.01
-"""Where exponential decay ends when --min-lr is 0, as a share of the peak: a true exponential never reaches 0."""
+"""Final rate of exponential decay relative to the peak if --min-lr is 0, as an exponential never reaches 0."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class LRSchedule:
     tail: float = 0.0
     """one-cycle: decay per step after the cycle; range-test: growth per `decay_steps` steps."""
     momentum_low: float | None = None
-    """one-cycle: the first moment's decay where the rate is highest; None leaves momentum alone."""
+    """one-cycle: beta1 at the highest rate; None leaves momentum alone."""
     momentum_high: float = 0.0
     momentum_tail: float = 0.0
     wsd_style: str = "exponential"
     wsd_steps: int = 0
-    """WSD: the shape of the decay, and how many steps before `decay_steps` it begins."""
+    """WSD: the shape of the decay, and its length before `decay_steps`."""
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps and self.style not in STYLES_WITHOUT_WARMUP:
@@ -57,8 +58,8 @@ class LRSchedule:
         return min(1.0, (step - self.warmup_steps) / decay_length)
 
     def betas(self, step: int) -> tuple[float, float] | None:
-        """The moments' decay of this step where the schedule says it. As in DeepSpeed, the first step has the lowest
-        momentum, the others go against the rate, and the second moment's decay is 0.99."""
+        """(beta1, beta2) of the step, or None if the schedule leaves them alone. As in DeepSpeed, the first step has
+        the lowest beta1, later ones move against the rate, and beta2 is 0.99."""
         if self.momentum_low is None:
             return None
         low, high = self.momentum_low, self.momentum_high
@@ -71,8 +72,8 @@ class LRSchedule:
 
 
 def warmup_fraction(kind: str, step: int, steps: int) -> float:
-    """The share of the peak after `step` of `steps` steps of warming up; the logarithmic one is there one step early,
-    as in DeepSpeed."""
+    """The fraction of the peak after `step` of `steps` warm-up steps. As in DeepSpeed, "log" reaches 1 one step
+    early."""
     if kind == "linear":
         return step / steps
     return min(1.0, math.log(step + 1) / math.log(max(2, steps)))
@@ -127,23 +128,15 @@ def _range_test_staircase_lr(s: LRSchedule, step: int) -> float:
 
 
 LR_STYLES: dict[str, Callable[[LRSchedule, int], float]] = {
-    "constant": _constant_lr,
-    "linear": _linear_lr,
-    "cosine": _cosine_lr,
-    "exponential": _exponential_lr,
-    "inverse-square-root": _inverse_square_root_lr,
-    "WSD": _wsd_lr,
-    "one-cycle": _one_cycle_lr,
-    "range-test": _range_test_lr,
-    "range-test-stairs": _range_test_staircase_lr,
-}
-WSD_DECAYS: dict[str, Callable[[float], float]] = {
-    "exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
-    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)), "minus_sqrt": lambda t: 1 - math.sqrt(t),
-}
-"""Style of the WSD decay -> the share of the peak, from 1 at t = 0 to 0 at t = 1."""
+    "constant": _constant_lr, "linear": _linear_lr, "cosine": _cosine_lr, "exponential": _exponential_lr,
+    "inverse-square-root": _inverse_square_root_lr, "WSD": _wsd_lr, "one-cycle": _one_cycle_lr,
+    "range-test": _range_test_lr, "range-test-stairs": _range_test_staircase_lr}
+WSD_DECAYS: dict[str, Callable[[float], float]] = {"exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
+                                                   "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+                                                   "minus_sqrt": lambda t: 1 - math.sqrt(t)}
+"""Style of the WSD decay -> the fraction of the peak, from 1 at t = 0 to 0 at t = 1."""
 STYLES_WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
-"""Styles that say the rate of every step."""
+"""Styles that define the rate of every step themselves."""
 
 
 LRValues = float | Sequence[float]
@@ -151,7 +144,7 @@ LRValues = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """An optimizer, or what looks like one to a scheduler."""
+    """What a scheduler needs of an optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -170,11 +163,11 @@ class DeepSpeedScheduler(ABC):
         """The rate of each group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The rates that are in the groups."""
+        """The rates in the param groups."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one, or to this iteration."""
+        """Advance by one step, or to the given one."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write_to_groups()
@@ -192,7 +185,7 @@ class DeepSpeedScheduler(ABC):
 
 
 class _WarmupScheduler(DeepSpeedScheduler):
-    """Moves each group's rate from `lows` (share 0) to `highs` (share 1); `_after` is the decay."""
+    """Moves each group's rate from `lows` (fraction 0) to `highs` (fraction 1), then by `_fraction_after_warmup`."""
 
     def __init__(self, optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_num_steps: int,
                  warmup_type: str, last_batch_iteration: int) -> None:
@@ -208,7 +201,7 @@ class _WarmupScheduler(DeepSpeedScheduler):
 
     @abstractmethod
     def _fraction_after_warmup(self, step: int) -> float:
-        """The share after the warm-up."""
+        """Position between `lows` (0) and `highs` (1)."""
 
     def _fraction_in_warmup(self, step: int) -> float:
         return warmup_fraction(self.warmup_type, step, self.warmup_num_steps)
@@ -234,7 +227,7 @@ class WarmupLR(_WarmupScheduler):
 
 @final
 class WarmupDecayLR(_WarmupScheduler):
-    """As WarmupLR, then down in a straight line, to `warmup_min_lr` at `total_num_steps`."""
+    """As WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
                  warmup_max_lr: LRValues | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
@@ -248,7 +241,7 @@ class WarmupDecayLR(_WarmupScheduler):
 
 @final
 class WarmupCosineLR(_WarmupScheduler):
-    """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then along a cosine to `cos_min_ratio`."""
+    """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then cosine decay to `cos_min_ratio`."""
 
     def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
                  warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
@@ -266,9 +259,9 @@ class WarmupCosineLR(_WarmupScheduler):
 
 
 class _LRScheduleScheduler(DeepSpeedScheduler):
-    """Follows the trainer's `LRSchedule`, each group its own: step 0 is the one before the first call of `step`."""
+    """Follows one `LRSchedule` per group; step 0 is before the first call of `step`."""
 
-    stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
+    stairs = 0, 0  # stairs of the rising and the falling half of a cycle; 0: linear
 
     def __init__(self, optimizer: HasParamGroups, schedules: Sequence[LRSchedule], last_batch_iteration: int) -> None:
         self.schedules = schedules
@@ -278,12 +271,13 @@ class _LRScheduleScheduler(DeepSpeedScheduler):
         return [schedule(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, where they are cycled."""
+        """The betas of each group, or None unless they are cycled."""
         found = [schedule.betas(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
         return None if None in found else [betas for betas in found if betas is not None]
 
     def _schedule_step(self) -> float:
-        """The next one; on stairs, where the straight line is as high as the stair. Only the first of all is 0."""
+        """The next step. With stairs: the point at which the linear cycle has the height of the stair, as a fraction of
+        a step; never exactly 0, which only the first step is."""
         step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
         start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
         if not (stairs and 0 < step < end):
@@ -298,23 +292,14 @@ class _LRScheduleScheduler(DeepSpeedScheduler):
 
 @final
 class OneCycle(_LRScheduleScheduler):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and down again; then divided by 1 + `decay_lr_rate` every
-    `decay_step_size` steps. Where all groups have betas, the first goes the other way, and grows afterwards."""
+    """Linear from `cycle_min_lr` to `cycle_max_lr` and back, then divided by 1 + `decay_lr_rate` per `decay_step_size`
+    steps. If all groups have betas, beta1 moves the other way, and grows after the cycle."""
 
-    def __init__(self,
-                 optimizer: HasParamGroups,
-                 cycle_min_lr: LRValues,
-                 cycle_max_lr: LRValues,
-                 decay_lr_rate: float = 0.0,
-                 cycle_first_step_size: int = 2000,
-                 cycle_second_step_size: int | None = None,
-                 cycle_first_stair_count: int = 0,
-                 cycle_second_stair_count: int | None = None,
-                 decay_step_size: int = 0,
-                 cycle_momentum: bool = True,
-                 cycle_min_mom: LRValues = 0.8,
-                 cycle_max_mom: LRValues = 0.9,
-                 decay_mom_rate: float = 0.0,
+    def __init__(self, optimizer: HasParamGroups, cycle_min_lr: LRValues, cycle_max_lr: LRValues,
+                 decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
+                 cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+                 cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+                 cycle_min_mom: LRValues = 0.8, cycle_max_mom: LRValues = 0.9, decay_mom_rate: float = 0.0,
                  last_batch_iteration: int = -1) -> None:
         first, per_step = cycle_first_step_size, 1 / decay_step_size if decay_step_size else 0.0
         second = first if cycle_second_step_size is None else cycle_second_step_size
@@ -333,22 +318,17 @@ class OneCycle(_LRScheduleScheduler):
 
 @final
 class LRRangeTest(_LRScheduleScheduler):
-    """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps: in a
-    straight line, or at once."""
+    """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps,
+    linearly or (staircase) at once."""
 
-    def __init__(self,
-                 optimizer: HasParamGroups,
-                 lr_range_test_min_lr: LRValues = 1e-3,
-                 lr_range_test_step_size: int = 2000,
-                 lr_range_test_step_rate: float = 1.0,
-                 lr_range_test_staircase: bool = False,
-                 last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: HasParamGroups, lr_range_test_min_lr: LRValues = 1e-3,
+                 lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
+                 lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
         style = "range-test-stairs" if lr_range_test_staircase else "range-test"
         lows = _one_per_group(optimizer, lr_range_test_min_lr)
-        super().__init__(optimizer, [
-            LRSchedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate) for low in lows
-        ], last_batch_iteration)
+        super().__init__(optimizer, [LRSchedule(style, 0.0, low, 0, lr_range_test_step_size,
+                                                tail=lr_range_test_step_rate) for low in lows], last_batch_iteration)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:

@@ -2,10 +2,11 @@
 
     from_torch(optimizer) -> UpdateRule
 
-A copy of the optimizer without parameters steps one tile at a time as its only parameter. State of the parameter's shape lives in
-flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be elementwise: a small random
-matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole parameters, and hooks on `step`, are not
-supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments; nothing is compiled.
+A copy of the optimizer without parameters steps one tile at a time as its only parameter. State of the parameter's
+shape lives in flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be
+elementwise: a small random matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole
+parameters, and hooks on `step`, are not supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments;
+nothing is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron.optim.rule import SegmentwiseRule, UpdateRule, UpdateSegment
 
 @final
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Adam; with `adamw_mode` its weight decay is decoupled."""
+    """torch's Adam with DeepSpeed's arguments; `adamw_mode` decouples the weight decay."""
 
     def __init__(self, model_params: ParamsT, lr: float = 1e-3, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
@@ -47,41 +48,42 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
 
     @property
     def bias_correction(self) -> bool:
-        """One for all groups."""
+        """Of all groups. Raises ConfigError if they differ."""
         values = {group["bias_correction"] for group in self.param_groups}
         if len(values) > 1:
             raise ConfigError("DeepSpeedCPUAdam: bias_correction differs between param groups; give all the same")
         return bool(values.pop())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Without an engine."""
+        """For use without an engine."""
         if not self.bias_correction:
             raise ConfigError("DeepSpeedCPUAdam: only an engine steps with bias_correction=False; give the optimizer "
                               "to zero.initialize")
         return super().step(closure)
 
     def as_torch(self) -> torch.optim.Adam:
-        """Torch's own of the same groups and state."""
+        """A torch.optim.Adam with the same groups and state."""
         plain = torch.optim.Adam(self.param_groups, decoupled_weight_decay=self.adam_w_mode)
         plain.state = self.state
         return plain
 
 
 ParamState = dict[str, Any]
-"""What torch.optim keeps for one parameter, or the numbers among it."""
+"""What torch.optim stores for one parameter, or the scalars among it."""
 
 
 def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
-    """The rule of this optimizer, for the hyper-parameters in its param groups; ConfigError if there can be none."""
+    """The rule of this optimizer, for the hyper-parameters in its param groups. Raises ConfigError if it is not
+    supported."""
     try:
         ours = _native_rule(optimizer, tile)
         if ours is not None:
-            _initial_state(optimizer)  # refuses one that has taken steps
+            _initial_state(optimizer)  # raises if it has taken steps
             return ours
         return _tested_rule(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the optimizer's code raises where a parameter is one-dimensional
+    except Exception as error:  # the optimizer may fail on 1-dimensional parameters
         raise _unsupported(optimizer, f"{type(error).__name__}: {error}") from error
 
 
@@ -94,9 +96,10 @@ class TorchRule(SegmentwiseRule):
         self._optimizer = _ParameterlessOptimizer(optimizer)
         self._tile = tile
         self._scalars_by_group: dict[int, dict[int, ParamState]] = {}
-        """Group -> steps taken -> numbers. Every span of a group starts from the same ones, so the last are kept."""
+        """Group -> steps taken -> scalars. All segments of a group start from the same ones, so the previous step's are
+        kept."""
         self._scalar_templates: dict[tuple[int, torch.device], ParamState] = {}
-        """What the optimizer has where we keep numbers: 0-dimensional tensors, on one device or another."""
+        """(group, device) -> the optimizer's own types of these scalars, such as 0-dimensional tensors."""
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         before = self._scalars_before_step(segment, hyper, steps_taken) if steps_taken else {}
@@ -111,9 +114,10 @@ class TorchRule(SegmentwiseRule):
             self._store_scalars(segment, state, steps_taken)
 
     def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
-        """The group's numbers after so many steps, as the optimizer has them."""
+        """The group's scalars after `steps_taken` steps, in the optimizer's types. Raises CheckpointError if they are
+        unknown."""
         place = segment.group, segment.master.device
-        if place not in self._scalar_templates:  # restored: see what a first step makes
+        if place not in self._scalar_templates:  # after a restore: run a first step to see the types
             seed = torch.zeros(1, device=segment.master.device)
             state = self._optimizer.initial_state(seed)
             self._optimizer.step(seed, torch.zeros_like(seed), state, hyper)
@@ -129,19 +133,18 @@ class TorchRule(SegmentwiseRule):
     def _store_scalars(self, segment: UpdateSegment, state: ParamState, steps_taken: int) -> None:
         known = self._scalars_by_group.get(segment.group, {})
         numbers = self._scalars_in(state)
-        if numbers and steps_taken + 1 not in known:  # once a step is enough: reading waits for the device
+        if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
             self._scalars_by_group[segment.group] = {steps: known[steps] for steps in known if steps == steps_taken}
-            self._scalars_by_group[segment.group][
-                steps_taken + 1] = {name: _to_python_number(value)
-                                    for name, value in numbers.items()}
+            self._scalars_by_group[segment.group][steps_taken + 1] = {name: _to_python_number(value)
+                                                                      for name, value in numbers.items()}
             self._scalar_templates[segment.group, segment.master.device] = numbers
 
     def _scalars_in(self, state: ParamState) -> ParamState:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}
 
     def scalars(self) -> dict[str, Any]:
-        """Numbers by "GROUP/STEPS", for the groups that this rank has spans of. The whole is the union over ranks:
-        what an idle rank still remembers has a smaller number of steps as its key, and does no harm."""
+        """{"GROUP/STEPS": scalars} for groups with segments on this rank; a checkpoint merges all ranks. A rank that
+        had none lately contributes an outdated, smaller STEPS, which is harmless."""
         return {f"{group}/{max(known)}": known[max(known)] for group, known in self._scalars_by_group.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
@@ -152,7 +155,7 @@ class TorchRule(SegmentwiseRule):
 
 
 def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
-    """The rule of ours that does the same, as a configuration would have it (build.py)."""
+    """The equivalent native rule, as a configuration would select it (build.py), or None."""
     if _has_extras(optimizer):
         return None
     if isinstance(optimizer, DeepSpeedCPUAdam):
@@ -168,7 +171,7 @@ def _has_extras(optimizer: Optimizer) -> bool:
 
 @final
 class _ParameterlessOptimizer:
-    """An optimizer without parameters: it steps what it is lent."""
+    """A copy of an optimizer that steps parameters passed to it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Optimizer = object.__new__(type(optimizer))
@@ -177,29 +180,29 @@ class _ParameterlessOptimizer:
         self._initial_fills, self._initial_scalars = _initial_state(optimizer)
 
     def initial_state(self, weights: Tensor) -> ParamState:
-        """The state before the first step. Nearly every optimizer makes it in `step`, and then this is empty."""
+        """The state before the first step; empty for most optimizers, which create it in `step`."""
         return {**{name: torch.full_like(weights, fill) for name, fill in self._initial_fills.items()},
                 **_clone_scalars(self._initial_scalars)}
 
     def step(self, weights: Tensor, grad: Tensor, state: ParamState, hyper: Mapping[str, Any]) -> None:
-        """Update weights and state in place, or leave other tensors in the state."""
+        """Update weights and state in place; the optimizer may also replace tensors in the state."""
         parameter = Parameter(weights)
         parameter.grad = grad
         self._optimizer.param_groups = [{**hyper, "params": [parameter]}]
         self._optimizer.state = defaultdict(dict, {parameter: state})
-        type(self._optimizer).step(self._optimizer)  # not what a torch scheduler may have put on the instance
-        if parameter.data_ptr() != weights.data_ptr():  # the optimizer has given the parameter new data
+        type(self._optimizer).step(self._optimizer)  # torch's schedulers patch `step` on the instance
+        if parameter.data_ptr() != weights.data_ptr():  # the optimizer replaced parameter.data
             weights.copy_(parameter.detach())
         self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
 
 
 def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], ParamState]:
-    """What the optimizer's constructor keeps for every parameter (Adagrad's does): a number for each weight, the same
-    for all, and numbers."""
+    """(fill value of each elementwise state, scalars) that the constructor creates for every parameter, as Adagrad's
+    does. Raises ConfigError if parameters differ, as after a step."""
     found: list[tuple[dict[str, float], ParamState]] = []
     shown = [(parameter, state) for parameter, state in optimizer.state.items()
-             if parameter.numel() and parameter.dim()]  # of a parameter that is a number all state is numbers
-    for parameter, state in shown or optimizer.state.items():  # where there is no other, any number will do
+             if parameter.numel() and parameter.dim()]  # a 0-dimensional parameter has only scalar state
+    for parameter, state in shown or optimizer.state.items():  # if all are 0-dimensional or empty, use those
         tensors = {name: value for name, value in state.items()
                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape}
         fills = {name: value.flatten()[0].item() if value.numel() else 0.0 for name, value in tensors.items()}
@@ -231,12 +234,12 @@ def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
 
 
 def _trial_hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's hyper-parameters, with a learning rate that shows something: warm-ups start at 0."""
+    """The group's hyper-parameters, with a nonzero learning rate: warm-ups start at 0."""
     return {**{key: value for key, value in group.items() if key != "params"}, "lr": float(group.get("lr", 0)) or 1e-3}
 
 
 def _random_matrices() -> tuple[Tensor, Tensor]:
-    """Weights, and a gradient for each step."""
+    """Weights [16, 16] and gradients [TRIAL_STEPS, 16, 16]."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randn(TRIAL_SHAPE, generator=generator),
             torch.randn((TRIAL_STEPS, *TRIAL_SHAPE), generator=generator))
@@ -251,36 +254,33 @@ def _step_unsplit(optimizer: _ParameterlessOptimizer, hyper: Mapping[str, Any]) 
 
 
 def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
-    """The same, flat and in two spans: states, numbers, and the weights under ""."""
+    """The same steps in two flat segments: states and scalars by name, and the weights under ""."""
     weights, grads = _random_matrices()
     flats = {"": weights.view(-1), **{name: torch.zeros(weights.numel()) for name in rule.states}}
     middle = weights.numel() // 2
     for steps_taken, grad in enumerate(grads):
         for half in (slice(0, middle), slice(middle, None)):
-            span = UpdateSegment(0, flats[""][half],
-                                 grad.view(-1)[half], {name: flats[name][half]
-                                                       for name in rule.states}, (), 1, lambda sums: sums)
+            span = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
+                                 {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=steps_taken)
     return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 
 
 def _is_bitwise_equal(flat: ParamState, unsplit: ParamState) -> bool:
-    """To the bit: where each weight is updated by itself, nothing is rounded differently."""
+    """Exact: an elementwise update rounds the same way in halves."""
     return all(torch.allclose(torch.as_tensor(flat[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0, atol=0,
-                              equal_nan=True)
-               for name, value in unsplit.items() if value is not None)
+                              equal_nan=True) for name, value in unsplit.items() if value is not None)
 
 
 def _elementwise_state_names(optimizer: Optimizer, state: ParamState) -> list[str]:
-    """The states that are one number for each weight."""
+    """States with one fp32 value per weight. Raises ConfigError for states that are neither that nor scalars."""
     names = []
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == TRIAL_SHAPE and value.dtype == torch.float32:
             names.append(name)
         elif not (value is None or isinstance(value, int | float) or isinstance(value, Tensor) and value.numel() == 1):
-            raise _unsupported(
-                optimizer, f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a "
-                "number")
+            raise _unsupported(optimizer,
+                               f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a number")
     return names
 
 

@@ -1,4 +1,4 @@
-"""`python -m megatron.plan`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.plan`: cli.py, unless a package of ours is hidden."""
 
 import sys
 

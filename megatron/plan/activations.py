@@ -22,7 +22,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Activations:
-    """One micro-batch of `batch` x `sequence` tokens in a working precision of `work` bytes."""
+    """One micro-batch of `batch` x `sequence` tokens in a working precision of `param_bytes` bytes."""
 
     model: ModelConfig
     batch: int
@@ -86,7 +86,8 @@ class Activations:
     @property
     def block_backward(self) -> int:
         """The most that the backward of a block holds beside what its forward saved: gradients on their way."""
-        mlp = self.residual_bytes + self.mlp_bytes  # of the residual stream; of GELU's output, while that of its input is made
+        # of the residual stream; of GELU's output, while that of its input is made
+        mlp = self.residual_bytes + self.mlp_bytes
         if not self._attends_unfused:
             return mlp
         freed = 2 * self.residual_bytes + 2 * self.mlp_bytes  # the second half of the block is done
@@ -154,7 +155,8 @@ class Activations:
             return (block + 1) * self.block
         number, inside = divmod(block, self.chunk)
         again = (inside + 1) * self.block
-        ahead = self.residual_bytes if self.inputs_are_on_host and number else 0  # on its way back while this one is at work
+        # on its way back while this one is at work
+        ahead = self.residual_bytes if self.inputs_are_on_host and number else 0
         return self._device_input_bytes(number + self._inputs_are_copies) + again + ahead
 
     def alive_at_loss(self) -> int:

@@ -94,17 +94,15 @@ class PlanChoice:
 
 def plan_rows(requested: PlannedRun) -> list[PlannedRun]:
     """The run at every stage, with its state in the homes that are of use there, and as it was asked for."""
-    found = [
-        run for stage, homes in _stage_placements(requested)
-        for run in if_legal(partial(with_stage, requested, stage, homes))
-    ]
+    found = [run for stage, homes in _stage_placements(requested)
+             for run in if_legal(partial(with_stage, requested, stage, homes))]
     return found if requested in found else sorted([*found, requested], key=lambda run: run.config.zero.zero_stage)
 
 
 def forbidden_rows(requested: PlannedRun) -> list[tuple[int, StatePlacement, str]]:
     """(stage, homes, why) of the rows that the configuration forbids."""
-    return [(stage, homes, why) for stage, homes in _stage_placements(requested)
-            if (why := why_illegal(requested, stage, homes))]
+    return [(stage, homes, why)
+            for stage, homes in _stage_placements(requested) if (why := why_illegal(requested, stage, homes))]
 
 
 def _stage_placements(requested: PlannedRun) -> Iterator[tuple[int, StatePlacement]]:

@@ -96,11 +96,11 @@ class PlannedRun:
     ranks: int = 1
     device: Device = "cuda"
     placement: StatePlacement = ALL_ON_DEVICE
-    """What counts, so that one configuration can be planned with every home; its own section says the sizes only."""
+    """What counts, so that one configuration can be planned with every storage; its own section says the sizes only."""
 
     @cached_property
     def offload_placement(self) -> StatePlacement:
-        """Homes that are not the device: a CPU is its own host."""
+        """Storage that is not on the device: a CPU is its own host."""
         if self.device == "cuda":
             return self.placement
         return StatePlacement(*("none" if place == "cpu" else place
@@ -264,7 +264,8 @@ class PlannedRun:
     @property
     def keeps_masters(self) -> bool:
         """The device has fp32 masters of the state that stays, apart from the weights at work."""
-        return self.param_bytes < FP32 or self.offload_placement.params != "none" or self.config.quantize.quantize_training
+        return (self.param_bytes < FP32 or self.offload_placement.params != "none"
+                or self.config.quantize.quantize_training)
 
     @cached_property
     def device_optimizer_bytes(self) -> int:
@@ -307,12 +308,9 @@ class PlannedRun:
     def host_by_kind(self) -> dict[str, int]:
         """Bytes of what is offloaded, and of the buffers in front of a drive."""
         offload = self.config.offload
-        found = {
-            "parameters": 0,
-            "gradients": self.offloaded_numel * self.grad_sum_bytes if self.gradients_are_offloaded else 0,
-            "optimizer": self.offloaded_optimizer_bytes if self.offload_placement.optimizer == "cpu" else 0,
-            "buffers": 0
-        }
+        found = {"parameters": 0, "gradients": self.offloaded_numel * self.grad_sum_bytes
+                 if self.gradients_are_offloaded else 0, "optimizer": self.offloaded_optimizer_bytes
+                 if self.offload_placement.optimizer == "cpu" else 0, "buffers": 0}
         if self.offload_placement.optimizer == "nvme":
             found["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_swap_part * FP32
         if self.gradients_are_offloaded and self.offload_placement.optimizer == "cpu" and offload.delayed_param_update:
@@ -344,9 +342,8 @@ class PlannedRun:
     @property
     def max_swap_part(self) -> int:
         """The largest of them."""
-        return max(
-            largest_chunk(split_into_chunks(layout.shard_numel, self._swap_part_numel)) if layout.shard_numel else 0
-            for layout in (self.root, self.persistent, self.block))
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._swap_part_numel)) if layout.shard_numel
+                   else 0 for layout in (self.root, self.persistent, self.block))
 
     @property
     def state_is_updated_on_device(self) -> bool:
@@ -374,7 +371,8 @@ class PlannedRun:
     def gradients_are_offloaded(self) -> bool:
         """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much
         room.)"""
-        return self.device == "cuda" and self.offload_placement.optimizer != "none" and not self.state_is_updated_on_device
+        return (self.device == "cuda" and self.offload_placement.optimizer != "none"
+                and not self.state_is_updated_on_device)
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 

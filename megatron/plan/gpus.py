@@ -54,10 +54,8 @@ def _find_gpu(word: str, listed: Sequence[Gpu]) -> Gpu | None:
 
 def _gpus_from_proc() -> list[Gpu]:
     """In the order of the bus."""
-    return [
-        _parse_information(file.read_text(encoding="utf-8", errors="replace"))
-        for file in sorted(DRIVER.glob("*/information"))
-    ]
+    return [_parse_information(file.read_text(encoding="utf-8", errors="replace"))
+            for file in sorted(DRIVER.glob("*/information"))]
 
 
 def _parse_information(text: str) -> Gpu:

@@ -190,8 +190,8 @@ def _reduction_phase(run: PlannedRun, first: bool) -> PhaseMemory:
     if run.device == "cuda":
         embedding = max(embedding, acts.residual_bytes + run.vocab_columns * model.hidden_size * run.param_bytes)
     kept, whole = _gradient_bytes(run, 0, first, True)
-    leaving = _reduction_bytes(run, run.root, first) + _reduction_bytes(run, run.persistent,
-                                                                        first) + _sum_scratch_bytes(run, run.root)
+    leaving = (_reduction_bytes(run, run.root, first) + _reduction_bytes(run, run.persistent, first)
+               + _sum_scratch_bytes(run, run.root))
     buffers = whole + max(embedding, leaving) + _gathered_bytes(run, 0)
     return _step_phase(run, "reduction", kept, acts.before_blocks, buffers)
 

@@ -1,7 +1,7 @@
 """Turns an out-of-memory error of a run into a plan of its memory and the two cheapest flag changes that reduce it.
 
 `oom_hint(...)` encloses building and training. On out-of-memory it prints the memory of this rank to stderr and
-raises `MemoryShortage`. The planner is imported only then: importing it takes memory too.
+raises `ExplainedMemoryError`. The planner is imported only then: importing it takes memory too.
 """
 
 from __future__ import annotations

@@ -48,26 +48,23 @@ class TargetMachine:
 def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
     """Everything the table says, in bytes."""
     found = all_choices(requested)
-    return {
-        "ranks": requested.ranks, "ranks_per_node": machine.ranks_per_node, "tensor_parallel": requested.tp,
-        "data_parallel": requested.dp, "accumulation": requested.accumulation,
-        "parameters": requested.config.model.parameters(),
-        "rows": [_row_record(run, requested, machine) for run in plan_rows(requested)
-                 ], "left_out": [{"stage": stage, "offload": str(homes), "why": why}
-                                 for stage, homes, why in forbidden_rows(requested)], "cheapest": {
-                                     f"{card:g}": _choice_record(cheapest_fit(found, capacity))
-                                     for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)
-                                 }, "smallest": _choice_record(min(found, key=lambda choice: choice.device_bytes)),
-        "time": _time_record(requested, machine.tflops), "config": settings_by_section(requested)
-    }
+    return {"ranks": requested.ranks, "ranks_per_node": machine.ranks_per_node,
+            "tensor_parallel": requested.tp, "data_parallel": requested.dp,
+            "accumulation": requested.accumulation, "parameters": requested.config.model.parameters(),
+            "rows": [_row_record(run, requested, machine) for run in plan_rows(requested)],
+            "left_out": [{"stage": stage, "offload": str(homes), "why": why}
+                         for stage, homes, why in forbidden_rows(requested)],
+            "cheapest": {f"{card:g}": _choice_record(cheapest_fit(found, capacity))
+                         for card, capacity in zip(machine.cards, machine.usable_bytes(), strict=True)},
+            "smallest": _choice_record(min(found, key=lambda choice: choice.device_bytes)),
+            "time": _time_record(requested, machine.tflops), "config": settings_by_section(requested)}
 
 
 def settings_by_section(requested: PlannedRun) -> dict[str, Any]:
     """The configuration by section, with the homes that a plan keeps apart from it."""
     tree = requested.config.as_dict()
-    tree["offload"] |= {
-        "offload_optimizer_device": requested.placement.optimizer, "offload_param_device": requested.placement.params
-    }
+    tree["offload"] |= {"offload_optimizer_device": requested.placement.optimizer,
+                        "offload_param_device": requested.placement.params}
     return tree
 
 
@@ -75,21 +72,17 @@ def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) 
     lasts, fullest, traffic, offloaded = persistent_memory(run), peak_memory(run), run.traffic(), run.offloaded_bytes
     largest = largest_micro_batches(run, machine.usable_bytes())
     on_node = fullest.total if run.device == "cpu" else offloaded.host
-    return {
-        "stage": run.config.zero.zero_stage, "offload": str(run.placement), "chosen": run == requested,
-        "lasting": {**_select(asdict(lasts), "parameters", "gradients", "optimizer"), "total": lasts.total}, "peak": {
-                        "moment": fullest.name, "total": fullest.total,
-                        **_select(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")
-                    }, "device": fullest.total, "host": offloaded.host, "nvme": offloaded.nvme,
-        "node_host": on_node * machine.ranks_per_node,
-        "node_nvme": offloaded.nvme * machine.ranks_per_node, **({} if machine.rates is None else {
-                                                                     "step": step_time(run, machine.rates).as_dict()
-                                                                 }), "sent_gradients": traffic.gradients,
-        "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices, "cards": {
-            f"{card:g}": {"fits": fullest.total <= capacity, "largest_micro_batch": count}
-            for card, capacity, count in zip(machine.cards, machine.usable_bytes(), largest, strict=True)
-        }
-    }
+    return {"stage": run.config.zero.zero_stage, "offload": str(run.placement), "chosen": run == requested,
+            "lasting": {**_select(asdict(lasts), "parameters", "gradients", "optimizer"), "total": lasts.total},
+            "peak": {"moment": fullest.name, "total": fullest.total,
+                     **_select(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")},
+            "device": fullest.total, "host": offloaded.host, "nvme": offloaded.nvme,
+            "node_host": on_node * machine.ranks_per_node, "node_nvme": offloaded.nvme * machine.ranks_per_node,
+            **({} if machine.rates is None else {"step": step_time(run, machine.rates).as_dict()}),
+            "sent_gradients": traffic.gradients,
+            "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices,
+            "cards": {f"{card:g}": {"fits": fullest.total <= capacity, "largest_micro_batch": count}
+                      for card, capacity, count in zip(machine.cards, machine.usable_bytes(), largest, strict=True)}}
 
 
 def _select(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -193,7 +186,8 @@ def row_label(row: dict[str, Any]) -> list[str]:
 
 def _describe_choice(choice: dict[str, Any] | None, smallest: dict[str, Any]) -> str:
     if choice is None:
-        return f"nothing at this --batch-size and --model-parallel-size: the least is {format_bytes(smallest['device'])}"
+        return (
+            f"nothing at this --batch-size and --model-parallel-size: the least is {format_bytes(smallest['device'])}")
     flags: str = choice["flags"]
     return flags
 
@@ -236,8 +230,8 @@ def describe_requirements(requested: PlannedRun, machine: TargetMachine) -> Iter
     yield from align_columns([["", *KINDS, "sum"], *rows], left=(0,))
     on_node = machine.ranks_per_node
     host, nvme = (fullest.total if requested.device == "cpu" else offloaded.host) * on_node, offloaded.nvme * on_node
-    both = " and ".join(f"{format_bytes(count)} of {what}" for count, what in ((host, "host memory"), (nvme, "NVMe"))
-                        if count)
+    both = " and ".join(f"{format_bytes(count)} of {what}"
+                        for count, what in ((host, "host memory"), (nvme, "NVMe")) if count)
     if both:
         yield f"a node of {on_node} rank{'s' * (on_node > 1)} needs {both}"
     if not machine.tflops:
@@ -260,7 +254,8 @@ def find_problems(requested: PlannedRun, machine: TargetMachine, host: int, nvme
         yield f"a card of {', '.join(small)} GB is too small" + (f"; try {smaller}" if smaller else "")
     memory = host_memory.total_bytes()
     if memory is not None and host > memory:
-        yield f"a node needs {format_bytes(host)} of memory, and {host_memory.describe_owner('this machine')} has {format_bytes(memory)}"
+        yield (f"a node needs {format_bytes(host)} of memory, and {host_memory.describe_owner('this machine')} has "
+               f"{format_bytes(memory)}")
     for folder, flags in _nvme_folders(requested).items():
         named = requested.config.translate(f"{' and '.join(flags)} {folder}")
         if not Path(folder).is_dir():

@@ -235,10 +235,8 @@ class Probe:
         sweeps = [self.sweep(), self.sweep()]
         while spread(*sweeps) > QUIET_SPREAD and len(sweeps) < MOST_SWEEPS:
             sweeps.append(self.sweep())
-        return replace(fit_rates(elementwise_min(*sweeps), where),
-                       seconds=self.watch.now() - begin,
-                       spread=spread(*sweeps),
-                       taken=date.today().isoformat())
+        return replace(fit_rates(elementwise_min(*sweeps), where), seconds=self.watch.now() - begin,
+                       spread=spread(*sweeps), taken=date.today().isoformat())
 
     def sweep(self) -> ProbeResult:
         """Through everything once."""
@@ -251,13 +249,11 @@ class Probe:
             dropout=tuple(map(self._dropout, self.sizes.elements)),
             loss=tuple(self._loss(rows, columns) for rows, columns in self.sizes.logits),
             exchanges=() if is_solo else tuple(map(self._exchange, self.sizes.bytes)),
-            beside=() if is_solo else (self._beside(),),
-            link=0.0 if self.kind == "cpu" else self._link(),
+            beside=() if is_solo else (self._beside(),), link=0.0 if self.kind == "cpu" else self._link(),
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
             variants=VariantTimings(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
-            together=() if is_solo else tuple(map(self._together, first.larger.together)),
-            cut=self._cut(),
+            together=() if is_solo else tuple(map(self._together, first.larger.together)), cut=self._cut(),
             training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
             host=() if self.kind == "cpu" else self._host_updates())
 
@@ -315,9 +311,8 @@ class Probe:
             products()
             pending.wait()
 
-        return OverlapTimings(self.watch.collective_seconds(products),
-                              self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait()),
-                              self.watch.collective_seconds(both))
+        return OverlapTimings(self.watch.collective_seconds(products), self.watch.collective_seconds(
+            lambda: all_reduce_into(full, world).wait()), self.watch.collective_seconds(both))
 
     @cached_property
     def _times(self) -> int:
@@ -341,7 +336,7 @@ class Probe:
     # ---- models ---------------------------------------------------------------------------------------------------
 
     def _steps(self, *shapes: ProbeModelShape) -> Any:
-        """`Taken` of each, in turn."""
+        """`StepTimings` of each, in turn."""
         return tuple(steps_in_turn(shapes, self.precision, self.watch))
 
     def _together(self, shape: ProbeModelShape) -> StepTimings:

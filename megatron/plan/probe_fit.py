@@ -80,7 +80,7 @@ class ProbeResult(NamedTuple):
     together: tuple[StepTimings, ...]
     """The first shape with more blocks, data parallel over all ranks: `ProbeModelShape.together`; () of one rank."""
     cut: tuple[StepTimings, ...]
-    """`Sizes.cut`; () where there is none."""
+    """`ProbeSizes.cut`; () where there is none."""
     training: float
     """The first shape with more blocks, in the loop of training, data parallel over all ranks at stage 0."""
     host: tuple[float, ...]
@@ -135,7 +135,7 @@ class ProbeModelShape(NamedTuple):
 
     @property
     def together(self) -> list[ProbeModelShape]:
-        """As ranks meet: at every stage, and at stage 3 with whole parameters (Rates.meetings)."""
+        """As ranks meet: at every stage, and at stage 3 with whole parameters (MachineRates.meetings)."""
         return [*(self._replace(stage=stage) for stage in range(4)), self._replace(stage=3, is_whole=True)]
 
     @property
@@ -193,30 +193,18 @@ class ProbeSizes:
                      for shape in self.shapes if shape.heads % tp == 0), None)
 
 
-SIZES: dict[Device, ProbeSizes] = {
-    "cpu": ProbeSizes(rows=(64, 256, 1024, 2048),
-                      widths=(64, 256, 1024),
-                      lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
-                      elements=(2**12, 2**16, 2**20, 2**22),
-                      logits=((64, 512), (256, 4096), (512, 32768)),
-                      loss_width=64,
-                      bytes=(2**12, 2**16, 2**20, 2**23, 2**25),
-                      beside=512,
-                      shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
-                              ProbeModelShape(384, 4, 512)),
-                      largest=ProbeModelShape(768, 1, 32, layers=3)),
-    "cuda": ProbeSizes(rows=(256, 1024, 4096, 16384),
-                       widths=(256, 1024, 4096, 8192),
-                       lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
-                       elements=(2**16, 2**20, 2**24, 2**27),
-                       logits=((1024, 8192), (4096, 32768), (8192, 65536)),
-                       loss_width=1024,
-                       bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30),
-                       beside=4096,
-                       shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4,
-                                                                             1024), ProbeModelShape(2048, 8, 1024)),
-                       largest=ProbeModelShape(4096, 1, 128, layers=2))
-}
+SIZES: dict[Device, ProbeSizes] = {"cpu": ProbeSizes(
+    rows=(64, 256, 1024, 2048), widths=(64, 256, 1024), lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
+    elements=(2**12, 2**16, 2**20, 2**22), logits=((64, 512), (256, 4096), (512, 32768)),
+    loss_width=64, bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
+    shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
+            ProbeModelShape(384, 4, 512)), largest=ProbeModelShape(768, 1, 32, layers=3)), "cuda": ProbeSizes(
+                rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
+                lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
+                elements=(2**16, 2**20, 2**24, 2**27), logits=((1024, 8192), (4096, 32768), (8192, 65536)),
+                loss_width=1024, bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
+                shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4, 1024), ProbeModelShape(2048, 8, 1024)),
+                largest=ProbeModelShape(4096, 1, 128, layers=2))}
 
 
 MIN_REST_SHARE = 0.02
@@ -249,32 +237,16 @@ class _RateFit:
         attention_forward, attention_backward = self._attention(seen.attention)
         dropping_forward, dropping_backward = self._attention(seen.dropping)
         dropout_forward, dropout_backward = _curves(sizes.elements, seen.dropout)
-        known = MachineRates(where=self.where,
-                             seconds=0.0,
-                             forward=forward,
-                             backward=backward,
-                             attention_forward=attention_forward,
-                             attention_backward=attention_backward,
-                             dropping_forward=dropping_forward,
-                             dropping_backward=dropping_backward,
-                             dropout_forward=dropout_forward,
-                             dropout_backward=dropout_backward,
-                             all_reduce=self._exchange([one.all_reduce for one in seen.exchanges]),
-                             reduce_scatter=self._exchange([one.reduce_scatter for one in seen.exchanges]),
-                             all_gather=self._exchange([one.all_gather for one in seen.exchanges]),
-                             hides=self._hides(),
-                             link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0,
-                             block_forward=EMPTY_CURVE,
-                             block_backward=EMPTY_CURVE,
-                             loss=EMPTY_CURVE,
-                             update=EMPTY_CURVE,
-                             host_update=EMPTY_CURVE,
-                             replay=0.0,
-                             a_pass=0.0,
-                             a_step=0.0,
-                             split_unit=0.0,
-                             meetings=(0.0, ) * NUM_COLLECTIVE_COSTS,
-                             inner_sum=0.0)
+        known = MachineRates(
+            where=self.where, seconds=0.0, forward=forward, backward=backward, attention_forward=attention_forward,
+            attention_backward=attention_backward, dropping_forward=dropping_forward,
+            dropping_backward=dropping_backward, dropout_forward=dropout_forward, dropout_backward=dropout_backward,
+            all_reduce=self._exchange([one.all_reduce for one in seen.exchanges]),
+            reduce_scatter=self._exchange([one.reduce_scatter for one in seen.exchanges]),
+            all_gather=self._exchange([one.all_gather for one in seen.exchanges]), hides=self._hides(),
+            link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0, block_forward=EMPTY_CURVE,
+            block_backward=EMPTY_CURVE, loss=EMPTY_CURVE, update=EMPTY_CURVE, host_update=EMPTY_CURVE, replay=0.0,
+            a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * NUM_COLLECTIVE_COSTS, inner_sum=0.0)
         of_models = self._with_passes(self._with_blocks(replace(known, loss=self._loss(known))))
         return self._with_inner_sums(self._with_meetings(of_models))
 
@@ -290,9 +262,8 @@ class _RateFit:
     def _attention(self, seen: Sequence[PassTimings]) -> tuple[Curve, Curve]:
         """Of one head."""
         lengths = self.sizes.lengths
-        return _curves([length for length, _ in lengths],
-                       [PassTimings(*(seconds / heads for seconds in both))
-                        for both, (_, heads) in zip(seen, lengths, strict=True)])
+        return _curves([length for length, _ in lengths], [PassTimings(*(seconds / heads for seconds in both))
+                                                           for both, (_, heads) in zip(seen, lengths, strict=True)])
 
     def _exchange(self, seconds: Sequence[float]) -> Curve:
         return Curve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else EMPTY_CURVE

@@ -34,10 +34,7 @@ MAX_ERROR_CHARACTERS = 300
 RATES_HINT = "give --rates FILE, measured on a machine with GPUs"
 
 
-def cached_or_measured_rates(run: PlannedRun,
-                             *,
-                             ranks_per_node: int | None = None,
-                             remeasure: bool = False,
+def cached_or_measured_rates(run: PlannedRun, *, ranks_per_node: int | None = None, remeasure: bool = False,
                              path: str | None = None) -> MachineRates:
     """Those that the time of this run is made of; `ranks_per_node` of them work on one machine."""
     found = _read_rates(Path(path)) if path is not None else _local_rates(run, ranks_per_node or run.ranks, remeasure)
@@ -137,13 +134,11 @@ def _run_probe(run: PlannedRun, ranks: int, machine: str) -> bytes:
                                   text=True, errors="replace", timeout=PROBE_TIMEOUT, check=False,
                                   preexec_fn=die_with_parent())
         except subprocess.TimeoutExpired as error:
-            raise PeerError(
-                f"the probe of this machine took more than {PROBE_TIMEOUT} s: try again when it is less busy, or "
-                "give --rates FILE") from error
+            raise PeerError(f"the probe of this machine took more than {PROBE_TIMEOUT} s: try again when it is less "
+                            "busy, or give --rates FILE") from error
         if done.returncode or not file.exists():
-            raise PeerError(
-                f"the probe of this machine ended with {done.returncode}: {done.stderr.strip()[-MAX_ERROR_CHARACTERS:]}"
-            )
+            raise PeerError(f"the probe of this machine ended with {done.returncode}: "
+                            f"{done.stderr.strip()[-MAX_ERROR_CHARACTERS:]}")
         return file.read_bytes()
 
 

@@ -192,8 +192,7 @@ def step_time(run: PlannedRun, rates: MachineRates) -> StepTime:
         backward += block_recompute_time(run, rates)
     work = ((forward + backward) * run.mean_active_blocks + embedding_and_loss_time(run, rates)) * run.accumulation
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
-                    exchange_seconds(run, rates),
-                    hidden_exchange_seconds(run, rates, forward.total, backward.total))
+                    exchange_seconds(run, rates), hidden_exchange_seconds(run, rates, forward.total, backward.total))
 
 
 # ---- computation --------------------------------------------------------------------------------------------------

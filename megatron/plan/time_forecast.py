@@ -116,7 +116,7 @@ def _is_same_device(device: str, where: Where) -> bool:
 
 def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[dict[str, Any]],
                     measured_run: MeasuredRun | None) -> Iterator[str]:
-    """`rows`: those of report.py."""
+    """`rows`: those of plan_report.py."""
     day = f", measured on {rates.taken}" if rates.taken else ""
     yield from ("", f"predicted ms of a step, by the rates of {rates.where}{day}")
     tokens = requested.config.global_batch_size(requested.dp) * requested.config.seq_length
@@ -132,10 +132,8 @@ def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[d
 
 def forecast_notes(requested: PlannedRun, rates: MachineRates, measured_run: MeasuredRun | None) -> list[str]:
     """What is to be known of the prediction, and of its likeness to what was measured."""
-    return [
-        *_caveats(requested, rates),
-        *(() if measured_run is None else _comparison_notes(requested, rates, measured_run))
-    ]
+    return [*_caveats(requested, rates), *(() if measured_run is None
+                                           else _comparison_notes(requested, rates, measured_run))]
 
 
 def _caveats(requested: PlannedRun, rates: MachineRates) -> Iterator[str]:
@@ -146,9 +144,8 @@ def _caveats(requested: PlannedRun, rates: MachineRates) -> Iterator[str]:
     if unknown := ", ".join(_not_predicted(requested)):
         yield f"not in the predicted time: {unknown}"
     if requested.ranks < where.ranks:
-        yield (
-            f"the rates are of {where.ranks} ranks at work at the same time, and this run has {requested.ranks}: a rank "
-            "may be faster")
+        yield (f"the rates are of {where.ranks} ranks at work at the same time, and this run has {requested.ranks}: a "
+               "rank may be faster")
     if where.device == "cuda":
         yield ("hardly calibrated on GPUs: one prediction has stood beside a measured step, of one GPU (docs/plan.md), "
                "and none with several; and these are of a model that is not compiled")
@@ -156,9 +153,8 @@ def _caveats(requested: PlannedRun, rates: MachineRates) -> Iterator[str]:
         yield (f"{requested.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
                "slower than predicted")
     if requested.ranks > where.ranks:
-        yield (
-            f"{requested.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
-            "network between nodes is not predicted")
+        yield (f"{requested.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a "
+               "slower network between nodes is not predicted")
 
 
 def _not_predicted(requested: PlannedRun) -> Iterator[str]:
@@ -182,7 +178,8 @@ def _comparison_notes(requested: PlannedRun, rates: MachineRates, measured_run: 
     if not measured_run.is_told:
         yield f"{measured_run.name} does not say what its settings are: they may be others"
     if measured_run.left_out:
-        yield f"{measured_run.left_out} steps of that file are left out: they have other settings than those that are compared"
+        yield (f"{measured_run.left_out} steps of that file are left out: they have other settings than those that are "
+               "compared")
     if not measured_run.differs and not 1 / MAX_TIME_RATIO <= step_time(
             requested, rates).total / measured_run.seconds <= MAX_TIME_RATIO:
         yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
@@ -191,6 +188,5 @@ def _comparison_notes(requested: PlannedRun, rates: MachineRates, measured_run: 
 
 def _comparison_line(predicted: float, measured_run: MeasuredRun) -> str:
     error = "" if measured_run.differs else f": {predicted / measured_run.seconds - 1:+.1%}"
-    return (
-        f"measured {1e3 * measured_run.seconds:.4g} ms (median of {measured_run.steps} steps of {measured_run.name}), predicted "
-        f"{1e3 * predicted:.4g} ms{error}")
+    return (f"measured {1e3 * measured_run.seconds:.4g} ms (median of {measured_run.steps} steps of "
+            f"{measured_run.name}), predicted {1e3 * predicted:.4g} ms{error}")

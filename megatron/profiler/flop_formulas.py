@@ -98,24 +98,20 @@ def _argument_positions(func: Any) -> dict[str, tuple[int, Any]]:
     return {item.name: (place, item.default_value if item.has_default_value() else None) for place, item in arguments}
 
 
-def _registered_formula(formula: Callable[..., int], result: Any, args: Sequence[Any], kwargs: Mapping[str,
-                                                                                                       Any]) -> int:
+def _registered_formula(formula: Callable[..., int], result: Any, args: Sequence[Any],
+                        kwargs: Mapping[str, Any]) -> int:
     return int(formula(*args, **kwargs, out_val=result)) // 2
 
 
-_FIRST_FACTOR_INDEX = {
-    "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1,
-    "addbmm": 1, "addmv": 1, "_addmm_activation": 1
-}
+_FIRST_FACTOR_INDEX = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1,
+                       "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1}
 """Products -> the place of the first factor."""
 
 _FORMULAS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FIRST_FACTOR_INDEX.items()},
     "convolution": _convolution, "_convolution": _convolution, "convolution_overrideable": _convolution,
-    "convolution_backward": _convolution_backward,
-    "mkldnn_linear": _linear, "mkldnn_linear_backward": _linear_backward, "linear_backward": _linear_backward,
-    "_euclidean_dist": _pairwise_distances,
-}
+    "convolution_backward": _convolution_backward, "mkldnn_linear": _linear, "mkldnn_linear_backward": _linear_backward,
+    "linear_backward": _linear_backward, "_euclidean_dist": _pairwise_distances}
 _SDPA_PREFIX = "_scaled_dot_product_"
 _MULTIPLYING_NAMES = re.compile(
     "mm|matmul|linear|conv|attention|transformer_encoder|multi_head|rnn|lstm|gru|[cp]dist|dot|mv$|"

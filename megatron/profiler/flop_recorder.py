@@ -206,7 +206,7 @@ class FlopCountingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled while it is active (recording.py), and to keep the compiler from looking here would
+        """No: nothing is compiled while a `FlopRecorder` is active, and to keep the compiler from looking here would
         load it, and take longer than what is done here."""
         return False
 
@@ -243,10 +243,8 @@ class FlopRecording:
         self.seconds: dict[str, float] = {}
         """Of the parts of a step."""
         kinds = tuple(ignore)
-        self._ignored = {
-            inner
-            for node in walk_nodes(self.root) if isinstance(node.module, kinds) for inner in walk_nodes(node)
-        }
+        self._ignored = {inner for node in walk_nodes(self.root) if isinstance(node.module, kinds)
+                         for inner in walk_nodes(node)}
         self._clock = build_clock(self.device)
         self._call_tracker = ModuleCallTracker({node.module: node
                                                 for node in walk_nodes(self.root)}, self.outside, self._clock)

@@ -43,9 +43,7 @@ class ProfiledEngine(Protocol):
 
 
 class FlopsProfiler:
-    def __init__(self,
-                 model: nn.Module,
-                 ds_engine: ProfiledEngine | None = None,
+    def __init__(self, model: nn.Module, ds_engine: ProfiledEngine | None = None,
                  recompute_fwd_factor: float = 0.0) -> None:
         """`recompute_fwd_factor`: of a backward that is not seen, the part of a forward that it runs again."""
         if not isinstance(model, nn.Module):

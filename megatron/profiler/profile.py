@@ -134,7 +134,7 @@ def walk_rows(row: ModuleRow, depth: int = 0) -> Iterator[tuple[int, ModuleRow]]
 
 
 def build_profile(recording: FlopRecording, **said: Any) -> ModelProfile:
-    """`said` are the other fields of a Profile."""
+    """`said` are the other fields of a ModelProfile."""
     recording.finish()
     tp = tensor_parallel_size(recording.root.module)
     return ModelProfile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
@@ -164,9 +164,8 @@ def _flops(macs: Macs) -> dict[str, int]:
 
 
 def _row_as_dict(row: ModuleRow) -> dict[str, Any]:
-    return {
-        "name": row.name, "path": row.path, "class": row.class_name, "parameters": row.parameters,
-        "parameters_here": row.parameters_on_rank, "macs": asdict(row.macs), "flops": _flops(row.macs),
-        "flops_here": _flops(row.macs_on_rank), "calls": row.calls, "seconds": row.seconds,
-        "forward_flops_per_second": row.flops_per_second, "modules": [_row_as_dict(inner) for inner in row.children]
-    }
+    return {"name": row.name, "path": row.path, "class": row.class_name, "parameters": row.parameters,
+            "parameters_here": row.parameters_on_rank, "macs": asdict(row.macs),
+            "flops": _flops(row.macs), "flops_here": _flops(row.macs_on_rank), "calls": row.calls,
+            "seconds": row.seconds, "forward_flops_per_second": row.flops_per_second,
+            "modules": [_row_as_dict(inner) for inner in row.children]}

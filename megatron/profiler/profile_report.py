@@ -178,11 +178,10 @@ def tree_lines(profile: ModelProfile) -> Iterator[str]:
 
 
 def _branch(row: ModuleRow, root: ModuleRow, indent: str, row_name: str) -> Iterator[str]:
-    said = ", ".join(
-        (format_count(row.parameters), f"{format_share(row.parameters, root.parameters)} params",
-         format_count(row.macs.forward,
-                      "MACs"), f"{format_share(row.macs.forward, root.macs.forward)} MACs", format_seconds(row.seconds),
-         f"{format_share(row.seconds, root.seconds)} latency", format_count(row.flops_per_second, "FLOPS")))
+    said = ", ".join((format_count(row.parameters), f"{format_share(row.parameters, root.parameters)} params",
+                      format_count(row.macs.forward, "MACs"), f"{format_share(row.macs.forward, root.macs.forward)} "
+                      "MACs", format_seconds(row.seconds), f"{format_share(row.seconds, root.seconds)} latency",
+                      format_count(row.flops_per_second, "FLOPS")))
     if not row.children:
         yield f"{indent}{row_name}({said})"
         return
@@ -215,14 +214,11 @@ def profile_page(profile: ModelProfile) -> str:
     pictures = [_flame_picture(profile.root, "FLOPs", "Forward, backward and recomputation of the model.", _flops,
                                lambda value: format_count(value, "FLOPs"))]
     if profile.root.seconds:
-        pictures.append(
-            _flame_picture(profile.root, "Forward latency", "What this rank took, with the profiler at work.",
-                           lambda row: row.seconds, format_seconds))
+        pictures.append(_flame_picture(profile.root, "Forward latency", "What this rank took, with the profiler at "
+                                       "work.", lambda row: row.seconds, format_seconds))
     return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(f"{title}: {profile.root.class_name}"),
-        pictures="\n".join(pictures),
-        facts="\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
-                        for name, value in summary_rows(profile)),
+        title=escape(f"{title}: {profile.root.class_name}"), pictures="\n".join(pictures), facts="\n".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in summary_rows(profile)),
         modules="\n".join(_table_row(depth, row, profile.root) for depth, row in walk_rows(profile.root)))
 
 
@@ -261,7 +257,8 @@ def _flame_picture(root: ModuleRow, title: str, about: str, size: Callable[[Modu
 
 def _bar_html(bar: FlameBar, value: str) -> str:
     name = (bar.row.name or bar.row.class_name) + (" itself" if bar.is_own else "")
-    whose = f"{bar.row.path or bar.row.class_name} ({bar.row.class_name}){' itself, outside of the modules in it' * bar.is_own}"
+    whose = (f"{bar.row.path or bar.row.class_name} "
+             f"({bar.row.class_name}){' itself, outside of the modules in it' * bar.is_own}")
     title = escape(f"{whose}: {value}", quote=True)
     style = (f"left:{bar.left:.4%};width:{bar.width:.4%};top:{bar.depth * _ROW_HEIGHT:.2f}rem;"
              f"background-color:hsl({_class_hue(bar.row.class_name)} 65% 74%)")
@@ -299,10 +296,7 @@ def includes_modules(path: str, detailed: bool) -> bool:
     return detailed or Path(path).suffix.lower() in (_JSON, *_PAGE)
 
 
-def write_profile(profile: ModelProfile,
-                  path: str,
-                  module_depth: int = -1,
-                  top_modules: int = 1,
+def write_profile(profile: ModelProfile, path: str, module_depth: int = -1, top_modules: int = 1,
                   detailed: bool = True) -> None:
     """The file is replaced."""
     ending = Path(path).suffix.lower()

@@ -1,8 +1,7 @@
-"""Activation checkpointing, applied to blocks from outside: keep a chunk's inputs, run the chunk again in backward.
+"""Activation checkpointing: store only the inputs of a chunk of blocks, and run the chunk again in backward.
 
-keep.py (what is kept, and where), replay.py (`Recomputation`: a forward and its replay), deepspeed.py
-(DeepSpeed's module interface; `in_chunks` for the blocks of a GPT-2). Knows mpu and its config section, never the
-engine.
+Begin with activation_checkpoint.py (`Recomputation`, and storage of the inputs); deepspeed_api.py has
+`deepspeed.checkpointing`, and `in_chunks` for the blocks of a GPT-2. Knows mpu and its config section, not the engine.
 """
 
 from megatron.recompute.activation_checkpoint import Recomputation, notes

@@ -31,7 +31,7 @@ from mpu.random import get_rng_tracker
 
 
 class CheckpointInputStorage:
-    """The kept inputs of one model, as its configuration says."""
+    """Stores the inputs of a model's chunks: sharded, on the host or in contiguous buffers, as configured."""
 
     def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
         self._group = tp if config.partition_activations else SOLO
@@ -46,20 +46,20 @@ class CheckpointInputStorage:
         self._last_input: weakref.ref[_StoredInput] | None = None
 
     def save_chunk_inputs(self) -> saved_tensors_hooks:
-        """A context: tensors that autograd saves inside are the arguments of one chunk, in order."""
+        """A context in which autograd saves the arguments of one chunk, in order, and nothing else."""
         numbers = count()
         return saved_tensors_hooks(lambda x: self._pack(x, numbers), _unpack)
 
     def reset(self) -> None:
-        """Release the buffers; what is still kept in them stays valid."""
+        """Release the contiguous buffers; inputs that are still stored in them stay valid."""
         self._buffers.clear()
 
     def _pack(self, x: Tensor, numbers: Iterator[int]) -> Tensor | _StoredInput:
         moves = self._to_host and x.is_cuda
-        # torch before 2.13 saves an empty tensor of its own beside the arguments.
+        # Before torch 2.13, checkpoint also saves an empty tensor.
         if not (x.is_floating_point() and x.numel()) or not (moves or self._rows or self._group.size > 1):
             return x
-        each = -(-x.numel() // self._group.size)
+        each = -(-x.numel() // self._group.size)  # elements per rank, rounded up
         if self._rows:
             memory = self._buffer(next(numbers), each, x, moves).acquire_row()
         else:
@@ -73,7 +73,7 @@ class CheckpointInputStorage:
         return stored
 
     def _buffer(self, argument: int, each: int, x: Tensor, on_host: bool) -> _ContiguousBuffer:
-        """The buffer of the n-th argument; one that is not in use may change its size."""
+        """The buffer of the n-th argument. It is allocated again for another size if no row is in use."""
         found = self._buffers.get(argument)
         if found is None or not (found.is_used or found.fits(each, x.dtype)):
             found = self._buffers[argument] = _ContiguousBuffer(_allocate_like((self._rows, each), x, on_host))
@@ -84,12 +84,12 @@ class CheckpointInputStorage:
 
 
 def _allocate_like(shape: tuple[int, ...], x: Tensor, on_host: bool) -> Tensor:
-    """For values like those of x: beside it, or page-locked on the host."""
+    """An empty tensor with the dtype of x, on its device or pinned on the host."""
     return torch.empty(shape, dtype=x.dtype, device="cpu" if on_host else x.device, pin_memory=on_host)
 
 
 class _ContiguousBuffer:
-    """Rows of equal length; a row is free again when nothing refers to it."""
+    """Rows of equal length, in one allocation. A row becomes free when nothing refers to it."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -116,28 +116,30 @@ class _ContiguousBuffer:
 
 
 class _StoredInput:
-    """One kept input: its part at home, and how to make it whole."""
+    """One stored input: this rank's part in `memory`, which `restore` gathers."""
 
     def __init__(self, x: Tensor, memory: Tensor, group: Group, copy_stream: torch.cuda.Stream | None,
                  previous: _StoredInput | None) -> None:
-        self._shape, self._device, self._memory, self._group, self._copy_stream = x.shape, x.device, memory, group, copy_stream
+        self._shape, self._device, self._memory, self._group, self._copy_stream = (
+            x.shape, x.device, memory, group, copy_stream)
         self._previous = None if previous is None else weakref.ref(previous)
-        self._full_input: Tensor | None = None  # [ranks, part], while it is on its way back
-        mine = x.reshape(-1)[group.rank * len(memory) : (group.rank + 1) * len(memory)]  # the last ones may be shorter
+        self._full_input: Tensor | None = None  # [ranks, part], between `start_fetch` and `restore`
+        # [numel] -> [part]; the parts of the last ranks may be shorter
+        mine = x.reshape(-1)[group.rank * len(memory) : (group.rank + 1) * len(memory)]
         self._copy_event = _copy_on_stream(memory[: len(mine)], mine, copy_stream)
 
     def start_fetch(self) -> Tensor:
-        """Begin to bring the part to its place in the whole."""
+        """Start to copy this rank's part into its row of the full input."""
         if self._full_input is None:
             self._full_input = self._memory.new_empty(self._group.size, len(self._memory), device=self._device)
             self._copy_event = _copy_on_stream(self._full_input[self._group.rank], self._memory, self._copy_stream)
         return self._full_input
 
     def restore(self) -> Tensor:
-        """The input again, in memory of its own."""
+        """The full input, in new memory. Collective over tensor parallel."""
         whole, self._full_input = self.start_fetch(), None
         if self._previous is not None and (before := self._previous()) is not None:
-            before.start_fetch()  # backward asks for it next
+            before.start_fetch()  # prefetch: backward restores it next
         if self._copy_event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copy_event)
         all_gather_into(whole.view(-1), whole[self._group.rank], self._group).wait()
@@ -149,7 +151,7 @@ def _unpack(stored: Tensor | _StoredInput) -> Tensor:
 
 
 def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """to <- source: at once, or on a lane, beside the computation; its event says when it is done."""
+    """to <- source. With `stream` the copy is asynchronous, and the returned event marks its end."""
     if stream is None:
         to.copy_(source)
         return None
@@ -158,7 +160,7 @@ def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None
         to.copy_(source, non_blocking=True)
     for tensor in (to, source):
         if tensor.is_cuda:
-            tensor.record_stream(stream)  # its memory is not handed on before the copy is done
+            tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
     event: torch.cuda.Event = stream.record_event()
     return event
 
@@ -168,7 +170,7 @@ SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_opt
 
 
 class Recomputation:
-    """The checkpointing of one model; `tp` is the group over which kept inputs may be split."""
+    """Activation checkpointing of one model; stored inputs may be sharded over `tp`."""
 
     def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
         self._input_storage = CheckpointInputStorage(config, tp)
@@ -178,10 +180,10 @@ class Recomputation:
         self._timings: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs), recomputed in backward instead of stored."""
+        """Return function(*args, **kwargs), and recompute it in backward instead of storing its activations."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # `run` must not hold an argument: tensors are handed over by torch, which saves them under the keeper's hooks.
+        # `run` must not capture an argument: torch passes the tensors, and saves them through the storage's hooks.
         positional, names = len(args), tuple(kwargs)
         streams, runs = get_rng_tracker().get_states(), count()
 
@@ -193,25 +195,25 @@ class Recomputation:
             return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def reset(self) -> None:
-        """After a forward without a backward: start over, with new buffers."""
+        """Call it after a forward without a backward: releases the contiguous buffers."""
         self._input_storage.reset()
 
     def report(self) -> str:
-        """What recomputation cost since the last report, with `profile_backward`; otherwise nothing."""
+        """The time of recomputation since the last report as a text; empty without `profile_backward`."""
         parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._timings.items()]
         self._timings.clear()
         return f" recomputation, each chunk | {' | '.join(parts)}" if parts else ""
 
     @contextmanager
     def _forward_rng_streams(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the tracker's streams are those of the forward; afterwards they are what they were."""
+        """Replay: the RNG tracker has the streams of the forward inside, and its present ones again afterwards."""
         tracker = get_rng_tracker()
         present = tracker.get_states()
         tracker.set_states(streams)
         try:
             with self._timed("again in backward"):
                 yield
-        finally:  # torch leaves by an exception once it has what backward needs
+        finally:  # torch stops the recomputation early with an exception
             tracker.set_states(present)
 
     @contextmanager
@@ -226,14 +228,14 @@ class Recomputation:
                 self._timings[what] = seconds + stop - start, times + 1
 
     def _time_at_boundary(self) -> float:
-        """The time at a border of a chunk; if configured, after waiting for the device."""
+        """The time in seconds; if configured, after synchronizing with the device."""
         if self._synchronizes:
             self._synchronize()
         return time.perf_counter()
 
 
 def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
-    """One line for each switch that is on and does nothing in this run."""
+    """One line for each switch that is on but has no effect in this run."""
     idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
     if device.type == "cpu":
         idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")

@@ -35,13 +35,13 @@ SECTION = "activation_checkpointing."
 
 
 class HasModelParallelGroup(Protocol):
-    """What `configure` asks of an mpu; our package is one."""
+    """What `configure` needs of an mpu, such as our package `mpu`."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None: ...
 
 
 class _ActiveRecomputation:
-    """The holder of the recomputation in use."""
+    """The configuration of this process."""
 
     config = RecomputeConfig()
     tp = SOLO
@@ -49,15 +49,14 @@ class _ActiveRecomputation:
     is_configured = False
 
 
-def configure(
-    mpu_: HasModelParallelGroup | None = None,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
-    num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
-    profile: bool | None = None, *, mpu: HasModelParallelGroup | None = None, **misspelt: object,
-) -> None:
+def configure(mpu_: HasModelParallelGroup | None = None,
+              deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+              partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+              num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None,
+              synchronize: bool | None = None, profile: bool | None = None, *, mpu: HasModelParallelGroup | None = None,
+              **misspelt: object) -> None:
     """Configure `checkpoint` from the section `activation_checkpointing` of a DeepSpeed file or dict; arguments
-    override it. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) nothing is split."""
+    override it. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) inputs are not sharded."""
     for name in misspelt:
         near = difflib.get_close_matches(name, signature(configure).parameters, n=1, cutoff=0.6)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -84,7 +83,7 @@ def _set_config(config: RecomputeConfig) -> None:
 
 
 def _read_section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
+    """The fields that the section `activation_checkpointing` of a DeepSpeed configuration sets."""
     keys = ds_json.read_ds_json(source, "deepspeed_config").keys
     rows = ((DS_KEYS[path], value) for path, value in keys.items() if path.startswith(SECTION))
     return {row.field: value for row, value in rows if isinstance(row, JsonKey)}
@@ -95,49 +94,48 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """After a forward without a backward: start over."""
+    """Call it after a forward without a backward: releases the contiguous buffers."""
     _ActiveRecomputation.recomputation.reset()
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many checkpoints one forward makes, which the contiguous buffer has room for."""
+    """Set the number of checkpoints per forward, which is the number of rows of a contiguous buffer."""
     _set_config(replace(_ActiveRecomputation.config, number_checkpoints=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Whether kept inputs are split over tensor parallel."""
+    """Set whether stored inputs are sharded over tensor parallel."""
     _set_config(replace(_ActiveRecomputation.config, partition_activations=partition_activation))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed dropout: the same within the configured tensor parallel group, but for the stream of split activations."""
+    """Seed dropout. Ranks of the configured tensor parallel group get equal streams, except for sharded activations."""
     random.model_parallel_cuda_manual_seed(seed, Groups(tp=_ActiveRecomputation.tp))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Reseed the stream of split activations."""
+    """Reseed the RNG stream of sharded activations."""
     random.reseed_model_parallel_stream(seed, _ActiveRecomputation.tp)
 
 
 def report() -> str:
-    """What recomputation cost since the last report, if `configure(profile=True)`."""
+    """The time of recomputation since the last report as a text; empty without `configure(profile=True)`."""
     return _ActiveRecomputation.recomputation.report()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), recomputed in backward instead of stored; as configured."""
+    """Return function(*args, **kwargs), and recompute it in backward instead of storing its activations."""
     return _ActiveRecomputation.recomputation.checkpoint(function, *args, **kwargs)
 
 
 get_cuda_rng_tracker = random.get_cuda_rng_tracker
 
 non_reentrant_checkpoint = checkpoint
-"""Every checkpoint here is of torch's non-reentrant kind."""
+"""`checkpoint` is non-reentrant too."""
 
 
 def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callable[..., Tensor]:
-    """A way to run blocks (for `GPT2.run_blocks`) that checkpoints every `chunk` of them; the last chunk may be
-    shorter."""
+    """A function for `GPT2.run_blocks` that checkpoints `chunk` blocks at a time; the last chunk may be shorter."""
 
     def run(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any) -> Tensor:
         for start in range(0, len(blocks), chunk):

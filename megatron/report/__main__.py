@@ -1,4 +1,4 @@
-"""`python -m megatron.report`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.report`: cli.py, unless a package of ours is hidden."""
 
 import sys
 

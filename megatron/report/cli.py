@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     metrics_sources = find_metrics_sources(args.runs)
     with prefix_storage_errors("--output"):
-        check_outputs_are_not_inputs((source.path for source in metrics_sources), (args.output, ),
+        check_outputs_are_not_inputs((source.path for source in metrics_sources), (args.output,),
                                      "give --output another name")
     _check_overwrites_only_reports(Path(args.output))
     histories, all_notes = list[RunHistory](), list[str]()

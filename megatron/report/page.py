@@ -48,8 +48,7 @@ CHARTS = (
     MetricChart("skipped", "Skipped steps", "so far", default_value=0.0),
     MetricChart("loss_scale", "Loss scale", logarithmic=True, default_value=1.0),
     MetricChart("drive_wait_ms", "Waiting for drives", "ms a step"),
-    MetricChart("pld_theta", "Layer dropping", "theta"),
-)
+    MetricChart("pld_theta", "Layer dropping", "theta"))
 
 
 def chart_data(histories: Sequence[RunHistory]) -> dict[str, Any]:
@@ -68,18 +67,17 @@ def _run_data(history: RunHistory, charts: Sequence[MetricChart]) -> dict[str, A
     cuts = bucket_ends(len(history.steps))
     last = [end - 1 for end in cuts]  # a point stands where its bucket ends
     return {
-        "name": history.name, "first": history.steps[0] if history.steps else 0,
-        "step": [history.steps[index] for index in last], "tokens": rounded_values(history.tokens[index]
-                                                                                   for index in last),
+        "name": history.name,
+        "first": history.steps[0] if history.steps else 0,
+        "step": [history.steps[index] for index in last],
+        "tokens": rounded_values(history.tokens[index] for index in last),
         "seconds": rounded_values(history.seconds[index] for index in last),
-        "curves": {chart.column: _curve_data(history, chart, cuts)
-                   for chart in charts}, "evaluations": [
-                       {**_position_data(history, found.step), "split": found.split, "loss": rounded_value(found.loss)}
-                       for found in history.evaluations
-                   ], "saves": [_position_data(history, save.step) for save in history.saves],
+        "curves": {chart.column: _curve_data(history, chart, cuts) for chart in charts},
+        "evaluations": [{**_position_data(history, found.step), "split": found.split, "loss": rounded_value(found.loss)}
+                        for found in history.evaluations],
+        "saves": [_position_data(history, save.step) for save in history.saves],
         "resumes": [{**_position_data(history, start.step), "given_up": start.discarded_steps}
-                    for start in history.resumes]
-    }
+                    for start in history.resumes]}
 
 
 def _curve_data(history: RunHistory, chart: MetricChart, cuts: Sequence[int]) -> dict[str, list[float | None]]:
@@ -230,8 +228,8 @@ def settings_table(history: RunHistory) -> ReportTable:
 def _differing_settings(settings: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     names = dict.fromkeys(name for values in settings for name in values)
     rows = ((name, [values.get(name) for values in settings]) for name in names)
-    return [(name, *map(format_value, values)) for name, values in rows
-            if any(value != values[0] for value in values[1:])]
+    return [(name, *map(format_value, values))
+            for name, values in rows if any(value != values[0] for value in values[1:])]
 
 
 # ---- starts ------------------------------------------------------------------------------------------------------
@@ -267,8 +265,8 @@ def history_notes(history: RunHistory, lines: MetricsFileReader) -> list[str]:
             "two runs wrote into its metrics file at the same time, and the curves are a mixture of both")
     elif restart is not None:
         found.append(
-            f"it was begun anew from step 0: {restart.discarded_steps:,} step{'s' * (restart.discarded_steps > 1)} before that "
-            f"{'are' if restart.discarded_steps > 1 else 'is'} left out")
+            f"it was begun anew from step 0: {restart.discarded_steps:,} step{'s' * (restart.discarded_steps > 1)} "
+            f"before that {'are' if restart.discarded_steps > 1 else 'is'} left out")
     if history.num_missing:
         found.append(f"{history.num_missing:,} step{'s' * (history.num_missing > 1)} between the first and the last "
                      f"{'are' if history.num_missing > 1 else 'is'} not recorded")

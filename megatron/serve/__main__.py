@@ -1,4 +1,4 @@
-"""`python -m megatron.serve`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.serve`: cli.py, unless a package of ours is hidden."""
 
 import sys
 

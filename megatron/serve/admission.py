@@ -50,8 +50,7 @@ LIMIT_HELP = {
     "max_connections": "most connections at a time (256)",
     "request_seconds": "time for a request to arrive whole (20)",
     "write_seconds": "time for a client to take what it is sent (30)",
-    "grace": "seconds for what is under way once the server is asked to stop (30)",
-}
+    "grace": "seconds for what is under way once the server is asked to stop (30)"}
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +117,8 @@ class AuthPolicy:
         match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", header)
         name = (match[1] or match[3]).lower() if match else ""
         if not is_loopback(name) and name not in self._allowed_hosts:
-            raise HttpError(
-                403, "this server answers on its own machine only, to requests for localhost; --allowed-host "
-                "admits another name")
+            raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
+                            "--allowed-host admits another name")
 
     def check_key(self, header: str | None) -> None:
         if self._key is None:
@@ -128,7 +126,5 @@ class AuthPolicy:
         scheme, _, given = (header or "").partition(" ")
         good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
         if scheme.lower() != "bearer" or not good:
-            raise HttpError(401,
-                            "this server wants a key: send it as Authorization: Bearer KEY",
-                            code="invalid_api_key",
-                            headers=(("WWW-Authenticate", "Bearer"), ))
+            raise HttpError(401, "this server wants a key: send it as Authorization: Bearer KEY",
+                            code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))

@@ -93,8 +93,7 @@ class StrictJson:
         if self._remaining:
             first, *others = sorted(self._remaining)
             more = f" and {len(others)} more keys are" if others else " is"
-            raise HttpError(400,
-                            f"{first[:MAX_QUOTED_CHARACTERS]!r}{more} not known here",
+            raise HttpError(400, f"{first[:MAX_QUOTED_CHARACTERS]!r}{more} not known here",
                             param=ascii(first[:MAX_QUOTED_CHARACTERS])[1:-1])
 
 
@@ -190,17 +189,15 @@ class ServedModel:
     def check_num_sequences(self, prompts: int, samples: int, name: str) -> None:
         if prompts * samples > self.limits.max_texts:
             raise invalid_field(
-                name, f"{prompts * samples} texts in one request, and at most {self.limits.max_texts} are "
-                "taken")
+                name, f"{prompts * samples} texts in one request, and at most {self.limits.max_texts} are taken")
 
 
 def take_temperature(fields: StrictJson) -> float:
     """0: always the likeliest token."""
     found = fields.take_float("temperature", 1.0, 0.0, MAX_TEMPERATURE)
     if 0 < found < MIN_TEMPERATURE:
-        raise invalid_field(
-            "temperature",
-            f"expected 0 (the likeliest token) or a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}")
+        raise invalid_field("temperature", f"expected 0 (the likeliest token) or a number from {MIN_TEMPERATURE} to "
+                            f"{MAX_TEMPERATURE:g}")
     return found
 
 

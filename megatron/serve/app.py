@@ -1,4 +1,5 @@
-"""The HTTP server: routes, connection handling on an asyncio thread, and its start and end beside the model's thread."""
+"""The HTTP server: routes, connection handling on an asyncio thread, and its start and end beside the model's
+thread."""
 
 from __future__ import annotations
 
@@ -77,8 +78,7 @@ class RequestRouter:
             "/v1/models": Route(READ_METHODS, self._list_models),
             f"/v1/models/{model.name}": Route(READ_METHODS, self._show_model),
             "/v1/completions": Route(("POST",), self._complete),
-            "/api": Route(("PUT", "POST"), self._generate),
-        }
+            "/api": Route(("PUT", "POST"), self._generate)}
 
     def route_name(self, head: RequestHead) -> str:
         """Of what was asked for, for those who count."""
@@ -119,9 +119,8 @@ class RequestRouter:
         if route is None:
             raise HttpError(404, "there is nothing here; docs/serve.md has the list")
         if head.method not in route.methods:
-            raise HttpError(405,
-                            f"expected {' or '.join(route.methods)}",
-                            headers=(("Allow", ", ".join(route.methods)), ))
+            raise HttpError(405, f"expected {' or '.join(route.methods)}",
+                            headers=(("Allow", ", ".join(route.methods)),))
         return route
 
     async def _show_page(self, connection: HttpConnection) -> None:
@@ -150,8 +149,7 @@ class RequestRouter:
     async def _complete(self, connection: HttpConnection) -> None:
         identity = f"cmpl-{secrets.token_hex(12)}"
         await self._generate_and_reply(
-            connection,
-            lambda body: openai_api.parse_completion(parse_json_object(body), self._served_model, identity))
+            connection, lambda body: openai_api.parse_completion(parse_json_object(body), self._served_model, identity))
 
     async def _generate(self, connection: HttpConnection) -> None:
         await self._generate_and_reply(
@@ -312,9 +310,7 @@ FAILURE_DRAIN_SECONDS = 1.0
 
 
 def build_executor(loaded: LoadedModel, rows: int) -> StepExecutor:
-    generator = build_generator(loaded,
-                                Decoder(loaded.model, rows),
-                                SequenceDetokenizer(loaded.tokenizer),
+    generator = build_generator(loaded, Decoder(loaded.model, rows), SequenceDetokenizer(loaded.tokenizer),
                                 sliding_window=False)
     return StepExecutor(generator, LogprobScorer(loaded.model, loaded.tokenizer.vocab_size))
 
@@ -333,7 +329,7 @@ def build_served_model(loaded: LoadedModel, name: str, limits: ServerLimits) -> 
 def run_server(loaded: LoadedModel, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str,
                key: str | None, allowed_hosts: Iterable[str], limits: ServerLimits, log: Callable[[str], None],
                on_ready: Callable[[], None], stop_requested: Callable[[], bool]) -> None:
-    """The rank that hears the clients; until it is asked to stop. `ready` is called when it listens."""
+    """The rank that hears the clients; until it is asked to stop. `on_ready` is called when it listens."""
     executor, inbox, metrics = build_executor(loaded, rows), Inbox(), ServerMetrics()
     request_queue = RequestQueue(inbox, rows, limits.max_waiting, metrics)
     router = RequestRouter(build_served_model(loaded, name, limits), request_queue,

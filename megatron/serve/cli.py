@@ -33,16 +33,14 @@ docs/serve.md explains the rest."""
 
 
 def build_parser() -> ModelArgumentParser:
-    parser = ModelArgumentParser(MODULE,
-                                 "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.",
-                                 EXAMPLES)
+    parser = ModelArgumentParser(
+        MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.", EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=int, default=5000, metavar="N", help="0: any that is free (5000)")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="on the loopback: a name besides localhost "
         "that requests may be for; may be given again")
-    add("--api-key-file",
-        metavar="FILE",
+    add("--api-key-file", metavar="FILE",
         help=f"its first line is a key that clients must send; or set {API_KEY_VARIABLE}")
     add("--model-name", metavar="NAME", help="what clients call the model (the name of its folder)")
     add("--batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
@@ -110,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop_handler = StopListener(STOPPING_NOTICE,
                                 startup_reason="before the model was loaded; start the same command again")
     is_listener = process_group.read_environment().rank == 0
-    with stop_handler.listening() as stop, bind_listener(args.host,
-                                                         args.port) if is_listener else nullcontext() as listener:
+    with stop_handler.listening() as stop, bind_listener(
+            args.host, args.port) if is_listener else nullcontext() as listener:
         from megatron.inference import load
         from megatron.serve.app import run_server, run_worker_rank
 
@@ -126,20 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             log = _log_to_stderr if not args.quiet else _discard_log
             _log_to_stderr(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
             if key is None and not is_loopback(args.host):
-                _log_to_stderr(
-                    f"listening on {args.host} without a key: whoever reaches this machine can use the model; "
-                    "--api-key-file asks for one")
-            run_server(loaded,
-                       groups,
-                       rows=args.batch_size,
-                       name=served_model_name(args),
-                       listener=listener,
-                       host=args.host,
-                       key=key,
-                       allowed_hosts=args.allowed_host,
-                       limits=server_limits,
-                       log=log,
-                       on_ready=lambda: print(f"listening on {listener_url(listener)}", flush=True),
+                _log_to_stderr(f"listening on {args.host} without a key: whoever reaches this machine can use the "
+                               "model; --api-key-file asks for one")
+            run_server(loaded, groups, rows=args.batch_size, name=served_model_name(args), listener=listener,
+                       host=args.host, key=key, allowed_hosts=args.allowed_host, limits=server_limits,
+                       log=log, on_ready=lambda: print(f"listening on {listener_url(listener)}", flush=True),
                        stop_requested=lambda: bool(stop))
         process_group.shutdown()
     return 0

@@ -52,15 +52,12 @@ def parse_generation(body: dict[str, Any], model: ServedModel) -> MegatronGenera
     if "" in shown and not add_bos:
         raise invalid_field("prompts", "one is empty, which needs add_BOS")
     _reject_unsupported(fields, model)
-    generation = GenerationRequest(prompts=tuple(_encode_prompt(text, add_bos, model) for text in shown),
-                                   num_samples=1,
-                                   max_new_tokens=fields.take_int("tokens_to_generate",
-                                                                  min(DEFAULT_TOKENS, model.max_new_tokens), 0,
-                                                                  model.max_new_tokens),
-                                   sampling=_parse_sampling(fields),
-                                   seed=fields.take_int("random_seed", new_seed(), 0, 1 << 63),
-                                   stops=_parse_stops(fields),
-                                   top_logprobs=0 if fields.take_bool("logprobs") else None)
+    generation = GenerationRequest(
+        prompts=tuple(_encode_prompt(text, add_bos, model) for text in shown), num_samples=1,
+        max_new_tokens=fields.take_int("tokens_to_generate", min(DEFAULT_TOKENS, model.max_new_tokens),
+                                       0, model.max_new_tokens), sampling=_parse_sampling(fields),
+        seed=fields.take_int("random_seed", new_seed(), 0, 1 << 63), stops=_parse_stops(fields),
+        top_logprobs=0 if fields.take_bool("logprobs") else None)
     if not generation.max_new_tokens and generation.top_logprobs is None:
         raise invalid_field("tokens_to_generate", "0 needs logprobs: true")
     fields.reject_unknown()

@@ -64,10 +64,8 @@ class OpenAICompletion:
 
     def _usage(self, sequences: Sequence[GeneratedSequence]) -> dict[str, int]:
         made = sum(len(text.tokens) for text in sequences)
-        return {
-            "prompt_tokens": self.generation.num_prompt_tokens, "completion_tokens": made,
-            "total_tokens": self.generation.num_prompt_tokens + made
-        }
+        return {"prompt_tokens": self.generation.num_prompt_tokens, "completion_tokens": made,
+                "total_tokens": self.generation.num_prompt_tokens + made}
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
         """What is new of a text since it was last asked for."""
@@ -96,8 +94,8 @@ class OpenAICompletion:
         if not self.with_logprobs or self.generation.top_logprobs is not None:
             return None
         decode, begun = self.model.tokenizer.decode, len(self.echoed_prompts[place // self.generation.num_samples])
-        tokens, first, starts = sequence.tokens, self._num_sent_tokens.get(place,
-                                                                           0), self._detokenizer.token_offsets(sequence)
+        tokens, first, starts = sequence.tokens, self._num_sent_tokens.get(place, 0), self._detokenizer.token_offsets(
+            sequence)
         names, values, offsets = [], [], []
         for number in range(first, len(tokens)):
             start = begun + starts[number]
@@ -114,9 +112,7 @@ def parse_completion(body: dict[str, Any], served_model: ServedModel, identity: 
     fields = StrictJson(body)
     model = fields.take_str("model")
     if model not in (None, served_model.name):
-        raise HttpError(404,
-                        f"model: here is {served_model.name!r}, and no other",
-                        param="model",
+        raise HttpError(404, f"model: here is {served_model.name!r}, and no other", param="model",
                         code="model_not_found")
     prompts, texts = _parse_prompts(fields.take("prompt"), served_model)
     samples = fields.take_int("n", 1, 1, served_model.limits.max_texts)
@@ -128,18 +124,13 @@ def parse_completion(body: dict[str, Any], served_model: ServedModel, identity: 
         raise invalid_field("stream",
                             "is not possible with the log-probabilities of other tokens, nor with those of a prompt")
     generation = GenerationRequest(
-        prompts=prompts,
-        num_samples=samples,
-        top_logprobs=top if scores_all_tokens else None,
+        prompts=prompts, num_samples=samples, top_logprobs=top if scores_all_tokens else None,
         max_new_tokens=fields.take_int("max_tokens", min(16, served_model.max_new_tokens),
                                        0 if scores_all_tokens else 1, served_model.max_new_tokens),
-        sampling=build_sampling(take_temperature(fields),
-                                top_k=fields.take_int("top_k", 0, 0, 1 << 31),
-                                top_p=_parse_top_p(fields),
-                                min_p=fields.take_float("min_p", 0.0, 0.0, 1.0),
+        sampling=build_sampling(take_temperature(fields), top_k=fields.take_int("top_k", 0, 0, 1 << 31),
+                                top_p=_parse_top_p(fields), min_p=fields.take_float("min_p", 0.0, 0.0, 1.0),
                                 repetition_penalty=fields.take_float("repetition_penalty", 1.0, 0.01, 100.0)),
-        seed=fields.take_int("seed", new_seed(), -(1 << 63), 1 << 63),
-        stops=_parse_stops(fields.take("stop")))
+        seed=fields.take_int("seed", new_seed(), -(1 << 63), 1 << 63), stops=_parse_stops(fields.take("stop")))
     shown = texts if echo else ("",) * len(prompts)
     with_usage = _parse_stream_options(fields, is_streaming)
     fields.reject_unknown()
@@ -157,10 +148,8 @@ def _parse_prompts(given: Any, model: ServedModel) -> tuple[tuple[tuple[int, ...
     model.check_num_sequences(len(given), 1, "prompt")
     if not given:
         raise invalid_field("prompt", "is empty")
-    prompts = [
-        _check_token_ids(one, model) if isinstance(one, list) else model.encode_prompt(
-            valid_text(one, "prompt"), "prompt") for one in given
-    ]
+    prompts = [_check_token_ids(one, model) if isinstance(one, list)
+               else model.encode_prompt(valid_text(one, "prompt"), "prompt") for one in given]
     texts = [model.tokenizer.decode(one) if isinstance(one, list) else str(one) for one in given]
     return tuple(prompts), tuple(texts)
 

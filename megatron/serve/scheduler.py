@@ -217,7 +217,7 @@ class GenerationScheduler:
 
     def run(self, stop_requested: Callable[[], bool], close_queue: Callable[[], None], grace: float) -> bool:
         """Until asked to stop, and what has been asked for by then is done, or `grace` seconds have gone: False.
-        `close` makes the thread of the clients say Closed."""
+        `close` makes the thread of the clients send QueueClosed."""
         until = float("inf")
         while not (self._queue_is_closed and self._is_idle) and time.monotonic() < until:
             self._receive_commands()
@@ -259,16 +259,14 @@ class GenerationScheduler:
                 self._broadcast_plan(StepPlan())
             return
         free_slots = self._executor.generator.free_slots + len(self._cancelled)
-        plan = StepPlan(tuple(self._cancelled),
-                        tuple(self._waiting.popleft() for _ in range(min(free_slots, len(self._waiting)))),
-                        (self._to_score.popleft(), ) if self._to_score else
-                        ())  # one at a time: the others wait for tokens
+        plan = StepPlan(
+            tuple(self._cancelled), tuple(self._waiting.popleft() for _ in range(min(free_slots, len(self._waiting)))),
+            (self._to_score.popleft(),) if self._to_score else ())  # one at a time: the others wait for tokens
         self._cancelled.clear()
         self._running.difference_update(plan.drop)
         self._broadcast_plan(plan)
-        self._publish([
-            found if isinstance(found, SequenceLogprobs) else self._token_event(found) for found in self._executor(plan)
-        ])
+        self._publish([found if isinstance(found, SequenceLogprobs) else self._token_event(found)
+                       for found in self._executor(plan)])
 
     def _token_event(self, sequence: GeneratedSequence) -> TokenEvent:
         number, tokens = sequence.request.number, sequence.tokens
@@ -283,19 +281,17 @@ class GenerationScheduler:
 
 
 STOPPING_MESSAGE = "the server is stopping"
-NON_FINITE_MESSAGE = (
-    "the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the server may "
-    "start it with --dtype fp32 or bf16")
+NON_FINITE_MESSAGE = ("the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the "
+                      "server may start it with --dtype fp32 or bf16")
 
 
 @final
 class PendingRequest:
     def __init__(self, requests: Sequence[Request], top_logprobs: int | None) -> None:
-        """With a `top`, each text gets a verdict at its end, with so many of the likeliest tokens in each place."""
-        self.sequences = [
-            GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
-            for request in requests
-        ]
+        """With a `top_logprobs`, each text gets a verdict at its end, with so many of the likeliest tokens in each
+        place."""
+        self.sequences = [GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
+                          for request in requests]
         self.top_logprobs = top_logprobs
         self.logprobs: dict[int, SequenceLogprobs] = {}
         """By the number of a text's request."""
@@ -343,9 +339,7 @@ class RequestQueue:
         if len(self._active) + len(requests) > self._rows + self._max_waiting:
             raise HttpError(503,
                             f"{len(self._active)} texts are under way, and this request asks for {len(requests)} more "
-                            f"than there is room for: come again",
-                            code="queue_full",
-                            headers=(("Retry-After", "1"), ))
+                            f"than there is room for: come again", code="queue_full", headers=(("Retry-After", "1"),))
         numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
         self._number += len(numbered)
         ticket = PendingRequest(numbered, top_logprobs)

@@ -216,16 +216,14 @@ def _write_files(finished: FinishedTrace, rank: int, place: Path, *, on_host: bo
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     title = f"{which.capitalize()}, rank {rank}"
     Path(f"{place}.html").write_text(trace_page(title, found, len(steps), at_times, peak_level(at_times, recorded),
-                                                recorded, within),
-                                     encoding="utf-8")
+                                                recorded, within), encoding="utf-8")
     trace["traceEvents"] += engine_tracks(recorded, at_times, within, steps)
     with staged_file(f"{place}.json.gz") as file:  # in the place of the claim
         file.write(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=3))
     milliseconds = (within[1] - within[0]) / 1e3 / len(steps)
     early = " (the trace ends early: more could not be looked at)" if finished.ended_early else ""
-    return (
-        f" {which}: {milliseconds:.1f} ms{' each' * (len(steps) > 1)} with the profiler at work: {format_breakdown(found)} | "
-        f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html{early}")
+    return (f" {which}: {milliseconds:.1f} ms{' each' * (len(steps) > 1)} with the profiler at work: "
+            f"{format_breakdown(found)} | {place}.json.gz (for ui.perfetto.dev), {place.name}.html{early}")
 
 
 def _export_events(profiler: profile, beside: Path) -> dict[str, Any]:

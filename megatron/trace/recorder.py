@@ -126,7 +126,7 @@ class TraceRecorder:
         """How often the engine went on to something else; operations are some tens of times as many."""
         return sum(len(line.changes) for line in self.timelines.values())
 
-    # ---- what travels (zero/exchanges.py) ---------------------------------------------------------------------------
+    # ---- collectives (distributed/collective_log.py) ----------------------------------------------------------------
 
     def collective_started(self, kind: str, number: int, what: str) -> None:
         self.collectives[kind, number] = CollectiveSpan(what, self._clock())

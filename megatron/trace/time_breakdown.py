@@ -22,8 +22,7 @@ KINDS = {
                      r"|cross_entropy|nll_loss|log_softmax", re.IGNORECASE),
     ATTENTION: re.compile("scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
     PRODUCTS: re.compile(r"^aten::(mm|bmm|addmm|addbmm|baddbmm|linear|_scaled_mm|mkldnn_linear|addmv|mv)(_|$|\b)"
-                         r"|^mkl(dnn)?::"),
-}
+                         r"|^mkl(dnn)?::")}
 """Of operations. The first are those of mpu/cross_entropy.py, which have the output layer inside."""
 KERNELS = {
     ATTENTION: re.compile(r"flash|fmha|sdpa", re.IGNORECASE),

@@ -20,10 +20,10 @@ from megatron.trace.export import FinishedTrace, write_trace
 from megatron.trace.recorder import TraceRecorder, microseconds
 
 WRITING = "writing of a trace"
-"""An activity (whereabouts.py)."""
+"""An activity (rank_status.py)."""
 MAX_CHANGES = 20_000
-"""Of Recorder.size: a trace ends there, with its step. Some 100 MB and half a minute of writing; more cannot be looked
-at."""
+"""Of TraceRecorder.num_changes: a trace ends there, with its step. Some 100 MB and half a minute of writing; more
+cannot be looked at."""
 MEMORY_HISTORY_ENTRIES = 200_000
 """Allocations that the snapshot of an accelerator's memory remembers."""
 
@@ -67,9 +67,8 @@ class TraceWindow:
 
     def start_after(self, done: int) -> None:
         if done >= self._traced_steps[-1]:
-            _print_line(
-                f" note: nothing is traced: --profile-steps {self._traced_steps[0]}:{self._traced_steps[-1]} is over, the run goes "
-                f"on at step {done + 1}")
+            _print_line(f" note: nothing is traced: --profile-steps {self._traced_steps[0]}:{self._traced_steps[-1]} "
+                        f"is over, the run goes on at step {done + 1}")
         self.after_step(done)
 
     def after_step(self, done: int) -> None:

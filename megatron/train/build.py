@@ -34,7 +34,7 @@ from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
 CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-"""With it cuBLAS gives the same bits each time."""
+"""Setting it makes cuBLAS deterministic."""
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -48,7 +48,7 @@ def tokenizer(config: Config) -> Tokenizer:
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with the vocabulary size filled in."""
+    """The config with `vocab_size` set; ConfigError if the given one is smaller than the tokenizer's."""
     size = config.model.vocab_size
     require(size is None or size >= tokenizer.vocab_size, _vocab_size_error(config, tokenizer))
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
@@ -65,7 +65,7 @@ def _vocab_size_error(config: Config, tokenizer: Tokenizer) -> str:
 
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
-    """Training, validation and test samples; every rank must see the same corpus."""
+    """Training, validation and test samples. Collective: raises if ranks find different corpora or tokenizers."""
     STATUS.set_activity(f"{START_UP}, building of the index")
     section = config.data
     found = all_succeed_or_raise(lambda: open_datasets(
@@ -82,18 +82,15 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
         document_separator=section.document_separator,
     ), groups.world)
     parts = {"training": found.train, "validation": found.valid, "test": found.test}
-    assert_equal_across_ranks(
-        {
-            "the tokenizer": tokenizer.fingerprint,
-            **{f"the {name} corpus": part and part.fingerprint
-               for name, part in parts.items()}
-        }, groups.world, "the files of --train-data, or of what goes with it, differ between ranks")
+    assert_equal_across_ranks({"the tokenizer": tokenizer.fingerprint,
+                               **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}},
+                              groups.world, "the files of --train-data, or of what goes with it, differ between ranks")
     STATUS.set_activity(f"{START_UP}, building of the model")
     return found
 
 
 def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
-    """Dropout streams: the same within a tensor parallel group, different over data parallel."""
+    """Seed all generators. Dropout is equal within a tensor parallel group and differs over data parallel ranks."""
     random.seed(train.seed)
     np.random.seed(train.seed % 2**32)
     model_parallel_cuda_manual_seed(train.seed, groups, vary_over_dp=True)
@@ -101,7 +98,7 @@ def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) ->
 
 @contextmanager
 def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
-    """--deterministic, if this run has it; afterwards all is as the process had chosen before."""
+    """Apply --deterministic inside the context; restores the previous torch settings afterwards."""
     if not train.deterministic:
         yield
         return
@@ -126,9 +123,9 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
 
 
 def model(config: Config, groups: Groups, recompute_runner: Recomputation | None = None) -> GPT2:
-    """GPT-2 whose parameters the engine will draw; recomputation (`again`, or one of its own) and tiling are put on
-    its blocks."""
-    deferred = not config.model.memory_centric_tiled_linear  # tiles are cut from layers that are there
+    """GPT-2 with parameters on the meta device, which the engine draws, and with the configured recomputation and
+    tiling. `recompute_runner` replaces the default recomputation."""
+    deferred = not config.model.memory_centric_tiled_linear  # tiles are slices of materialized layers
     gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred)
     if deferred:
         defer_param_init(gpt2.parameters(), groups.dp)
@@ -141,7 +138,8 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
 
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
-    """The engine on its device, with the learning rate schedule of the flags; what is to be compiled is."""
+    """The engine on `device`, with the flags' learning rate schedule. Applies torch.compile to the model as configured.
+    """
     set_matmul_precision(config, device)
     compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
@@ -152,26 +150,19 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
 
 
 def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
-    """Matrices and embeddings decay; biases and LayerNorms do not."""
+    """Two groups: weight decay for matrices and embeddings, none for biases and LayerNorms."""
     return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
             {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
 
 
 def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:
-    """Of each id, the bytes of the text that it stands for; None where the tokenizer or the data does not say."""
+    """[vocab_size]: bytes of text per token id; None if the tokenizer or the data does not say."""
     found = None if config.data.mock_data else tokenizer.byte_lengths()
     return None if found is None else torch.from_numpy(found)
 
 
 def micro_batch_sampler(config: Config, groups: Groups, tokenizer: Tokenizer) -> MicroBatchSampler:
     section = config.data
-    return MicroBatchSampler(
-        config.train.batch_size,
-        config.accumulation(groups.dp.size),
-        groups.dp.rank,
-        groups.dp.size,
-        tokenizer.eod,
-        section.reset_position_ids,
-        section.reset_attention_mask,
-        section.eod_mask_loss,
-    )
+    return MicroBatchSampler(config.train.batch_size, config.accumulation(groups.dp.size), groups.dp.rank,
+                             groups.dp.size, tokenizer.eod, section.reset_position_ids, section.reset_attention_mask,
+                             section.eod_mask_loss)

@@ -24,7 +24,7 @@ from megatron.model import GPT2
 Scope = Literal["nothing", "blocks", "model"]
 
 _MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
-"""What a product of fp32 matrices is taken in on a GPU that can."""
+"""torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ def choose_compilation(config: Config, dp_size: int, device: torch.device) -> Co
 
 
 def _missing_compiler() -> str:
-    """What torch.compile needs beside torch: Triton for the kernels, a C compiler for what launches them."""
+    """The missing prerequisite of torch.compile, or "": Triton for kernels, a C compiler for their launchers."""
     if find_spec("triton") is None:
         return "Triton"
     return "" if any(map(shutil.which, ("cc", "gcc", "clang"))) else "C compiler"
 
 
 def _reasons_between_blocks(config: Config, dp_size: int) -> Iterator[str]:
-    """What has to happen between two blocks of a model."""
+    """Why Python code must run between blocks, which rules out one graph for the model."""
     if config.zero.zero_stage == 3:
         yield "the parameters of blocks come and go at stage 3"
     elif config.zero.zero_stage and dp_size > 1:
@@ -74,7 +74,7 @@ def _reasons_between_blocks(config: Config, dp_size: int) -> Iterator[str]:
 
 
 def compile_model(model: GPT2, config: Config, dp_size: int, device: torch.device) -> None:
-    """Put torch.compile on the model, or on its blocks; before an engine takes it."""
+    """Apply torch.compile to the model or to its blocks; call it before an engine wraps the model."""
     made, graphs = choose_compilation(config, dp_size, device), config.train.cuda_graphs
     if made.scope == "model":
         model.run_blocks = _run_blocks_without_hooks
@@ -91,14 +91,14 @@ def _run_blocks_without_hooks(blocks: Sequence[nn.Module], x: Tensor, *args: Any
 
 
 def _compile_for_training(forward: Callable[..., Tensor], graphs: bool, whole: bool) -> Callable[..., Tensor]:
-    """`forward`, compiled where gradients are made."""
+    """`forward`, compiled only for calls with gradients enabled."""
     compiled = torch.compile(forward, mode="reduce-overhead" if graphs else None)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if graphs and whole:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last pass left may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the previous pass may be overwritten
         result: Tensor = compiled(*args, **kwargs)
         return result
 
@@ -106,7 +106,7 @@ def _compile_for_training(forward: Callable[..., Tensor], graphs: bool, whole: b
 
 
 def matmul_precision(config: Config, device: torch.device) -> str:
-    """The precision of fp32 products: highest, high or medium, as torch.set_float32_matmul_precision calls them."""
+    """Precision of fp32 matrix products as torch.set_float32_matmul_precision names it: highest, high or medium."""
     return config.precision.matmul_precision or ("high" if device.type == "cuda" else "highest")
 
 
@@ -115,18 +115,19 @@ def set_matmul_precision(config: Config, device: torch.device) -> None:
 
 
 def arithmetic_precision(config: Config, device: torch.device) -> str:
-    """In what most of the arithmetic of a run is done: 16-bit, TF32 or fp32; it decides the peak of a device."""
+    """Arithmetic of most matrix products: 16-bit, TF32 or fp32. It decides the device's peak FLOP/s."""
     if config.precision.name != "fp32" or matmul_precision(config, device) == "medium":
         return "16-bit"
     return _MATMUL_PRECISION_NAMES[matmul_precision(config, device)]
 
 
 def compilation_line(config: Config, dp_size: int, device: torch.device) -> str | None:
-    """For the console; None on a CPU where nothing was asked for."""
+    """Console line on precision and compilation; None on a CPU with default settings."""
     made = choose_compilation(config, dp_size, device)
     if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None:
         return None
     what = {"nothing": "nothing is compiled", "blocks": "each block is compiled", "model": "the model is compiled"}
     graphs = " into CUDA graphs" if config.train.cuda_graphs and made.scope != "nothing" else ""
     why = f" ({made.reason})" if made.reason else ""
-    return f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; {what[made.scope]}{graphs}{why}"
+    return (f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; "
+            f"{what[made.scope]}{graphs}{why}")

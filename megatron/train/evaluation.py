@@ -22,16 +22,16 @@ from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
 
 STOP_CHECK_SECONDS = 0.5
-"""How long an evaluation goes on without asking whether it shall, about."""
+"""Approximate seconds between two stop checks."""
 
 
 StopCheck = Callable[[float], float]
-"""All ranks ask it after the same round, with the seconds that one takes on theirs; it says how many it takes on the
-slowest, the same on all. Infinitely many: the evaluation shall end here."""
+"""stop_check(seconds per round on this rank) -> seconds per round on the slowest rank, or inf to end the evaluation.
+Collective: all ranks call it after the same round."""
 
 
 class SizedSamples(Samples, Protocol):
-    """A dataset that knows how many different samples it has."""
+    """A dataset with a known number of distinct samples."""
 
     @property
     def distinct_samples(self) -> int | None: ...
@@ -39,18 +39,17 @@ class SizedSamples(Samples, Protocol):
 
 class EvaluationLoss(NamedTuple):
     loss: float
-    """The mean of the micro-batches, in nats a token."""
+    """Mean over micro-batches, in nats per token."""
     bits_per_byte: float | None = None
-    """Of the text that the targets stand for; None where that is not known."""
+    """None if the byte length of tokens is unknown."""
 
 
 @torch.no_grad()
-def evaluate(
-    engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler, global_batches: int, device: torch.device,
-    token_bytes: torch.Tensor | None = None, stop_check: StopCheck = float,
-) -> EvaluationLoss | None:
-    """Over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for. `token_bytes`:
-    of each id, the bytes of the text that it stands for. None: `goes_on` ended it early."""
+def evaluate(engine: Engine, samples: SizedSamples, sampler: MicroBatchSampler,
+             global_batches: int, device: torch.device, token_bytes: torch.Tensor | None = None,
+             stop_check: StopCheck = float) -> EvaluationLoss | None:
+    """Mean loss over `global_batches`, or over as many full rounds of all ranks as the dataset has samples for.
+    `token_bytes` [vocab_size] enables bits per byte. Returns None if `stop_check` ended it early. Collective."""
     round_size = sampler.micro_batch * sampler.dp_size
     rounds = global_batches * sampler.accumulation
     if samples.distinct_samples is not None:
@@ -69,7 +68,7 @@ def evaluate(
                 nats += loss * batch.loss_token_count
                 text += batch.sum_over_loss_tokens(token_bytes)
             done += 1
-        engine.conclude()  # no rank has received another's blocks
+        engine.conclude()  # finish pending communication: no rank has received the other ranks' blocks yet
     finally:
         engine.train(True)
     if done < rounds:
@@ -79,8 +78,8 @@ def evaluate(
 
 
 def _iterate_rounds(rounds: int, stop_check: StopCheck, wait: Callable[[], object]) -> Iterator[int]:
-    """Their numbers; fewer, where the evaluation shall end. `wait` returns when an accelerator has done what it was
-    given: only then is it known how long that takes."""
+    """Round indices; fewer if `stop_check` ends the evaluation. `wait` synchronizes the device, so that rounds can be
+    timed."""
     asked_at, ask_next, began = 0, 1, time.monotonic()
     for index in range(rounds):
         if index == ask_next:
@@ -103,13 +102,13 @@ def perplexity(loss: float) -> float:
 
 
 SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)
-"""As by default there."""
+"""The defaults of `megatron.generate`."""
 
 
 def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
-    """The configured prompt continued; the same text on every rank, and for every layout. No random stream of training
-    is touched. Collective."""
-    typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
+    """Continue the configured prompt. The text is equal on every rank and for every layout; training's random streams
+    are not used. Collective."""
+    typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # keep bytes that the locale cannot decode
     prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
     defaults = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True)
     with engine_decoder(engine, rows=1) as reader:
@@ -119,7 +118,7 @@ def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str
 
 
 def printable(text: str) -> str:
-    """One line for a console, as a Python literal of the text. Bytes that are not UTF-8, which a young byte-level model
-    makes, have become U+FFFD: that is escaped like a control character, with a word on what it is."""
+    """The text on one line, as a Python literal. Bytes that are not UTF-8, common early in training of byte-level
+    models, were decoded to U+FFFD: it is escaped and explained."""
     lost = "\ufffd" in text
     return repr(text).replace("\ufffd", r"\ufffd") + (r" (\ufffd: bytes that are not UTF-8)" if lost else "")

@@ -13,7 +13,7 @@ DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 
 def check_inputs(section: DataConfig) -> None:
-    """Refuse text and tokenizer files that do not exist, and a run without text."""
+    """Raise if text or tokenizer files do not exist, or no text is given."""
     if not section.mock_data and not section.train_data:
         raise ConfigError("no training text: give --train-data PREFIX, a text file or a folder, or --mock-data")
     for flag, words in (("--train-data", section.train_data), ("--valid-data", section.valid_data),
@@ -29,7 +29,7 @@ def check_tokenizer(section: DataConfig) -> None:
 
 
 def tokenizer_path(section: DataConfig) -> str | None:
-    """--tokenizer-path; of the default corpus the tokenizer that was trained on it."""
+    """--tokenizer-path; for the default corpus, the tokenizer trained on it."""
     if (section.tokenizer_path is None and "default" in section.train_data
             and section.tokenizer_type == "SentencePieceTokenizer"):
         return str(DEFAULT_FOLDER / "tokenizer.model")

@@ -40,12 +40,13 @@ from mpu.groups import set_timeout
 
 @contextmanager
 def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
-    """Inside, garbage is looked for when this is called with a multiple of `steps`; 0: whenever Python wants to."""
+    """Inside, Python collects garbage only when the yielded function is called with a multiple of `steps`; 0: as Python
+    decides."""
     if not steps or not gc.isenabled():
         yield lambda step: None
         return
     gc.collect()
-    was_frozen = gc.get_freeze_count() > 0  # by the program around this one, and for longer
+    was_frozen = gc.get_freeze_count() > 0  # frozen by the surrounding program, which keeps it so
     gc.freeze()
     gc.disable()
     try:
@@ -62,7 +63,7 @@ def _collect_garbage() -> None:
 
 @dataclass(frozen=True)
 class ZeroLRSteps:
-    """The iterations from `first` to `last` have a learning rate of 0."""
+    """Iterations `first` to `last`, which have a learning rate of 0."""
 
     first: int
     last: int
@@ -78,16 +79,16 @@ class ZeroLRSteps:
 
 
 class ZeroLRWarning:
-    """Warns at the start of a run, and again when the rate reaches 0 on the way."""
+    """Warns at the start of a run whose learning rate will reach 0, and again when it does."""
 
     def __init__(self, zero_lr_steps: ZeroLRSteps | None, lr: float, print_line: Callable[[str], None]) -> None:
-        """`rate` is that of the first step."""
+        """`lr` is the rate of the first step."""
         self._zero_lr_steps, self._lr, self._print_line = zero_lr_steps, lr, print_line
         if zero_lr_steps is not None:
             print_line(zero_lr_steps.start_warning())
 
     def after_step(self, iteration: int, lr: float) -> None:
-        """`rate` was that of `iteration`, which is over."""
+        """`lr` was the rate of the completed `iteration`."""
         if self._zero_lr_steps is not None and lr == 0 != self._lr:
             self._print_line(self._zero_lr_steps.reached_warning(iteration))
         self._lr = lr
@@ -95,8 +96,8 @@ class ZeroLRWarning:
 
 def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied: int,
                        iteration: int) -> ZeroLRSteps | None:
-    """What is idle in a run that is at `iteration`, after `applied` steps of its schedule (skipped ones do not
-    count there); None where every step has a rate."""
+    """The final iterations with a rate of 0, for a run at `iteration` after `applied` schedule steps (skipped steps do
+    not count); None if every step has a rate."""
     last = config.train.train_iters
     remaining = range(applied, applied + last - iteration)
     if not remaining or schedule(remaining[-1]) != 0:
@@ -118,16 +119,16 @@ def _remedy(config: Config, iteration: int) -> str:
 
 @dataclass
 class TrainState:
-    """How far the loop is; the sample position is the only data state there is."""
+    """The loop's position. `consumed_samples` is the only state of the data."""
 
     iteration: int = 0
     consumed_samples: int = 0
     owes_evaluation: bool = False
-    """The one that was due at this iteration was left early."""
+    """The evaluation due at this iteration was interrupted, and runs after a resume."""
 
 
 class LoopRequests(NamedTuple):
-    """What all ranks agree to be asked for after a step: each is true where it is on any rank."""
+    """Stop requests after a step, combined over ranks: each is true if it is on any rank."""
 
     stop: bool = False
     by_keyboard: bool = False
@@ -136,7 +137,7 @@ class LoopRequests(NamedTuple):
 
 @dataclass(frozen=True)
 class CompletedStep:
-    """A step that was taken; what it did is in the report, once that is known."""
+    """A step whose report may still be pending on the device."""
 
     report: StepReport
     iteration: int
@@ -149,7 +150,7 @@ class CompletedStep:
 
 @dataclass(frozen=True)
 class Trainer:
-    """One run of the loop."""
+    """One run of the training loop."""
 
     config: Config
     engine: Engine
@@ -159,10 +160,10 @@ class Trainer:
     save: Callable[[TrainState], None] | None = None
     stop: StopListener = field(default_factory=StopListener)
     token_bytes: torch.Tensor | None = None
-    """Of each id, the bytes of its text: evaluations then say bits per byte."""
+    """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
 
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
-        """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
+        """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the
         end."""
         STATUS.set_activity(TRAINING)
         STATUS.set_step(state.iteration + 1)
@@ -170,7 +171,7 @@ class Trainer:
             with periodic_gc(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
                 reason = self._train(state, samples, valid, [trace, collect])
             self.engine.finish_save()
-        except BaseException as error:  # the --save folder is given back to others
+        except BaseException as error:  # releases the --save folder
             self._complete_or_abandon_save(error)
             raise
         if reason:
@@ -179,7 +180,7 @@ class Trainer:
 
     def _train(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
                between_steps: Sequence[Callable[[int], None]]) -> str:
-        """The loop; why it was left early, if it was. The last save may be under way still."""
+        """The loop; returns why it stopped early, or "". The last save may still be in progress."""
         lr_watch = self._zero_lr_watch(state)
         timer, throughput, saved_at, reason = StepTimer(self.engine.drive_use), self._throughput(), state.iteration, ""
         pending_logs: list[CompletedStep] = []
@@ -191,14 +192,13 @@ class Trainer:
         try:
             for batches in stream:
                 pending_logs.append(self._step(state, batches, timer))
-                requests = self._log_known_steps(pending_logs,
-                                                 throughput,
-                                                 lr_watch,
+                requests = self._log_known_steps(pending_logs, throughput, lr_watch,
                                                  all_of_them=self._needs_step_result(state.iteration))
                 if state.iteration - len(
-                        pending_logs) == first_iteration + 1:  # a step is known, so all ranks have taken it
+                        # the first step has completed on all ranks: end of the start-up timeout
+                        pending_logs) == first_iteration + 1:
                     set_timeout(self.engine.groups, timedelta(seconds=limit))
-                if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
+                if state.iteration < self.config.train.train_iters:  # `finish` evaluates after the last iteration
                     if is_due(state.iteration, self.config.train.evaluates_every):
                         if not self._evaluate("validation", state, valid):
                             requests, state.owes_evaluation = self._agree_on_stop(), True
@@ -212,15 +212,16 @@ class Trainer:
                     self.save(state)
                     saved_at = state.iteration
                     if not reason and self._should_continue(
-                            0.0) == inf:  # what is saved need not be saved again a step later
+                            # a stop requested during the save takes effect here, without a second save one step later
+                            0.0) == inf:
                         reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
                 if reason:
                     self.stop.is_stopping = True
                     break
                 for action in between_steps:
                     action(state.iteration)
-                STATUS.set_step(state.iteration + 1)  # the next one
-                timer.lap()  # evaluating and saving are not training time
+                STATUS.set_step(state.iteration + 1)
+                timer.lap()  # exclude evaluation and saving from the step time
         finally:
             stream.close()
         self.engine.conclude()
@@ -230,8 +231,8 @@ class Trainer:
         return reason
 
     def _complete_or_abandon_save(self, error: BaseException) -> None:
-        """After an error, a save under way is completed if every rank is known to have come here, and nobody is in a
-        hurry; otherwise it is lost, and a line says so."""
+        """After an error: complete a pending save if every rank is known to be here and no stop is requested; otherwise
+        abandon it and print a line."""
         if not self.engine.is_saving:
             return
         if isinstance(error, NumericsError) or self.engine.groups.world.is_solo and isinstance(error, Exception):
@@ -266,11 +267,11 @@ class Trainer:
             limit = self.config.train.exit_duration_in_mins
             return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
         interval = self.config.train.exit_interval
-        return f"leaving after iteration {iteration} (--exit-interval {interval})" if is_due(iteration,
-                                                                                             interval) else ""
+        return (f"leaving after iteration {iteration} (--exit-interval {interval})" if is_due(iteration, interval)
+                else "")
 
     def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
-        """The evaluations at the end of training; False: asked to stop before they were complete."""
+        """Run the evaluations after training; False if a stop request interrupted them."""
         for name, samples in (("validation", valid), ("test", test)):
             if self.config.train.evaluates_every and not self._evaluate(name, state, samples):
                 self.stop.is_stopping = True
@@ -282,7 +283,7 @@ class Trainer:
         return True
 
     def _evaluate(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
-        """False: a rank was asked to stop before the evaluation was complete."""
+        """False if a stop request ended the evaluation early."""
         if samples is None:
             return True
         with STATUS.in_activity(EVALUATION):
@@ -293,16 +294,16 @@ class Trainer:
         return score is not None
 
     def _should_continue(self, seconds: float) -> float:
-        """The most that any rank says; infinitely many where one was asked to stop. Collective."""
+        """The largest value over ranks; inf if any rank was asked to stop. Collective."""
         return all_reduce_scalar(inf if self._requests_of_rank().stop else seconds, self.engine.groups.world)
 
     def _agree_on_stop(self) -> LoopRequests:
-        """One rank was asked to; by what is known of all. Collective."""
+        """The combined stop request, for a caller that knows some rank was asked to stop. Collective."""
         return LoopRequests(stop=True,
                             by_keyboard=all_reduce_scalar(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
 
     def _step(self, state: TrainState, batches: list[Batch], timer: StepTimer) -> CompletedStep:
-        """One optimizer step: all its micro-batches."""
+        """One optimizer step with all its micro-batches."""
         digest = samples_digest(state.consumed_samples, self.sampler.global_batch)
         dropping = self._layer_drop_of_step()
         report = self._train_step(batches)
@@ -312,7 +313,7 @@ class Trainer:
                              dropping)
 
     def _layer_drop_of_step(self) -> LayerDropMetrics | None:
-        """What the step that is about to begin leaves out."""
+        """Layer drop metrics of the step that begins now."""
         layer_drop = self.engine.progressive_layer_drop
         if layer_drop is None:
             return None
@@ -321,7 +322,8 @@ class Trainer:
         return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
     def _train_step(self, batches: list[Batch]) -> StepReport:
-        """With the last micro-batch the sum of this rank's losses travels, and what it is asked for."""
+        """Forward, backward and step for each micro-batch. The loss sum and stop requests ride on the step's all-reduce
+        as extra scalars."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         report = None
         for number, batch in enumerate(batches, 1):
@@ -334,28 +336,27 @@ class Trainer:
         return report
 
     def _requests_of_rank(self) -> LoopRequests:
-        """Of this rank."""
         late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
         return LoopRequests(bool(self.stop) or self.log.console_is_lost, self.stop.signal == SIGINT, late)
 
     def _needs_step_result(self, iteration: int) -> bool:
-        """What comes after this step depends on what it did: it is the last one, or something is saved or measured."""
+        """Whether the loop must know this step's result before it goes on: it is the last one, or a save, evaluation or
+        exit is due."""
         train, save = self.config.train, self.config.save
-        return iteration == train.train_iters or any(
-            is_due(iteration, interval)
-            for interval in (train.evaluates_every, save.save_interval, train.exit_interval))
+        return iteration == train.train_iters or any(is_due(iteration, interval) for interval in (
+            train.evaluates_every, save.save_interval, train.exit_interval))
 
     def _log_known_steps(self, pending_logs: list[CompletedStep], throughput: Throughput, lr_watch: ZeroLRWarning, *,
                          all_of_them: bool) -> LoopRequests:
-        """Log what is known by now. An accelerator tells of a step after the next one was given to it: waiting for the
-        newest would leave it idle. So a request to stop, too, may come one step late there."""
+        """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
+        device; a stop request may therefore take effect one step late."""
         deferred_steps = self.engine.core.is_deferred and not all_of_them
         requests = LoopRequests()
         while len(pending_logs) > deferred_steps:
             step = pending_logs.pop(0)
-            if not pending_logs and self.engine.core.is_deferred:  # the newest: no step has raised yet what was wrong with it
+            if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
                 self.engine.conclude()
-            self.stop.mark_started()  # all ranks have taken a step
+            self.stop.mark_started()  # all ranks have completed a step
             loss, *request_counts = step.report.extra_scalars
             requests = LoopRequests(*(count > 0 for count in request_counts))
             metrics = self._metrics(step, loss, throughput)
@@ -370,22 +371,17 @@ class Trainer:
         tokens, tflops, mfu = throughput.of_step(step.timing.seconds,
                                                  1.0 if dropping is None else dropping.arithmetic_fraction)
         return StepMetrics(
-            iteration=step.iteration, lm_loss=mean, grad_norm=step.report.grad_norm,
-            learning_rate=step.report.lr, loss_scale=step.report.loss_scale, skipped=not step.report.applied,
-            consumed_samples=step.consumed_samples, samples_digest=step.samples_digest,
-            step_ms=step.timing.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
-            max_memory_bytes=max_memory_bytes(self.device), drive=step.timing.drive, dropping=dropping)
+            iteration=step.iteration, lm_loss=mean, grad_norm=step.report.grad_norm, learning_rate=step.report.lr,
+            loss_scale=step.report.loss_scale, skipped=not step.report.applied, consumed_samples=step.consumed_samples,
+            samples_digest=step.samples_digest, step_ms=step.timing.seconds * 1e3, tokens_per_s=tokens, tflops=tflops,
+            mfu=mfu, max_memory_bytes=max_memory_bytes(self.device), drive=step.timing.drive, dropping=dropping)
 
     def _throughput(self) -> Throughput:
         peak = self.config.log.peak_tflops
         if peak is None and self.device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
-        return Throughput(
-            self.sampler.global_batch * self.config.seq_length,
-            flops_per_token(self.config.model, self.config.seq_length),
-            self.engine.groups.world.size,
-            peak,
-        )
+        return Throughput(self.sampler.global_batch * self.config.seq_length, flops_per_token(
+            self.config.model, self.config.seq_length), self.engine.groups.world.size, peak)
 
 
 def _unsaved_message(iteration: int) -> str:
@@ -393,5 +389,5 @@ def _unsaved_message(iteration: int) -> str:
 
 
 def is_due(iteration: int, interval: int) -> bool:
-    """An interval of 0 switches the thing off."""
+    """Whether `iteration` is a multiple of `interval`; an interval of 0 disables it."""
     return interval > 0 and iteration % interval == 0

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
 MAX_MAPPED_BLOCKS = 65536
-"""Blocks that are mapped one by one: glibc's own number."""
+"""glibc's default number of blocks allocated with mmap."""
 
 LARGE_BLOCK_BYTES = 4 << 20
-"""Bytes of a block that is worth a call of the system."""
+"""Smallest block allocated with mmap, in bytes."""
 
 PREALLOCATED_BLOCKS = 100_000
-"""Small blocks, 8 MB with what keeps them apart: more than a training step takes."""
+"""Number of small blocks, more than a training step uses: 8 MB with separators."""
 LEFTOVER_BYTES, SEPARATOR_BYTES = 40, 16
-"""Bytes that a program can ask of a block of 48, and of one of 32."""
+"""Requested bytes that make glibc allocate chunks of 48 and 32."""
 
 
 def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
-    """Ask glibc for it; False where there is no glibc. Environment variables MALLOC_..._ do the same for any
-    program."""
+    """Set malloc options so that glibc keeps freed memory; False without glibc. Same effect as the MALLOC_..._
+    environment variables. `return_large_blocks` still returns blocks above LARGE_BLOCK_BYTES."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
@@ -43,7 +43,7 @@ def keep_freed_memory(*, return_large_blocks: bool = False) -> bool:
         return False
     large = {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
     if return_large_blocks:
-        libc.malloc_trim(0)  # what an earlier run of this process kept
+        libc.malloc_trim(0)  # release what an earlier run in this process kept
         large = {M_MMAP_MAX: MAX_MAPPED_BLOCKS, M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES, M_TOP_PAD: LARGE_BLOCK_BYTES}
     taken = all(libc.mallopt(option, value)
                 for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
@@ -58,26 +58,26 @@ def _preallocate_small_blocks(libc: ctypes.CDLL) -> None:
     blocks = []
     for _ in range(PREALLOCATED_BLOCKS):
         blocks.append(libc.malloc(LEFTOVER_BYTES))
-        libc.malloc(SEPARATOR_BYTES)  # stays: free neighbours would become one block
+        libc.malloc(SEPARATOR_BYTES)  # never freed: it keeps free neighbours from merging
     for block in blocks:
         libc.free(block)
 
 
 NATIVE_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
-"""Flags of /proc/cpuinfo: products of this precision that torch's kernels use."""
+"""Flags in /proc/cpuinfo of instructions that torch's kernels use for this precision."""
 
 MATRIX_SIZE = 192
-"""Of the square matrices: long enough to time, and 20 ms at the worst rate seen (1 GFLOP/s)."""
+"""Side of the square matrices: long enough to time, 20 ms at the slowest rate seen (1 GFLOP/s)."""
 
 ROUNDS = 6
-"""Of one fp32 and one 16-bit measurement each: in turn, so that a load that comes or goes hits both."""
+"""Alternating fp32 and 16-bit measurements, so that changing load affects both."""
 
 MAX_SLOWDOWN = 2.0
-"""16 bits halve the bytes of a step, which may be worth somewhat slower products, but not slower than this."""
+"""16-bit halves memory traffic, which is worth somewhat slower products, but not slower than this factor."""
 
 
 def has_native_products(precision: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor lists products of this precision; False where nothing is known."""
+    """Whether the CPU lists instructions for products of this precision; False if unknown."""
     try:
         words = set(re.findall(r"\w+", cpuinfo.read_text()))
     except OSError:  # not Linux
@@ -86,8 +86,8 @@ def has_native_products(precision: str, cpuinfo: Path = Path("/proc/cpuinfo")) -
 
 
 def time_matmuls(precision: str) -> float:
-    """Processor time of the three products of a linear layer: forward, gradient of its input, gradient of its weight.
-    Time that other processes take is not counted."""
+    """CPU seconds of a linear layer's three products: forward, input gradient, weight gradient. Thread time excludes
+    other processes."""
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -99,9 +99,9 @@ def time_matmuls(precision: str) -> float:
 
 
 def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> float | None:
-    """How many times as long products take as in fp32, where that is above MAX_SLOWDOWN beyond doubt; otherwise None."""
+    """Time of products relative to fp32 if it exceeds MAX_SLOWDOWN beyond noise, else None."""
     for each in ("fp32", precision):
-        measure(each)  # the first products set up kernels
+        measure(each)  # the first products initialize kernels
     wide: list[float] = []
     narrow: list[float] = []
     for _ in range(ROUNDS):
@@ -113,7 +113,7 @@ def slowdown(precision: str, measure: Callable[[str], float] = time_matmuls) -> 
 
 
 def precision_notes(precision: str, device: torch.device) -> tuple[str, ...]:
-    """A warning for the start of a run whose precision this CPU has to emulate."""
+    """A warning if this CPU emulates the run's precision."""
     if device.type != "cpu" or precision == "fp32" or has_native_products(precision):
         return ()
     times = _on_one_thread(lambda: slowdown(precision))
@@ -124,7 +124,7 @@ def precision_notes(precision: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _on_one_thread(work: Callable[[], float | None]) -> float | None:
-    """The time of a thread is all of the work then, without waiting for others."""
+    """Run `work` single-threaded, so that its thread time covers everything."""
     import torch
 
     threads = torch.get_num_threads()
@@ -136,7 +136,7 @@ def _on_one_thread(work: Callable[[], float | None]) -> float | None:
 
 
 def main() -> None:
-    """The precision flag of a CPU run for scripts/lib.sh: none is fp32."""
+    """Print the precision flag of a CPU run for scripts/lib.sh; nothing means fp32."""
     if has_native_products("bf16"):
         print("--bf16")
 

@@ -47,24 +47,23 @@ MODEL_FIELDS_TO_MATCH = (
     "max_position_embeddings",
     "vocab_size",
     "layernorm_epsilon",
-    "tile_factor",
-)
-"""Model fields a checkpoint must share with the run that loads it."""
+    "tile_factor")
+"""Model fields that must be equal in the checkpoint and the run that loads it."""
 
 OnSaved = Callable[[SaveReport, int, str], None]
-"""That a save is complete: what it was, of which step, and in which folder."""
+"""on_saved(report, step, folder), called when a save is complete."""
 
 
 @dataclass
 class RunCheckpoints:
-    """Loads once at the start, saves whenever asked. Made before the data is: folders that cannot be used end a run
-    before its text is tokenized."""
+    """Loads once at the start and saves on request. Created before the data, so that an unusable folder fails before
+    text is tokenized."""
 
     config: Config
     groups: Groups
     tokenizer: TokenizerFacts
     notes: list[str] = field(default_factory=list)
-    """What was loaded and what could not carry over, for the log."""
+    """Log lines: what was loaded, and what could not carry over."""
 
     def __post_init__(self) -> None:
         self._deleter = BackgroundDeleter()
@@ -80,8 +79,8 @@ class RunCheckpoints:
             )  # until `__exit__`; where --load names nothing, nobody would call that
 
     def _prepare_save_root(self, root: Path, lock: ExitStack) -> None:
-        """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
-        left is tidied up; what takes long of that goes on behind the run."""
+        """Check that the folder is writable, lock it, and clean up after an interrupted save; slow deletions continue
+        in the background."""
         check_save_root_is_writable(root)
         lock.enter_context(lock_save_root(root))
         with explain_disk_errors(root, 0):
@@ -91,13 +90,13 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let go of the --save folder."""
+        """Release the --save folder."""
         self._save_root_lock.close()
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
-        """Where this run starts; `data_fingerprint` says which data it reads."""
+        """The state this run starts from. `data_fingerprint` identifies the data it reads."""
         self._data_fingerprint = data_fingerprint
         section = self.config.save
         if section.load is None:
@@ -112,7 +111,6 @@ class RunCheckpoints:
             return self._resume_from(engine, root, tag)
 
     def _resume_from(self, engine: Engine, root: str, tag: str | None) -> TrainState:
-        """From a checkpoint."""
         section = self.config.save
         checkpoint = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
         with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
@@ -122,19 +120,18 @@ class RunCheckpoints:
         saved: dict[str, Any] = checkpoint.shared_state["client_state"]
         self._check_tokenizer(checkpoint.tag, saved)
         if not section.finetune and "schedule" not in saved:
-            raise CheckpointError(
-                f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no position "
-                "of a run: give --finetune to start from its weights")
+            raise CheckpointError(f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no "
+                                  "position of a run: give --finetune to start from its weights")
         scheduler = _scheduler_of(engine)
         position = None if section.finetune else parse_loop_state(
             saved, f"{shared_state_label(checkpoint)}: field 'client_state'")
-        if position is not None:  # the rate is set by the schedule in force: it has to be chosen before
+        if position is not None:  # restoring sets the learning rate from the schedule, so choose that first
             scheduler.schedule = _choose_schedule(self.config, position.schedule, scheduler.schedule)
         same_precision = _precision(checkpoint.config) == self.config.precision.name
         engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                                rng=not (section.finetune or section.no_load_rng),
                                                loss_scale=same_precision,
-                                               hyper_parameters=False))  # the flags' own
+                                               hyper_parameters=False))  # hyper-parameters come from the flags
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {checkpoint.tag} from {section.load}")
         if position is None:
@@ -150,7 +147,8 @@ class RunCheckpoints:
         return self._note_later_tags(position.state)
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
-        """Ids mean something else under another tokenizer, even one of as many."""
+        """Raise (or note, with --finetune) if the tokenizer differs: ids then mean different text, even if the sizes
+        agree."""
         known = tokenizer_facts_of_state(saved)
         if known is None or known == self.tokenizer:
             return
@@ -161,7 +159,8 @@ class RunCheckpoints:
         self.notes.append(f" warning: the weights were {words}: they know nothing of its ids")
 
     def _note_later_tags(self, state: TrainState) -> TrainState:
-        """`state`, with a line where --save holds later steps: of a branch that this run leaves, or of another run."""
+        """Return `state`; note tags in --save of later steps, from a branch that this run leaves or from another run.
+        """
         root = self.config.save.save
         held = {} if root is None else on_rank_0(lambda: _iterations_in(Path(root)), self.groups.world)
         if later := [tag for tag, step in held.items() if step > state.iteration]:
@@ -172,21 +171,20 @@ class RunCheckpoints:
         return state
 
     def _start_fresh(self, engine: Engine) -> TrainState:
-        """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
+        """Step 0: weights from --load-hf if given, else the initial ones."""
         source = self.config.save.load_hf
         if source is not None:
-            load_external_weights(
-                engine.core,
-                all_succeed_or_raise(lambda: _open_matching_huggingface(self.config, Path(source)), self.groups.world))
+            load_external_weights(engine.core, all_succeed_or_raise(
+                lambda: _open_matching_huggingface(self.config, Path(source)), self.groups.world))
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
         return self._note_later_tags(TrainState())
 
     def _find_source(self) -> tuple[str | None, str | None]:
-        """Folder and tag to load; no folder where --load is a --save that holds nothing yet: the first start of a
-        command made to be run again. No tag: the one that `latest` names."""
+        """(folder, tag) to load. folder None: --load is the --save folder and still empty, as at the first start of a
+        restartable command. tag None: the one that `latest` names."""
         section = self.config.save
         assert section.load is not None
-        same = section.load == section.save  # then a colon belongs to the name, whether the folder exists or not
+        same = section.load == section.save  # a colon is part of the name then, whether the folder exists or not
         root, tag = (Path(section.load), None) if same else parse_checkpoint_path(section.load)
         same = same or section.save is not None and root.resolve() == Path(section.save).resolve()
         if section.ckpt_step is not None:
@@ -198,7 +196,7 @@ class RunCheckpoints:
         if same and tag is None and has_no_checkpoint(root):
             return None, None
         if tag is None:
-            load_candidates(root)  # or why there are none
+            load_candidates(root)  # raises if there are none
         else:
             check_tag_exists(root, tag)
         return str(root), tag
@@ -221,7 +219,7 @@ class RunCheckpoints:
                                on_complete=lambda report: on_saved(report, step, folder))
 
     def save_finished_run(self, engine: Engine, on_saved: OnSaved, state: TrainState) -> None:
-        """A run that was complete when it was loaded: it is saved as well, if --save is another folder than --load."""
+        """Save a run that was already complete when loaded, if --save is not the --load folder."""
         root = self.config.save.save
         if root is None or self._loaded_folder is None:
             return
@@ -234,7 +232,7 @@ class RunCheckpoints:
 
 @contextmanager
 def explain_load_errors(folder: str | None) -> Iterator[None]:
-    """An error of a checkpoint in the block says which flag named it, and which folder."""
+    """Prefix a CheckpointError in the block with the flag and folder that it concerns."""
     try:
         yield
     except CheckpointError as error:
@@ -245,7 +243,7 @@ def explain_load_errors(folder: str | None) -> Iterator[None]:
 
 
 def _iterations_in(root: Path) -> dict[str, int]:
-    """Of the folder that is saved into."""
+    """Tags and iterations in --save; errors name that flag."""
     try:
         return iterations_by_tag(root)
     except CheckpointError as error:
@@ -259,8 +257,7 @@ def _scheduler_of(engine: Engine) -> LRScheduleAdapter:
 
 
 def _model_field(model: dict[str, Any], key: str) -> Any:
-    """The value in force: an MLP width that was not given is four times the hidden size, and without tiles their
-    factor is nothing."""
+    """The effective value: intermediate_size defaults to 4 * hidden_size, and tile_factor is None without tiling."""
     value = model.get(key)
     if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
         return None
@@ -268,7 +265,7 @@ def _model_field(model: dict[str, Any], key: str) -> Any:
 
 
 def _check_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Refuse another model, naming every field that differs."""
+    """Raise a CheckpointError that names every differing field of the model."""
     present, saved = config.as_dict(), checkpoint.config
     rows = [(flag_name(key), _model_field(saved["model"], key), _model_field(present["model"], key))
             for key in MODEL_FIELDS_TO_MATCH]
@@ -289,7 +286,7 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
-    """Why this run reads other samples: both the corpus and the seed, which orders it, decide that."""
+    """Why this run reads other samples: the corpus differs, or the seed, which orders it."""
     was, now, present = saved["train"]["seed"], config.train.seed, config.as_dict()["data"]
     if was == now:
         return "--train-data is another corpus than the checkpoint's"
@@ -299,12 +296,12 @@ def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    """fp32, fp16 or bf16, of a saved configuration."""
+    """fp32, fp16 or bf16 in a saved configuration."""
     return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
 
 
 def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> list[str]:
-    """What was resharded for this run, in one line; none where nothing was."""
+    """One line on what was resharded; empty if nothing was."""
     saved, present = {**checkpoint.layout, "precision": _precision(checkpoint.config)
                       }, {**engine.layout, "precision": precision}
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
@@ -314,8 +311,8 @@ def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> 
 
 
 def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoint:
-    """The weights, of exactly the model that the flags describe."""
-    read_model_fields(str(folder))  # or what is wrong with the folder
+    """The weights of --load-hf; CheckpointError if its model differs from the flags."""
+    read_model_fields(str(folder))  # raises for an invalid folder
     found = open_huggingface(folder)
     rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
             for key in MODEL_FIELDS_TO_MATCH]
@@ -325,7 +322,7 @@ def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoi
 
 
 def _choose_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> LRSchedule:
-    """The checkpoint's schedule and the flags' must agree unless a flag says which one wins."""
+    """The schedule to use. The checkpoint's and the flags' must agree unless a flag chooses one."""
     if saved == present or config.schedule.override_lr_scheduler:
         return present
     if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
@@ -343,11 +340,10 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
                   "wsd_style": "--lr-wsd-decay-style", "wsd_steps": "--lr-wsd-decay-iters",
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
-"""Field of a schedule -> the flag that sets it."""
 
 
 LOOP_STATE_FIELDS = ("iteration", "consumed_samples", "owes_evaluation", "schedule", "data")
-"""Fields of the client state that are of it."""
+"""Fields of the client state that form a LoopState."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +351,6 @@ class LoopState:
     state: TrainState
     schedule: LRSchedule
     data_fingerprint: str
-    """The fingerprint of the text."""
 
 
 def parse_loop_state(saved: Mapping[str, Any], where: str) -> LoopState:
@@ -370,7 +365,7 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> LoopState:
 
 
 def _parse_schedule(record: StrictRecord) -> LRSchedule:
-    """Fields of later versions may be missing; one that is not known would be ignored, and is refused."""
+    """Optional fields may be missing; an unknown field is refused, since it would be ignored."""
     values: dict[str, Any] = {}
     for item in fields(LRSchedule):
         if item.name not in record.fields:
@@ -391,18 +386,16 @@ def _parse_schedule(record: StrictRecord) -> LRSchedule:
 # ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------
 
 METHOD_SWITCHES = {"layer_drop": "progressive_layer_drop", "quantize": "quantize_training"}
-"""Section of a method -> its switch."""
+"""Config section -> the field that enables the method."""
 ConfigDict = Mapping[str, Mapping[str, Any]]
 
 
 def method_change_notes(saved: ConfigDict, config: Config, saved_rule: Mapping[str, Any]) -> list[str]:
-    """One line on what a resumed run does otherwise than that of its checkpoint. `saved` is its configuration, `rule`
-    what it says of its optimizer, where that is loaded. What must not differ is refused elsewhere."""
+    """One line on what a resumed run does differently: `saved` is the checkpoint's configuration, `saved_rule` its
+    optimizer state, if loaded. Settings that must not differ are refused elsewhere."""
     present = config.as_dict()
-    changes = [
-        change for section, switch in METHOD_SWITCHES.items()
-        for change in _method_changes(saved, present, section, switch)
-    ]
+    changes = [change for section, switch in METHOD_SWITCHES.items()
+               for change in _method_changes(saved, present, section, switch)]
     changes += _freeze_step_changes(saved, present, saved_rule)
     return [f" changed: {', '.join(changes)}"] if changes else []
 

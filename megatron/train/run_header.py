@@ -15,31 +15,28 @@ from mpu.groups import Groups
 
 
 def header_record(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
-    """For the metrics file: what the configuration alone does not say."""
+    """Fields of the metrics file's header that the configuration does not contain."""
     return {"began": datetime.now(UTC).isoformat(timespec="seconds"), "world_size": groups.world.size,
             "device": _device_name(device), "torch": torch.__version__, "parameters": config.model.parameters()}
 
 
 def header_lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
-    """For the console: model, devices, batch, precision, data, and where it saves."""
+    """Console lines: model, devices, batch, precision, data, save folder."""
     compiled = compilation_line(config, groups.dp.size, device)
-    found = [
-        _model_line(config, groups, device), *([compiled] if compiled else []),
-        _data_line(config, groups, tokenizer),
-        _saving_line(config)
-    ]
+    found = [_model_line(config, groups, device), *([compiled] if compiled else []),
+             _data_line(config, groups, tokenizer), _saving_line(config)]
     return [*(config_lines(config) if config.log.verbose else []), *found]
 
 
 def config_lines(config: Config) -> list[str]:
-    """Every setting, a dotted line each."""
+    """Every setting on one dotted line."""
     rows = [(f"{section}.{key}", value) for section, values in config.as_dict().items()
             for key, value in values.items()]
     return ["configuration", *(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows)]
 
 
 def nothing_to_do_line(config: Config, iteration: int) -> str:
-    """Why a run ends at once: its checkpoint is where --train-iters is."""
+    """Line for a run whose checkpoint has already reached --train-iters."""
     return (f" nothing to do: {config.save.load} is at iteration {iteration} already, and --train-iters is "
             f"{config.train.train_iters}")
 

@@ -1,9 +1,10 @@
-"""The log of a run: console, metrics file (JSONL), and the optional TensorBoard, CSV and Weights & Biases loggers. Rank 0 only.
+"""The log of a run: console, metrics file (JSONL), and the optional TensorBoard, CSV and Weights & Biases loggers. Rank
+0 only.
 
-The metrics file has one JSON object per line. After each start or resume comes the configuration (`"config": true`, without
-`iteration`), then a line for every optimizer step, evaluation (`"eval": true`) and complete save (`"save": true`, without
-`iteration`). Floats are written with repr, so equal text means equal bits; only times, rates and memory may differ between two
-equal runs.
+The metrics file has one JSON object per line. After each start or resume comes the configuration (`"config": true`,
+without `iteration`), then a line for every optimizer step, evaluation (`"eval": true`) and complete save (`"save":
+true`, without `iteration`). Floats are written with repr, so equal text means equal bits; only times, rates and memory
+may differ between two equal runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megatron.train.evaluation import perplexity
 
 
 class RunLog:
-    """Records what happens; `close` when the run ends. After each console line it says what `aside` has to say."""
+    """Writes console, metrics file and loggers; `close` it at the end. `extra_line` supplies text after each console
+    line."""
 
     def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
                  extra_line: Callable[[], str] = str, survives_closed_stdout: bool = False) -> None:
@@ -44,7 +46,7 @@ class RunLog:
         self._loggers: list[RunLogger] = []
         if writes:
             with ExitStack() as opened:
-                opened.push(self)  # what is open by then is closed, where a later one cannot be opened
+                opened.push(self)  # closes the open ones if a later one fails to open
                 self._file = AppendOnlyFile("--metrics-file", config.metrics_file,
                                             warn) if config.metrics_file else None
                 for sink in open_loggers(config, warn):
@@ -52,8 +54,8 @@ class RunLog:
                 opened.pop_all()
 
     def start_run(self, config: Config, run_header: Mapping[str, Any], lines: list[str]) -> None:
-        """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs. The
-        files get it before their first number: a run with nothing to do leaves them as they are."""
+        """Print `lines`; write `run_header` and the configuration to the files before their first number, so that a run
+        with nothing to do leaves them unchanged."""
         self._seq_length = config.seq_length
         sections = config.as_dict()
 
@@ -88,11 +90,10 @@ class RunLog:
             sink.log_evaluation(name, iteration, loss, self._samples * self._seq_length, text_metrics)
         self.print_line(
             f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
-            + "".join(f" | bits per byte: {value:.3E}" for value in text_metrics.values())
-        )
+            + "".join(f" | bits per byte: {value:.3E}" for value in text_metrics.values()))
 
     def saved(self, report: SaveReport, step: int, folder: str) -> None:
-        """A checkpoint of `step` is complete; training may be further by now."""
+        """Log that the checkpoint of `step` is complete; training may have advanced since."""
         self._write_header_once()
         self._append({"save": True, "step": step, "tag": report.tag, "bytes": report.bytes,
                       "seconds": report.seconds})
@@ -100,11 +101,11 @@ class RunLog:
 
     @property
     def console_is_lost(self) -> bool:
-        """The console cannot be written any more; the files go on."""
+        """Whether the console cannot be written any more; the files continue."""
         return self.console.write_error is not None
 
     def check_console(self, saved: str) -> None:
-        """The error of a lost console, once `saved` says what was kept."""
+        """Raise a StorageError if the console was lost; `saved` says what was kept."""
         if self.console.write_error is not None:
             raise StorageError(f"cannot write standard output: {self.console.write_error.strerror}; {saved}")
 
@@ -130,24 +131,24 @@ class RunLog:
 
 
 class RunLogger(Protocol):
-    """Where numbers go besides."""
+    """An additional destination for metrics."""
 
     def log_config(self, sections: Mapping[str, Mapping[str, Any]], run_header: str, iteration: int) -> None:
-        """Once, before the first number."""
+        """Called once, before the first number."""
 
     def log_step(self, metrics: StepMetrics, tokens: int) -> None:
-        """`tokens` is what the run has consumed."""
+        """`tokens`: consumed by the run so far."""
 
-    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int, text_metrics: Mapping[str,
-                                                                                                        float]) -> None:
-        """Of one split."""
+    def log_evaluation(self, name: str, iteration: int, loss: float, tokens: int,
+                       text_metrics: Mapping[str, float]) -> None:
+        """Metrics of one split."""
 
     def close(self, *, failed: bool = False) -> None:
         """`failed`: the run ends with an error."""
 
 
 def open_loggers(config: LogConfig, warn: Callable[[str], object]) -> Iterator[RunLogger]:
-    """Those that are asked for, opened one by one; `warn` is told what is doubtful about one."""
+    """Open the configured loggers one by one; `warn` receives warnings."""
     if config.tensorboard_dir:
         yield TensorboardLogger(config.tensorboard_dir)
     if config.csv_dir:
@@ -157,13 +158,13 @@ def open_loggers(config: LogConfig, warn: Callable[[str], object]) -> Iterator[R
 
 
 def _null_if_not_finite(value: Any) -> Any:
-    """JSON has no inf and no nan: a value that is neither a number nor anything else is null."""
+    """JSON has no inf or nan: write null for them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_log_paths(config: LogConfig) -> None:
-    """The metrics file and the folders can be made, as far as that shows without making them: a run that cannot report
-    ends before its data is built."""
+    """Raise if the metrics file or a log folder cannot be created, as far as that shows beforehand, so that the run
+    fails before its data is built."""
     if config.metrics_file and not (parent := Path(config.metrics_file).absolute().parent).is_dir():
         raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {parent} is no "
                            "folder; name a file in a writable folder")

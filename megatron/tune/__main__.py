@@ -1,4 +1,4 @@
-"""`python -m megatron.tune`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.tune`: cli.py, unless a package of ours is hidden."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""`python -m megatron.tune [options] TRAINING FLAGS`: finds the fastest settings of this machine by a few real trials."""
+"""`python -m megatron.tune [options] TRAINING FLAGS`: finds the fastest settings of this machine by a few real
+trials."""
 
 from __future__ import annotations
 
@@ -45,10 +46,8 @@ def plan_choices(requested: PlannedRun, rates: MachineRates) -> dict[TuningChoic
     size = requested.config.autotuning.autotuning_mp_size
     require(size is None or requested.ranks % size == 0,
             f"--autotuning-mp-size {size} does not divide --ranks {requested.ranks}: give one that does")
-    require(
-        bool(found),
-        f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no choice: samples "
-        "have to be divisible by the data parallel size")
+    require(bool(found), f"--ranks {requested.ranks} and {samples_per_step(requested)} samples of a step leave no "
+            "choice: samples have to be divisible by the data parallel size")
     return found
 
 
@@ -77,9 +76,8 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
         if error := common_error(known):
             results.remove(list(results.trials)[-2:])
-            raise ERROR_CLASSES[error.code](
-                f"{error.words.removeprefix('error: ')} (two trials in turn ended with this; what "
-                f"they wrote is in {trials.folder})")
+            raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
+                                            f"this; what they wrote is in {trials.folder})")
         kept = select_candidates(values, capacity, few, known)
         number = next_trial(values, kept, known, tuning)
         if number is None:
@@ -117,11 +115,8 @@ searches."""
 
 
 def _parser() -> CommandArgumentParser:
-    parser = CommandArgumentParser(MODULE,
-                                   "The fastest settings of this machine for a model and a batch, by a few real "
-                                   "trials.",
-                                   EXAMPLES,
-                                   usage="%(prog)s [options] TRAINING FLAGS...")
+    parser = CommandArgumentParser(MODULE, "The fastest settings of this machine for a model and a batch, by a few "
+                                   "real trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
@@ -155,10 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tuning = requested.config.autotuning
     require(requested.device == "cpu" or num_local_ranks("cuda") > 0,
             "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
-    require(
-        args.ranks <= num_local_ranks(requested.device) or requested.device == "cpu",
-        f"--ranks {args.ranks} is more than the {num_local_ranks(requested.device)} GPUs of this machine: trials run here"
-    )
+    require(args.ranks <= num_local_ranks(requested.device) or requested.device == "cpu", f"--ranks {args.ranks} is "
+            f"more than the {num_local_ranks(requested.device)} GPUs of this machine: trials run here")
     if is_dry_run(_parser().parse_known_args(list(argv))[1]):
         print_dry_run(requested, plan_choices(requested, _rates_with_notes(requested, args.rates)),
                       available_memory(requested, args.card_gb))

@@ -159,8 +159,8 @@ def next_trial(options: Sequence[TrialOption], kept: Sequence[int], trials: Mapp
     return _most_promising(options, left, trials)
 
 
-def _most_promising(options: Sequence[TrialOption], left: Sequence[int], trials: Mapping[int,
-                                                                                         TrialResult]) -> int | None:
+def _most_promising(options: Sequence[TrialOption], left: Sequence[int],
+                    trials: Mapping[int, TrialResult]) -> int | None:
     measured = {number: outcome.seconds for number, outcome in trials.items() if outcome.seconds is not None}
     found = estimate_steps([option.candidate for option in options], measured)
     if not measured:

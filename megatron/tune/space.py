@@ -32,8 +32,8 @@ class MemoryBudget:
     """Beside a GPU."""
 
     def __str__(self) -> str:
-        return format_bytes(int(
-            self.device)) + (f" of the GPU and {format_bytes(int(self.host))} of the host" if self.host else "")
+        return format_bytes(int(self.device)) + (f" of the GPU and {format_bytes(int(self.host))} of the host"
+                                                 if self.host else "")
 
     def can_hold(self, other: MemoryBudget) -> bool:
         return other.device <= self.device and other.host <= self.host
@@ -117,11 +117,9 @@ class TuningChoice:
         zero = replace(config.zero, zero_stage=self.stage)
         if self.bucket != zero.reduce_bucket_size:
             zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
-        changed = replace(
-            config, parallel=replace(config.parallel, model_parallel_size=self.tp),
-            zero=zero,
-            recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
-            train=replace(config.train, batch_size=self.batch, global_batch_size=samples), offload=offload)
+        changed = replace(config, parallel=replace(config.parallel, model_parallel_size=self.tp), zero=zero,
+                          recompute=replace(config.recompute, checkpoint_activations=self.recomputes), train=replace(
+                              config.train, batch_size=self.batch, global_batch_size=samples), offload=offload)
         changed.check_world(requested.ranks)
         return PlannedRun(changed, requested.ranks, requested.device, self.placement)
 
@@ -166,8 +164,7 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
 
 def _tensor_parallel_sizes(requested: PlannedRun) -> list[int]:
     given = requested.config.autotuning.autotuning_mp_size
-    return [size for size in range(1, requested.ranks + 1)
-            if requested.ranks % size == 0 and given in (None, size)]
+    return [size for size in range(1, requested.ranks + 1) if requested.ranks % size == 0 and given in (None, size)]
 
 
 def _placements(requested: PlannedRun, dp: int) -> Iterator[tuple[int, StatePlacement]]:

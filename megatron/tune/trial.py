@@ -71,7 +71,7 @@ class TrialTimeout:
 
     @classmethod
     def for_run(cls, run: PlannedRun, predicted: float, time_limit: float | None) -> TrialTimeout:
-        """`predicted`: seconds of all steps; `asked`: a limit that was given, instead of ours."""
+        """`predicted`: seconds of all steps; `time_limit`: a limit that was given, instead of ours."""
         if time_limit is not None:
             return cls(inf, inf, time_limit)
         return cls(run.config.parallel.startup_limit, EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted)
@@ -111,7 +111,7 @@ class TrialRunner:
     """The step whose time counts, and the last one."""
     last_step: int
     time_limit: float | None = None
-    """Limit of a trial; None: as patience.py says."""
+    """Limit of a trial; None: as `TrialTimeout` says."""
     trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
@@ -122,10 +122,9 @@ class TrialRunner:
         with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
             place = _fresh_folder(self.folder, f"{number:03}")
         metrics = place / "metrics.jsonl"
-        command = [
-            sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch", "--nproc-per-node",
-            str(run.ranks), *self.trainer, *config_to_flags(trial_config(run, metrics, self.last_step))
-        ]
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
+                   "-m", "megatron.launch", "--nproc-per-node",
+                   str(run.ranks), *self.trainer, *config_to_flags(trial_config(run, metrics, self.last_step))]
         timeout = TrialTimeout.for_run(run, predicted * self.last_step, self.time_limit)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
@@ -158,15 +157,13 @@ def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
     updates nothing, so the loss is not scaled by much."""
     config = run.config
     scale = min(config.precision.initial_loss_scale, max(SCALE, config.precision.min_scale))
-    return replace(
-        config,
-        offload=replace(config.offload, offload_optimizer_device=run.placement.optimizer,
-                        offload_param_device=run.placement.params),
-        precision=replace(config.precision, initial_loss_scale=scale),
-        train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
-                      exit_interval=steps, exit_duration_in_mins=0.0),
-        save=SaveConfig(), log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0),
-        profile=ProfileConfig(), autotuning=AutotuningConfig())
+    return replace(config, offload=replace(config.offload, offload_optimizer_device=run.placement.optimizer,
+                                           offload_param_device=run.placement.params),
+                   precision=replace(config.precision, initial_loss_scale=scale),
+                   train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
+                                 exit_interval=steps, exit_duration_in_mins=0.0), save=SaveConfig(),
+                   log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0), profile=ProfileConfig(),
+                   autotuning=AutotuningConfig())
 
 
 def _run_process(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,

@@ -78,10 +78,9 @@ class TrialRecords:
             raise self._bad_line_error()
         if others := [*_differences(head.get("subject", {}), key)]:
             more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
-            raise ConfigError(
-                f"{RESULTS_FLAG} {folder} has trials of another run or machine "
-                f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or begin anew with "
-                "--autotuning-overwrite")
+            raise ConfigError(f"{RESULTS_FLAG} {folder} has trials of another run or machine "
+                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or begin anew "
+                              "with --autotuning-overwrite")
         for record in rest:
             try:
                 outcome = TrialResult(**record["outcome"])
@@ -137,7 +136,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
         if isinstance(before, dict) and isinstance(now, dict):
             yield from _differences(before, now)
         elif before != now:
-            yield f"other {name}" if name == "settings" else f"{name} {_format_value(before)} there, {_format_value(now)} here"
+            yield f"other {name}" if name == "settings" \
+                else f"{name} {_format_value(before)} there, {_format_value(now)} here"
 
 
 def _format_value(value: Any) -> str:

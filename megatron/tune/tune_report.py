@@ -35,24 +35,23 @@ def format_metric(requested: PlannedRun, seconds: float) -> str:
     return f"{flops / seconds / requested.ranks / 1e12:.4g} {METRIC_UNITS[kind]}"
 
 
-def trial_rows(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
-                                                                            TrialOption]) -> Iterator[tuple[str, ...]]:
+def trial_rows(trials: Mapping[TuningChoice, TrialResult],
+               options: Mapping[TuningChoice, TrialOption]) -> Iterator[tuple[str, ...]]:
     """The fastest first, and last what was not done."""
     ordered = sorted(trials.items(), key=lambda item: item[1].seconds or float("inf"))
     numbers = {choice: number for number, choice in enumerate(trials, 1)}
     for choice, outcome in ordered:
         option = options[choice]
         measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-        yield (str(numbers[choice]),
-               str(choice.batch), str(choice.stage), str(choice.placement), "yes" if choice.recomputes else "no",
-               str(choice.tp), f"{choice.bucket:,}", format_bytes(int(option.memory_needed.device)),
-               format_bytes(int(option.memory_needed.host)) if option.memory_needed.host else "",
-               f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
+        yield (str(numbers[choice]), str(choice.batch), str(choice.stage), str(choice.placement),
+               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+               format_bytes(int(option.memory_needed.device)), format_bytes(int(option.memory_needed.host))
+               if option.memory_needed.host else "", f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
                "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
 
 
-def trials_table(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
-                                                                              TrialOption]) -> Iterator[str]:
+def trials_table(trials: Mapping[TuningChoice, TrialResult],
+                 options: Mapping[TuningChoice, TrialOption]) -> Iterator[str]:
     yield from align_columns([COLUMNS, *trial_rows(trials, options)], left=(3, 11))
 
 
@@ -115,8 +114,8 @@ def _tie_note(trials: Mapping[TuningChoice, TrialResult], found: TuningChoice) -
             "apart, tune while the machine is idle"]
 
 
-def _misprediction_note(trials: Mapping[TuningChoice, TrialResult], options: Mapping[TuningChoice,
-                                                                                     TrialOption]) -> list[str]:
+def _misprediction_note(trials: Mapping[TuningChoice, TrialResult],
+                        options: Mapping[TuningChoice, TrialOption]) -> list[str]:
     """Where steps took another time than the planner thinks: what was left out by its word may be faster then."""
     factor = median(outcome.seconds / options[choice].candidate.predicted.total
                     for choice, outcome in trials.items() if outcome.seconds is not None)

@@ -1,10 +1,10 @@
-"""Forward and backward passes: turns the events of hooks.py into gathers, releases and gradient reductions.
+"""Forward and backward passes: turns the events of hooks.py into gathers, reshards and gradient reductions.
 
 Gradients are reduced in one fixed order, from the last unit to the first and the root at the end, whatever order
 they arrive in: ranks must agree on it. `max_in_flight` limits how many reductions run at a time.
 
 At stage 3 the order of collectives must not depend on which parameters a rank used. So a unit is finished (reduced
-and released) at the latest when the backward of another unit begins. No loss scale, micro-batch or optimizer here.
+and resharded) at the latest when the backward of another unit begins. No loss scale, micro-batch or optimizer here.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class ReductionOrder:
         self._ready: set[int] = set()
 
     def mark_ready(self, bucket: FlatBucket) -> None:
-        """All gradients of the bucket have arrived; launch it in its turn, and then those that waited for it."""
+        """All gradients of the bucket have arrived: launch all reductions that are next in the fixed order."""
         self._ready.add(id(bucket))
         while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
             self._launch()
 
     def launch_remaining(self) -> None:
-        """Launch the rest: buckets with parameters that this backward did not reach."""
+        """Launch the other reductions: buckets with parameters that this backward did not reach."""
         while self._next < len(self._order):
             self._launch()
         self._log.record_barrier(BACKWARD_END)
         self.reset()
 
     def reset(self) -> None:
-        """The next backward begins at the front."""
+        """Start over for the next backward."""
         self._next = 0
         self._ready.clear()
 
@@ -61,13 +61,13 @@ class ReductionOrder:
 class PassCoordinator:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
-    _in_backward_now: PassCoordinator | None = None
-    """Of all engines, the one whose backward runs."""
+    _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
 
     def __init__(self, units: Sequence[Unit], param_coordinator: NoopCoordinator, reduction_order: ReductionOrder,
                  log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
                  params_are_sharded: bool, current_step: Callable[[], int]) -> None:
-        self._param_coordinator, self._reduction_order, self._allows_unused = param_coordinator, reduction_order, allows_unused
+        self._param_coordinator, self._reduction_order, self._allows_unused = (
+            param_coordinator, reduction_order, allows_unused)
         self._log, self._params_are_sharded, self.forward_checker = log, params_are_sharded, forward_checker
         self._current_step = current_step
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
@@ -80,25 +80,25 @@ class PassCoordinator:
         self._unused_param_error: str | None = None
         self._failed_backwards = 0
         self._backwards_begun, self._backwards_with_input_grads = Counter[Unit](), Counter[Unit]()
-        """Calls whose backward has begun, and those that have the gradients of their inputs."""
+        """Per unit in this backward: calls whose backward has begun, and calls whose input gradients are computed."""
         self._call_counts, self._call_counts_version = Counter[Unit](), 0
-        """Forwards that a backward may still be of, by unit; and the weights they used."""
+        """Per unit: forward calls whose backward may still come; and the weight version they used."""
         self._begun_calls: set[UnitCall] = set()
         """Calls whose backward has begun."""
         self._begun_calls_of_unit: dict[Unit, set[UnitCall]] = {}
-        """The same, of units not all of whose gradients have arrived."""
-        self._digest_before = 0  # of the forward under way
+        """The same by unit, without the units whose gradients have all arrived."""
+        self._digest_before = 0  # the gather digest at the start of the running forward
         self.before_evaluation: Callable[[], None] | None = None
         self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
         self._ran_units, self._skipped_units, self._ran_units_version = set[Unit](), set[Unit](), 0
-        """Units that ran with these weights; those that a forward of theirs has said it leaves out."""
+        """Units that ran with this weight version, and units that `set_forward_modules` left out."""
         self._running_units: list[Unit] = []
         self._enclosing_units: dict[Unit, set[Unit]] = {}
-        """Units whose forward has called this one's."""
+        """Unit -> the units whose forward called it."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
-        """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
-        `ends_step` no other backward adds to them."""
+        """Compute the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
+        `ends_step` this is the last backward of the step."""
         try:
             self.begin_backward(reduces=reduces)
             loss.backward(retain_graph=retain_graph)
@@ -107,14 +107,13 @@ class PassCoordinator:
             self.fail_backward(error)
             if INPLACE_CHANGE_TEXT in str(error) and self._params_are_sharded:
                 raise ConfigError(
-                    "a backward came to a parameter while it was split over the ranks, or to a tensor "
-                    f"that was changed in place after the forward: {STAGE3_OUTPUT_RULE}. torch says: {error}"
-                ) from error
+                    "a backward came to a parameter while it was split over the ranks, or to a tensor that was "
+                    f"changed in place after the forward: {STAGE3_OUTPUT_RULE}. torch says: {error}") from error
             raise
         self.end_backward(retain_graph=retain_graph)
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """A backward begins; `complete` and `end`, or `fail`, are to follow."""
+        """Prepare a backward. `complete_backward` and `end_backward`, or `fail_backward`, must follow."""
         self.in_backward, self._reduces_grads, PassCoordinator._in_backward_now = True, reduces, self
         STATUS.set_phase(BACKWARD)
         for bucket in self._buckets:
@@ -124,10 +123,10 @@ class PassCoordinator:
         for unit in self._skipped_units - self._ran_units if reduces else ():
             for bucket in unit.buckets:
                 if bucket.trainable:
-                    self._reduction_order.mark_ready(bucket)  # with no gradient: what comes after it need not wait
+                    self._reduction_order.mark_ready(bucket)  # no gradient will come: do not delay later buckets
 
     def complete_backward(self, *, ends_step: bool) -> None:
-        """Autograd is through: send what has not been sent, and wait for the sums."""
+        """Autograd is done: launch the remaining reductions and wait for all."""
         if ends_step:
             self._unused_param_error = self._check_unused_params()
         if self._reduces_grads:
@@ -147,7 +146,7 @@ class PassCoordinator:
     def end_backward(self, *, retain_graph: bool) -> None:
         self._reset_backward_state()
         if not retain_graph and max(self._call_counts.values(), default=0) <= 1:
-            self._call_counts.clear()  # otherwise it is not known which forwards are left
+            self._call_counts.clear()  # otherwise it is unknown which of the calls still have a backward to come
         self._param_coordinator.release_all()
         STATUS.set_phase("")
 
@@ -159,7 +158,7 @@ class PassCoordinator:
         self._begun_calls.clear()
 
     def _discard_failed_backward(self) -> None:
-        """A backward failed half way: what has been accumulated is incomplete, and is discarded."""
+        """Discard all gradients of the step: after a failed backward they are incomplete."""
         self._failed_backwards += 1
         for bucket in self._buckets:
             bucket.grads.cancel_reduction()
@@ -169,8 +168,8 @@ class PassCoordinator:
             bucket.grads.discard()
 
     def record_interruption(self, error: BaseException) -> None:
-        """A backward or a step was left by `error`. Where that is Ctrl-C the peers may be anywhere, and nothing waits
-        for them."""
+        """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
+        refuse later calls."""
         if not isinstance(error, Exception) and not self._is_single_rank:
             self._is_interrupted = True
             self._log.record_collective(INTERRUPTED)
@@ -181,10 +180,10 @@ class PassCoordinator:
                               "the same gradients: end this run, and resume it from the last checkpoint")
 
     def _check_unused_params(self) -> str | None:
-        """Other ranks may have used what this one has not: alone it raises, among others it objects to the step."""
-        unused = [] if self._allows_unused else [
-            name for bucket in self._buckets for name in bucket.grads.params_without_grad()
-        ]
+        """Raises ConfigError on a single rank. With more ranks it returns the message as a veto for the step, because
+        other ranks may have used the parameters."""
+        unused = [] if self._allows_unused else [name for bucket in self._buckets
+                                                 for name in bucket.grads.params_without_grad()]
         if not unused:
             return None
         message = (f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
@@ -194,18 +193,19 @@ class PassCoordinator:
         return message
 
     def set_forward_modules(self, modules: Iterable[nn.Module]) -> None:
-        """The forward under way calls these modules, in this order, and no other units."""
+        """The running forward calls these modules in this order, and no other units."""
         units = [self._unit_of[part] for module in modules for part in module.modules() if part in self._unit_of]
         self._skipped_units.update(set(self._unit_of.values()).difference(units, [self._root]))
         self._param_coordinator.set_forward_order(units)
 
     def veto_error(self) -> str | None:
-        """What this rank has against the step that its last backward ended: until another one does."""
+        """Why this rank refuses the step that its last backward ended, or None."""
         return self._unused_param_error
 
     def take_run_digest(self) -> int:
-        """A digest of what this rank did since the last call: what was gathered in which order, and how often a
-        backward failed. A rank whose backward failed goes on while its peers wait for it, with other gradients."""
+        """A digest of the gathers since the last call, their order, and the number of failed backwards.
+
+        Ranks compare it at each step: after a failed backward a rank goes on with other gradients than its peers."""
         return (self._param_coordinator.take_gather_digest() * 31 + self._failed_backwards) % DIGEST_LIMIT
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class PassCoordinator:
                 STATUS.set_step(self._current_step())
             self._param_coordinator.begin_forward()
             self._digest_before = self._param_coordinator.gather_digest
-            self._running_units.clear()  # of a forward that failed
+            self._running_units.clear()  # left over from a failed forward
             if self._ran_units_version != self.weight_version:
                 self._ran_units.clear()
                 self._skipped_units.clear()
@@ -244,7 +244,7 @@ class PassCoordinator:
         if self.in_backward:
             self._param_coordinator.after_recompute(unit)
             return
-        if not (unit.is_root and is_training):  # the backward of everything else uses the root again
+        if not (unit.is_root and is_training):  # the root stays gathered: the backward begins with it
             self._param_coordinator.after_forward(unit, backward_follows=is_training)
         if unit.is_root and not is_training and self._param_coordinator.gather_digest != self._digest_before:
             self.forward_checker(self._param_coordinator.gather_digest)
@@ -255,7 +255,8 @@ class PassCoordinator:
                               "or a delayed update that somebody waited for): its gradients would mix old and new; run "
                               "the forward again after it")
         STATUS.set_phase(BACKWARD, unit.display_name)
-        if call in self._begun_calls:  # by another output; and one that the unit was given, and returns, belongs to others
+        # Its first output has begun it. An output that is a returned input gets its gradient while other units run.
+        if call in self._begun_calls:
             return
         if self.in_backward:
             self._begun_calls.add(call)
@@ -279,9 +280,12 @@ class PassCoordinator:
             self._call_counts[unit] += 1
 
     def _release_finished_units(self, unit: Unit, *, is_recompute: bool, call: UnitCall | None = None) -> None:
-        """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit whose calls
-        have all begun theirs is over, unless it has `unit` inside, or the two returned one tensor. A unit that torch
-        checkpoints with use_reentrant=True has no counted call, and is over when another one is recomputed."""
+        """Release the units whose backward is over when the backward of `unit` begins.
+
+        Autograd runs in the reverse order of the forward. So the backward of another unit is over once all its calls
+        have begun theirs, unless it encloses `unit` or both returned the same tensor. Calls inside
+        torch.utils.checkpoint(use_reentrant=True) are not counted; their backward is over when another unit is
+        recomputed."""
         for other in sorted(self._begun_calls_of_unit.keys() - {unit}, key=lambda one: -one.index):
             calls = self._call_counts[other]
             begun = self._begun_calls_of_unit[other]
@@ -315,8 +319,8 @@ class PassCoordinator:
                 self._reduction_order.mark_ready(bucket)
 
     def _release_if_finished(self, unit: Unit) -> None:
-        """Release the parameters of a unit as soon as nothing in this backward can need them: all their gradients have
-        been computed, and where some parameters have none, those of the inputs."""
+        """Release a unit as soon as this backward cannot need it: the gradients of all its trainable parameters have
+        been computed and, if it has frozen parameters, those of its inputs."""
         grads_are_complete = all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable)
         if grads_are_complete:
             self._begun_calls_of_unit.pop(unit, None)

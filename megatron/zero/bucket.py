@@ -1,8 +1,8 @@
-"""FlatBucket: the flat buffers of one unit's parameters. Gathers, reshards, and publishes new weights.
+"""FlatBucket: the flat buffers of one unit's parameters. Gathers and reshards them, and all-gathers updated ones.
 
     gathered_params  all parameters in the working precision; each `parameter.data` is a view of it
-    param_shard      this rank's part of them: a view, or, where parameters are sharded, the only lasting copy
-    master_state     fp32 masters and optimizer states of the shard; `param_shard` itself where masters are not needed
+    param_shard      this rank's shard of them: a view, or the only permanent copy if parameters are sharded
+    master_state     fp32 masters and optimizer states of the shard; `param_shard` itself if masters are not needed
     grads            the gradients (gradients.py); frozen parameters have none
     shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
                      always has one rank
@@ -38,8 +38,6 @@ from mpu.weight_init import Initializer
 
 
 class ShardState(Enum):
-    """Where the parameters of a bucket are."""
-
     SHARDED = "split: each rank has its shard"
     GATHERING = "on their way from the other ranks"
     GATHERED = "all here"
@@ -47,58 +45,46 @@ class ShardState(Enum):
 
 LEGAL_TRANSITIONS = {(ShardState.SHARDED, ShardState.GATHERING), (ShardState.GATHERING, ShardState.GATHERED),
                      (ShardState.GATHERED, ShardState.SHARDED),
-                     (ShardState.GATHERED, ShardState.GATHERING)}  # the last one: the optimizer has changed them
+                     (ShardState.GATHERED, ShardState.GATHERING)}  # the last one: all-gather after a step
 
 
 def replace_params_by_placeholders(bucket: FlatBucket) -> None:
-    """The parameters of a bucket whose elements are split: using one is an error."""
+    """Replace sharded parameters by placeholders; using a placeholder raises an error."""
     for parameter in bucket.parameters:
         replace_by_placeholder(parameter, bucket.empty_param)
 
 
 class ParamRounding(Protocol):
-    """Rounds what a bucket's weights at work are (quantise.py)."""
+    """Rounds the parameters of a bucket (moq.py)."""
 
     def __call__(self) -> None:
-        """This rank's part, which is that of the masters. Collective."""
+        """Round this rank's parameter shard. Collective."""
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
-        """What a part of the masters became when it was last published."""
+        """The rounded values of one chunk of the masters, as last written to the parameters."""
 
 
 class FlatBucket:
-    """The buffers of one unit; see the module docstring for the vocabulary."""
-
     is_engine_owned, allows_in_place_writes = True, False
     is_offloaded = False
     secondary_shard_group: Group = SOLO
-    """Neighbours among which the parameters are kept split between forward and backward. (A group of one: they are
-    not.)"""
+    """FSDP2's reshard_after_forward=N: the N neighbouring ranks over which parameters are sharded between forward and
+    backward. Solo: over all ranks."""
     _secondary_shard: Tensor | None = None
     rounding: ParamRounding | None = None
-    """What is between masters and weights at work, besides their precision."""
+    """Applied when masters are copied to parameters, in addition to the cast."""
     peers_know_states = False
-    """Other ranks know this one's states from what travelled (own_exchange.py)."""
+    """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
     is_on_device: bool
-    """This rank's part of the weights at work need not be fetched."""
+    """`param_shard` is on the device, not offloaded."""
 
-    def __init__(self,
-                 name: str,
-                 slots: Sequence[Slot],
-                 parameters: Sequence[nn.Parameter],
-                 *,
-                 policy: StagePolicy,
-                 dp: Group,
-                 device: torch.device,
-                 dtypes: BucketDtypes,
-                 comm: CommConfig,
-                 buffer_pool: BufferPool,
-                 log: CollectiveLog,
-                 engine_storage: EngineStorage,
+    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *,
+                 policy: StagePolicy, dp: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
+                 buffer_pool: BufferPool, log: CollectiveLog, engine_storage: EngineStorage,
                  show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders,
                  values_are_equal: bool = False) -> None:
-        """`leaves` says what the parameters are while their elements are split. `alike`: all ranks have the same
-        values; otherwise the first rank's are sent."""
+        """`show_sharded` changes the parameters when they are resharded. Unless `values_are_equal`, the first rank of
+        `dp` broadcasts its values."""
         self.name, self.device, self._dtypes, self._comm, self._dp, self._log = name, device, dtypes, comm, dp, log
         self.show_sharded, self._broadcast_group = show_sharded, SOLO if values_are_equal else dp
         self.trainable = parameters[0].requires_grad
@@ -107,51 +93,38 @@ class FlatBucket:
         self.layout = FlatLayout(slots, self.shard_group.size)
         self.storage = engine_storage.storage_for_masters(
             self.layout.shard_numel) if self.trainable else engine_storage.optimizer
-        """Of the masters and states."""
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
         self._copy_streams = engine_storage.copy_streams
         self._pending_gather: CollectiveWork | None = None
-        self._pending_shard_copy: CopyEvent | None = None  # this rank's part, from the host
-        self.grads = FlatGradients(name,
-                                   self.layout,
-                                   self.parameters,
-                                   policy=policy,
-                                   shard_group=self.shard_group,
-                                   replica_group=self.replica_group,
-                                   device=device,
-                                   dtypes=dtypes,
-                                   comm=comm,
-                                   buffer_pool=buffer_pool,
-                                   log=log,
+        self._pending_shard_copy: CopyEvent | None = None  # this rank's shard, host to device
+        self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy,
+                                   shard_group=self.shard_group, replica_group=self.replica_group,
+                                   device=device, dtypes=dtypes, comm=comm, buffer_pool=buffer_pool, log=log,
                                    offloader=self._make_grad_offloader(engine_storage))
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
-        """What a sum of gradients is multiplied by to be their mean."""
-        self._user_session: GatheredParamsSession | None = None  # to the user
-        self._versions_are_shifted = self._params_are_placeholders = False  # since the parameters were whole
+        """Returns the factor that turns a sum of gradients into their mean."""
+        self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
+        self._versions_are_shifted = self._params_are_placeholders = False  # true while the parameters are sharded
         self.offloaded_states: set[str] = set()
-        """What is on the host between two phases of a program (aside.py)."""
+        """Names of the states that engine.offload_states() has moved to the host."""
         self._take_over_params(engine_storage)
         self._write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
     def _make_grad_offloader(self, engine_storage: EngineStorage) -> GradOffloader | None:
-        """Where the host updates the weights, it needs the gradients."""
         if not (self.trainable and self.storage.updates_on_host) or engine_storage.copy_streams is None:
             return None
-        return GradOffloader(self.layout.shard_numel,
-                             self._dtypes.grad_shard,
-                             self.device,
-                             engine_storage.copy_streams,
+        return GradOffloader(self.layout.shard_numel, self._dtypes.grad_shard, self.device, engine_storage.copy_streams,
                              pinned=engine_storage.pin_memory)
 
     @property
     def update_device(self) -> torch.device:
-        """Where a step's arithmetic is."""
+        """The device on which the optimizer step computes."""
         return HOST if self.storage.updates_on_host else self.device
 
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
-        """Be one of a larger model's, which knows it by another name; before anything has been exchanged."""
+        """Become a bucket of a larger model, with new names. Call it before the first collective."""
         self.name, self._log, self.grads.name = name, log, name
         self.layout.add_prefix(prefix)
         self.grads.rebind(log, buffer_pool)
@@ -162,42 +135,40 @@ class FlatBucket:
 
     @property
     def empty_param(self) -> Tensor:
-        """What is left of parameters whose elements are split: their precision and place."""
+        """An empty tensor with the dtype and device of the parameters: the data of a sharded parameter."""
         return self._gathered_params.new_empty(0)
 
     @property
     def overwrites_user_writes(self) -> bool:
-        """What is written to the parameters now is overwritten by the masters at the next step."""
+        """The next step would overwrite in-place writes to the parameters with the masters."""
         return self.has_separate_masters and self._user_session is None
 
     @property
     def has_separate_masters(self) -> bool:
-        """Apart from the weights at work."""
         return self.master_state is not self.param_shard
 
     @property
     def device_param_shard(self) -> Tensor:
-        """This rank's part of the weights at work, where it need not be fetched."""
+        """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
         shard = self.param_shard.device_view(WEIGHT)
         assert shard is not None, f"the weights of {self.name} are elsewhere"
         return shard
 
     @property
     def gathered_params(self) -> Tensor:
-        """All weights at work; without elements while they are split."""
+        """All parameters, flat, of shape [numel]; [0] while they are sharded."""
         return self._gathered_params
 
     @property
     def params_are_sharded(self) -> bool:
-        """The parameters are whole only while they are used."""
+        """The parameters are gathered only while they are used (stage 3)."""
         return self._policy.params_are_sharded
 
     def _take_over_params(self, engine_storage: EngineStorage) -> None:
-        """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
-        never on the device."""
+        """Move the initial values into the flat buffers, one parameter at a time: the full fp32 model is never on the
+        device."""
         param_dtype, layout = self._dtypes.params, self.layout
-        self._gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel,
-                                            dtype=param_dtype,
+        self._gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel, dtype=param_dtype,
                                             device=self.device)
         if self.params_are_sharded:
             self.shard_state = ShardState.SHARDED
@@ -223,7 +194,8 @@ class FlatBucket:
             self.show_params_sharded()
 
     def _init_from_sources(self, sources: Sequence[Initializer]) -> None:
-        """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
+        """Each rank draws the random values of its own shard. The only collective is the all-gather of the parameters,
+        where they are not sharded."""
         for chunk in self.master_state.chunks:
             with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
                 masters = kept[WEIGHT]
@@ -239,7 +211,7 @@ class FlatBucket:
             all_gather_into(self._gathered_params, self.device_param_shard, self.shard_group).wait()
 
     def _copy_initial_values(self) -> None:
-        """One parameter at a time, and one part of what this rank keeps."""
+        """Copy existing values, one parameter and one chunk of the shard at a time."""
         values = self._initial_values()
         slot, value = next(values)
         for chunk in self.master_state.chunks:
@@ -252,11 +224,11 @@ class FlatBucket:
                     kept[WEIGHT][start : start + segment.count] = segment_values
                 if self.has_separate_masters:
                     self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
-        for _ in values:  # those of which other ranks keep all
+        for _ in values:  # parameters with no element in this rank's shard: their broadcasts are collective
             pass
 
     def _initial_values(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Each parameter, whole; the weights at work have it as well, where they are whole. Collective."""
+        """Yield each parameter's full value, and copy it into the gathered buffer if there is one. Collective."""
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             value = full_initial_value(parameter, self._broadcast_group, self.device)
             if self.is_unsharded:
@@ -267,7 +239,7 @@ class FlatBucket:
         return self._gathered_params.as_strided(slot.shape, slot.stride, slot.offset)
 
     def _point_params_into_buffer(self) -> None:
-        """The parameters are views of the gathered buffer."""
+        """Make each `parameter.data` a view of the gathered buffer."""
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             set_param_data(parameter, self._param_view(slot))
 
@@ -276,26 +248,26 @@ class FlatBucket:
         return flat[start : start + self.layout.shard_numel]
 
     def _set_shard_state(self, wanted: ShardState) -> None:
-        assert (self.shard_state,
-                wanted) in LEGAL_TRANSITIONS, f"{self.name} cannot go from {self.shard_state} to {wanted}"
+        assert (
+            self.shard_state, wanted) in LEGAL_TRANSITIONS, f"{self.name} cannot go from {self.shard_state} to {wanted}"
         self.shard_state = wanted
 
     @property
     def is_unsharded(self) -> bool:
-        """All here, or on their way."""
+        """The parameters are gathered, or a gather is running."""
         return self.shard_state is not ShardState.SHARDED
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Begin to make the parameters whole; `gather` completes it."""
+        """Start the all-gather of the parameters; `wait_for_param_gather` waits for it."""
         if not self.is_unsharded:
             self._gathered_params = self._gathered_params.new_empty(self.layout.numel)
             try:
                 if not self.is_on_device and self._secondary_shard is None:
                     self._fetch_param_shard(self._shard_of(self._gathered_params))
                 self._launch_gather()
-            except BaseException:  # of a drive, say: nobody may take what is there now for weights
+            except BaseException:  # an NVMe read failed, say: the buffer does not hold weights
                 if self._pending_gather is None:
                     if self._pending_shard_copy is not None:
                         self._pending_shard_copy.wait_on_device()
@@ -314,21 +286,22 @@ class FlatBucket:
         self._set_shard_state(ShardState.GATHERING)
         self._gather_entry = self._log.record_collective(self.name)
         if self._secondary_shard is not None:
+            # [numel] <- [numel / size of the secondary group] of each of its ranks
             part, self._secondary_shard = self._secondary_shard, None
             self._pending_gather = all_gather_into(self._gathered_params, part, self.secondary_shard_group,
                                                    self._comm.allgather_bucket_size)
             return
+        # [numel] <- [shard_numel] of each rank; an offloaded shard was copied to its place in the output
         own = self.device_param_shard if self.is_on_device else self._shard_of(self._gathered_params)
-        with nullcontext(
-        ) if self._copy_streams is None or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies(
-        ):
+        with nullcontext() if self._copy_streams is None \
+                or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
             self._pending_gather = all_gather_into(self._gathered_params, own, self.shard_group,
                                                    self._comm.allgather_bucket_size)
         if not self._comm.overlap_comm:
             self.wait_for_param_gather()
 
     def wait_for_param_gather(self) -> None:
-        """Nothing is on its way to the parameters when this returns."""
+        """Wait for the all-gather of the parameters, if one is running, and make the parameters usable."""
         if self._pending_gather is not None:
             self._log.awaited_entry = self._gather_entry
             self._pending_gather.wait()
@@ -336,13 +309,12 @@ class FlatBucket:
             if self._pending_shard_copy is not None:
                 self._pending_shard_copy.wait_on_device()
                 self._pending_shard_copy = None
-            if self.shard_state is ShardState.GATHERING:  # else Ctrl-C came before the next line
+            if self.shard_state is ShardState.GATHERING:  # not after Ctrl-C between the next two lines
                 self._set_shard_state(ShardState.GATHERED)
             self._pending_gather = None
             self._restore_params()
 
     def _restore_params(self) -> None:
-        """What has arrived may be used."""
         if self._params_are_placeholders:
             self._point_params_into_buffer()
             self._params_are_placeholders = False
@@ -351,13 +323,15 @@ class FlatBucket:
             self._versions_are_shifted = False
 
     def gather(self) -> None:
-        """Parameters are whole when this returns."""
         self.start_gather()
         self.wait_for_param_gather()
 
     def reshard(self, *, keep_secondary_shard: bool = False) -> None:
-        """Where parameters are split: keep the shard only; but what is lent stays. What will be `soon_back` may be kept
-        among neighbours. What Ctrl-C has left half way is completed by the next call."""
+        """Free the gathered parameters and keep only the shard (stage 3). Does nothing while the user has them
+        gathered.
+
+        With `keep_secondary_shard` this rank also keeps its part for `secondary_shard_group`. After an interruption by
+        Ctrl-C the next call completes the reshard."""
         if not self.params_are_sharded or self._user_session is not None:
             return
         if not keep_secondary_shard:
@@ -365,8 +339,9 @@ class FlatBucket:
         if self.is_unsharded:
             self.wait_for_param_gather()
             if keep_secondary_shard and not self.secondary_shard_group.is_solo:
-                self._secondary_shard = self._gathered_params.view(self.secondary_shard_group.size,
-                                                                   -1)[self.secondary_shard_group.rank].clone()
+                # [numel] -> [size, numel / size], of which this rank keeps one row
+                self._secondary_shard = self._gathered_params.view(
+                    self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
             self._write_guard.before_reshard()
             self._versions_are_shifted = True
             self._set_shard_state(ShardState.SHARDED)
@@ -374,26 +349,25 @@ class FlatBucket:
             self._free_gathered_params()
 
     def _free_gathered_params(self) -> None:
-        """Make placeholders of the parameters. The buffer goes last: without it, all of them are."""
+        # The buffer goes last: `reshard` takes an empty buffer as a sign that all parameters are placeholders.
         self.show_params_sharded()
         self._gathered_params = self.empty_param
 
     def drop_secondary_shard(self) -> None:
-        """The weights have changed."""
+        """Call it when the weights have changed: the copy is out of date."""
         self._secondary_shard = None
 
     def show_params_sharded(self) -> None:
-        """The parameters become what they are while their elements are split."""
+        """Turn the parameters into placeholders."""
         self._params_are_placeholders = True
         self.show_sharded(self)
 
     @property
     def params_are_placeholders(self) -> bool:
-        """The parameters are what they are while their elements are split."""
         return self._params_are_placeholders
 
     def check_params_unchanged(self) -> None:
-        """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""
+        """Raise ConfigError if the user froze, unfroze or replaced a parameter since initialize."""
         for slot, parameter in zip(self.layout.slots, self.parameters):
             if parameter.requires_grad != self.trainable:
                 raise ConfigError(
@@ -403,7 +377,8 @@ class FlatBucket:
         self.check_params_in_buffer()
 
     def check_params_in_buffer(self) -> None:
-        """Refuse parameters that are whole, and elsewhere than in the buffers."""
+        """Raise ConfigError if a gathered parameter is no longer a view of the engine's buffer. (A sharded one is a
+        placeholder, which refuses new data.)"""
         for slot, parameter in zip(self.layout.slots,
                                    self.parameters) if self.is_unsharded and not self._params_are_placeholders else ():
             if not self._is_in_buffer(parameter, slot):
@@ -417,44 +392,43 @@ class FlatBucket:
         return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
 
     def has_view(self, tensor: Tensor) -> bool:
-        """It is a view of the gathered parameters."""
+        """Whether `tensor` is a view of the gathered parameters."""
         return torch._C._has_storage(tensor) and \
             tensor.untyped_storage()._cdata == self._gathered_params.untyped_storage()._cdata
 
     @property
     def has_user_writes(self) -> bool:
-        """A user has written to a gathered parameter."""
+        """A parameter was written to in place since the engine last checked."""
         return self._write_guard.first_written() is not None
 
     def take_user_writes(self) -> bool:
-        """Of parameters that may be written to where their shards are: whether one was, since the last call."""
+        """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call."""
         return self._write_guard.take_writes()
 
     def check_user_writes(self, *, compare_values: bool) -> None:
-        """Refuse what was written to the parameters, where it would not last (edits.py), or does not count yet."""
+        """Raise ConfigError for in-place writes that the next step would undo, or that count only after the end of an
+        open GatheredParameters block."""
         if self._user_session is not None:
             if self._user_session.first_modified() is not None:
                 self.check_not_gathered_by_user("a save")
         elif self.params_are_sharded or self.has_separate_masters:
             self._write_guard.refuse_writes(None if self.params_are_sharded else self.device_param_shard,
-                                            self.master_state,
-                                            self.round_masters,
-                                            compare_values=compare_values)
+                                            self.master_state, self.round_masters, compare_values=compare_values)
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
-        """What a part of the masters is at work, in the precision of either."""
+        """The parameter values of one chunk of the masters; the caller casts."""
         return masters if self.rounding is None else self.rounding.round_masters(chunk, masters)
 
     def copy_masters_to_params(self) -> None:
-        """The weights at work <- the masters; on this rank, `send` is to follow."""
+        """Copy this rank's masters into its parameter shard; `start_allgather_after_step` sends it to the others."""
         if self.has_separate_masters:
-            self.wait_for_param_gather()  # of a step before, which come from there
+            self.wait_for_param_gather()  # the all-gather after an earlier step may still read the shard
             for chunk in self.master_state.chunks:
                 with self.master_state.open(chunk, [WEIGHT]) as kept:
                     self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
 
     def start_allgather_after_step(self) -> None:
-        """After the optimizer, and once the working copy of the shard is new: bring it to every rank that holds one."""
+        """After the optimizer has changed the shard: start its all-gather, unless parameters are sharded."""
         if self.rounding is not None:
             self.rounding()
         if self.params_are_sharded:
@@ -464,17 +438,17 @@ class FlatBucket:
             self._launch_gather()
         self._write_guard.accept_writes()
 
-    # ---- set aside (aside.py) ---------------------------------------------------------------------------------
+    # ---- engine.offload_states() ------------------------------------------------------------------------------
 
     def check_not_offloaded(self, what: str, *needed: str) -> None:
-        """Refuse to use what is set aside: these, or anything."""
+        """Raise ConfigError if one of the `needed` states (by default any state) is offloaded."""
         away = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
         if away:
             raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(away)} aside: call "
                               "engine.reload_states() first")
 
     def begin_param_offload(self) -> None:
-        """The memory of the weights at work is about to go: until `end_param_offload` the parameters are placeholders."""
+        """Turn the parameters into placeholders until `end_param_offload`; the caller then frees their memory."""
         self.is_offloaded = True
         if not self.params_are_sharded:
             self._write_guard.shift_versions(+1)
@@ -486,7 +460,7 @@ class FlatBucket:
             self._restore_params()
         self.is_offloaded = False
 
-    # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
+    # ---- zero.GatheredParameters (the ParamOwner protocol of partitioned_param.py) -----------------------------
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return torch.Size(self.slot_of(parameter).shape)
@@ -515,17 +489,16 @@ class FlatBucket:
     def gather_for_user(self) -> None:
         was_sharded, self._log.purpose = not self.is_unsharded, "GatheredParameters"
         self.gather()
-        self._user_session = GatheredParamsSession(self._gathered_params,
-                                                   self.layout,
-                                                   self.shard_group.rank,
+        self._user_session = GatheredParamsSession(self._gathered_params, self.layout, self.shard_group.rank,
                                                    was_sharded=was_sharded)
-        if self.has_separate_masters and not self.params_are_sharded:  # what was written by hand before is an edit of this loan
+        if self.has_separate_masters and not self.params_are_sharded:
+            # Compare with the masters later, so that in-place writes from before this block count as its edits.
             for chunk in self.master_state.chunks:
                 with self.master_state.open(chunk, [WEIGHT]) as kept:
                     self._user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
 
     def read_master(self, start: int, out: Tensor) -> None:
-        """out <- this rank's masters from `start` on. Edits of a loan count when it ends."""
+        """out <- this rank's masters from `start` on. User edits count when the GatheredParameters block ends."""
         if self._user_session is None or self.has_separate_masters or self.params_are_sharded:
             self.master_state.read(WEIGHT, start, out)
         else:
@@ -537,9 +510,8 @@ class FlatBucket:
             if not self._is_in_buffer(parameter, slot):
                 copy_into_buffer(slot.name, parameter, self._param_view(slot))
         if modifier_rank is None and (modified := self._user_session.first_modified()) is not None:
-            raise ConfigError(
-                f"{modified} was edited inside GatheredParameters without modifier_rank, or by hand before "
-                "it: the edit would be lost; say which rank's edits count")
+            raise ConfigError(f"{modified} was edited inside GatheredParameters without modifier_rank, or by hand "
+                              "before it: the edit would be lost; say which rank's edits count")
 
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         assert self._user_session is not None, f"bucket {self.name} was not lent"
@@ -552,7 +524,7 @@ class FlatBucket:
         self._end_user_session(self._user_session)
 
     def _round_modified_params(self) -> None:
-        """What is whole is what the edited masters are at work."""
+        """Gather the parameters again, rounded from the edited masters."""
         assert self.rounding is not None
         self.copy_masters_to_params()
         self.rounding()
@@ -579,14 +551,14 @@ class FlatBucket:
             self.reshard()
 
     def release_params(self) -> None:
-        """The parameters are ordinary tensors again, whole, and nobody's."""
+        """Gather the parameters and make them ordinary tensors that no engine owns."""
         self.gather()
         for parameter in self.parameters:
             release_param(parameter)
 
 
 def publish_masters(buckets: Sequence[FlatBucket]) -> None:
-    """Bring new masters into the weights at work, on every rank that holds them. Collective."""
+    """Copy new masters into the parameters on every rank. Collective."""
     for bucket in buckets:
         bucket.copy_masters_to_params()
         bucket.start_allgather_after_step()

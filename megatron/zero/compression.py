@@ -1,6 +1,6 @@
 """Compressed gradient exchange with error feedback, for 1-bit Adam and 1-bit LAMB; it replaces the all-reduce.
 
-Once the rule is compressed, backwards leave gradients on each rank. A step asks the rule for its compression inputs,
+Once the rule is compressed, backward leaves gradients on each rank. A step asks the rule for its compression inputs,
 exchanges their mean at one bit per element (mpu/compressed_all_reduce.py), and stores this rank's part as the gradient.
 The errors (`worker_error`, `server_error`) are in checkpoints; on another number of ranks each takes the mean of the
 old worker errors. Elements whose variance is negligible are masked: one bit cannot represent zero.
@@ -30,12 +30,12 @@ WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
 """Kinds of state in a checkpoint, by their published names."""
 
 NEGLIGIBLE_VARIANCE = 1e-6
-"""Of the mean of a parameter: a variance that is smaller counts as none. One bit says of a number what is usual in its
-parameter, and an update divides that by the root of its own variance: by a thousandth of the usual one at least."""
+"""A variance below this share of the parameter's mean variance counts as zero. One bit gives each element the typical
+magnitude of its parameter; the update divides it by the element's sqrt(variance), so by at least 1/1000 of typical."""
 
 
 class CompressedGradExchange:
-    """Of an engine whose rule has one. Everything but the properties is collective over the world."""
+    """The exchange of one engine. All methods are collective over the world; properties are local."""
 
     def __init__(self, state: EngineState, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
@@ -49,10 +49,9 @@ class CompressedGradExchange:
         return self._rule.is_compressed
 
     def sync_with_rule(self) -> None:
-        """The rule was told another state: be as it wants it, and know nothing of before."""
-        self.bucket_exchanges = [
-            CompressedBucketExchange(bucket, self._groups, self._rule) for bucket in self._state.buckets
-        ] if self._rule.is_compressed else []
+        """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
+        self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups, self._rule)
+                                 for bucket in self._state.buckets] if self._rule.is_compressed else []
         self._set_skip_reduction()
 
     def _set_skip_reduction(self) -> None:
@@ -62,7 +61,7 @@ class CompressedGradExchange:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps: backwards inside sum their gradients, whatever travels in a step."""
+        """Between two steps: backward passes inside reduce their gradients as without compression."""
         self._is_paused = True
         self._set_skip_reduction()
         try:
@@ -72,7 +71,7 @@ class CompressedGradExchange:
             self._set_skip_reduction()
 
     def begin_step(self) -> str | None:
-        """Before the first backward of a step. A remark, where the rule takes over."""
+        """Call it before the first backward of a step. Returns a note if compression begins with this step."""
         self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._state_sum)
         if self._rule.is_compressed and not self.bucket_exchanges:
             self.sync_with_rule()
@@ -81,7 +80,7 @@ class CompressedGradExchange:
         return None
 
     def _state_sum(self, kind: str) -> float:
-        """The sum of a state, over the whole model."""
+        """The sum of an optimizer state over the whole model."""
         total = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
         for bucket in self._state.buckets:
             for segment in bucket.layout.segments(bucket.shard_group.rank):
@@ -95,13 +94,13 @@ class CompressedGradExchange:
         silent = sum(line.masked_numel for line in self.bucket_exchanges)
         quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
         step = self._state.counters.optimizer_steps + 1
-        return (
-            f" {self._rule.name}: from step {step} on {self._rule.compression_note}: {numbers} on each tensor parallel "
-            f"rank{quiet}")
+        return (f" {self._rule.name}: from step {step} on {self._rule.compression_note}: {numbers} on each tensor "
+                f"parallel rank{quiet}")
 
     def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:
-        """What the gradient that the update finds is multiplied by, and the norm of what came, which is clipped to
-        `limit`. `factor` makes a rank's own gradient."""
+        """Exchange and store the mean gradient of each bucket. Returns (factor for the update to apply, norm).
+
+        `grad_multiplier` unscales a rank's own gradient. The factor clips the norm of the result to `max_norm`."""
         norm = float(all_reduce(self._exchange_mean(grad_multiplier), self._groups.tp)) ** 0.5
         clip = clip_factor(norm, max_norm)
         for line in self.bucket_exchanges:
@@ -109,7 +108,8 @@ class CompressedGradExchange:
         return clip, norm
 
     def _exchange_mean(self, grad_multiplier: float) -> Tensor:
-        """The square of the norm of what came, as far as this tensor parallel rank counts it."""
+        """The squared norm of the result, without what other tensor parallel ranks count; 0-dimensional, fp64."""
+        # Three loops: the sends of all buckets overlap.
         for line in self.bucket_exchanges:
             line.one_bit_mean.send_to_servers(line.compression_inputs(self._rule, self._param_groups, grad_multiplier))
         for line in self.bucket_exchanges:
@@ -122,33 +122,30 @@ class CompressedGradExchange:
 
 
 class CompressedBucketExchange:
-    """The exchange of one bucket."""
-
     def __init__(self, bucket: FlatBucket, groups: Groups, rule: UpdateRule) -> None:
         self.bucket, self._momentum_kind, self._dp = bucket, rule.states[0], groups.dp
         self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
-        """A shard is a server's chunk, at stage 0 as well."""
+        """Cut into one shard per rank at every stage: each rank is the server of one chunk."""
         segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
-        rows = [
-            _rows_per_segment([segment.shard_offset for segment in each], self.layout.shard_numel) for each in segments
-        ]
+        rows = [_rows_per_segment([segment.shard_offset for segment in each], self.layout.shard_numel)
+                for each in segments]
         self.one_bit_mean = CompressedAllReduce(groups.dp, rows, bucket.device)
         numbers = max(map(len, rows))
         self.counts_in_norm = torch.tensor(
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
              [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
-        """Segments that this tensor parallel rank counts in a norm."""
+        """[ranks, segments]: 1 for segments that this tensor parallel rank counts in a norm, otherwise 0."""
         self.mask_unused_elements(rule)
         self._last_clip: float | None = None
-        """What was said last, times this, is the first state; None: it is not known here."""
+        """The last result times this is the momentum of all ranks. None: unknown, it has to be gathered."""
 
     def states_were_modified(self, rule: UpdateRule) -> None:
-        """States have been changed by hand."""
+        """The user has changed optimizer states."""
         self._last_clip = None
         self.mask_unused_elements(rule)
 
     def mask_unused_elements(self, rule: UpdateRule) -> None:
-        """Be silent of what never had a gradient worth speaking of, which that state is 0 for from now on."""
+        """Exclude elements whose variance is negligible, and set their variance to 0."""
         own = _state_on_device(self.bucket, rule.compression_mask_state)
         self._zero_negligible_variance(own)
         packed_mask = pack_bits(own != 0)
@@ -159,7 +156,7 @@ class CompressedBucketExchange:
                      value=True)
         self.one_bit_mean.exclude(masked)
         self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
-        """Numbers of parameters that are not spoken of."""
+        """Excluded elements of parameters, without padding."""
 
     def _zero_negligible_variance(self, own: Tensor) -> None:
         bucket, number = self.bucket, {slot.name: index for index, slot in enumerate(self.bucket.layout.slots)}
@@ -173,7 +170,7 @@ class CompressedBucketExchange:
             run.masked_fill_(run <= NEGLIGIBLE_VARIANCE / bucket.layout.slots[index].numel * sums[index], 0.0)
 
     def _gather_state(self, kind: str) -> Tensor:
-        """A state, of all chunks."""
+        """An optimizer state of all shards, [numel]. Collective."""
         own = _state_on_device(self.bucket, kind)
         if self.bucket.shard_group.is_solo:
             return pad(own, (0, self.layout.numel - len(own))) if len(own) < self.layout.numel else own
@@ -183,7 +180,7 @@ class CompressedBucketExchange:
 
     def compression_inputs(self, rule: UpdateRule, param_groups: Sequence[ParamGroup],
                            grad_multiplier: float) -> AddInputs:
-        """Has the rule say what this rank's gradients are, a place at a time."""
+        """A function that adds the rule's inputs for one slice of the bucket, made from this rank's gradients."""
         before, everything = self._momentum_reader(), FlatLayout(self.layout.slots)
         spans = [slice(*everything.group_range(0, number)) for number in range(len(param_groups))]
 
@@ -198,7 +195,7 @@ class CompressedBucketExchange:
         return give
 
     def _momentum_reader(self) -> Callable[[slice, slice], Tensor]:
-        """The first state, of what is within a place."""
+        """A function (slice of the bucket, slice within it) -> momentum."""
         if self.bucket.shard_group.is_solo:
             own = _state_on_device(self.bucket, self._momentum_kind)
             return lambda place, within: own[place][within]
@@ -209,9 +206,9 @@ class CompressedBucketExchange:
         return lambda place, within: said(place)[within].mul_(clipped)
 
     def set_mean_gradient(self, clip: float) -> None:
-        """This rank's part is the gradient now."""
+        """Store this rank's part of the result as the reduced gradient."""
         self._last_clip = clip
-        own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # spent
+        own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # gradients have been sent: reuse the memory
         mean = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
         self.one_bit_mean.copy_result_to(mean, None if self.bucket.shard_group.is_solo else self._dp.rank)
         self.bucket.grads.set_reduced_shard(mean)
@@ -224,7 +221,7 @@ def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
 
 
 def _rows_per_segment(starts: Sequence[int], numel: int) -> list[int]:
-    """Rows of segments that begin there; the first begins at 0, and padding belongs to the one before it."""
+    """The number of NORM_ROW rows of each segment. The first begins at 0; padding belongs to the segment before it."""
     ends = [*starts[1:], numel]
     return [(end - (start if number else 0)) // NORM_ROW for number, (start, end) in enumerate(zip(starts, ends))] \
         or [numel // NORM_ROW]

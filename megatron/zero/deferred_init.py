@@ -1,7 +1,7 @@
 """Parameters before `zero.initialize`: deferred initialization, and the shards that `zero.Init` keeps.
 
-    LazyInitParam      has a source (mpu/weight_init.py) that makes any part of its initial values. The engine draws only
-                       the shard that a rank keeps: no value is drawn twice, and none is sent
+    LazyInitParam      has an initializer (mpu/weight_init.py) for any part of its values. The engine draws only the
+                       shard of a rank: no value is drawn twice, and none is sent
     InitShardedParam   `zero.Init` sharded its values: each data parallel rank keeps an equal part of rank 0's, on the
                        device, the host or NVMe
 
@@ -34,13 +34,13 @@ from mpu.weight_init import Initializer, initializer_of
 
 @dataclass
 class InitContext:
-    """The block that a model is being built in: all ranks do the same there."""
+    """A `zero.Init` block; while it is open, all ranks build the same model."""
 
     is_open: bool = False
 
 
 class DeferredParam(ABC):
-    """The holder of one parameter (see holders.py)."""
+    """The owner of one parameter before there is an engine (see `ParamOwner` in partitioned_param.py)."""
 
     is_engine_owned = is_offloaded = False
     params_are_sharded = True
@@ -60,7 +60,6 @@ class DeferredParam(ABC):
         return self._init_context.is_open
 
     def _take_ownership(self) -> None:
-        """From now on."""
         self._become_placeholder()
         set_param_owner(self._parameter, self)
 
@@ -68,7 +67,7 @@ class DeferredParam(ABC):
         replace_by_placeholder(self._parameter, self._parameter.detach().new_empty(0, dtype=self._dtype))
 
     def clone(self) -> nn.Parameter:
-        """A copy of the parameter, which waits as well."""
+        """A copy of the parameter that is deferred as well."""
         other = copy(self)
         parameter = nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._parameter.device),
                                  self._parameter.requires_grad)
@@ -79,7 +78,7 @@ class DeferredParam(ABC):
 
     @abstractmethod
     def _unshare_after_clone(self) -> None:
-        """Have nothing in common with whom this is a copy of."""
+        """After a copy: stop sharing mutable values with the original."""
 
     @abstractmethod
     def full_value(self, device: torch.device | None = None) -> Tensor:
@@ -87,7 +86,7 @@ class DeferredParam(ABC):
 
     @abstractmethod
     def _is_unmodified(self, value: Tensor) -> bool:
-        """These are still the elements, as far as this rank keeps them."""
+        """Whether `value` equals the elements, as far as this rank has them."""
 
     @abstractmethod
     def reshard_after_user(self, modifier_rank: int | None) -> None: ...
@@ -124,7 +123,7 @@ class DeferredParam(ABC):
 
 
 def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
-    """The values, on every rank those of the first, of a parameter that no engine holds yet. Collective."""
+    """The full value of a parameter without an engine; rank 0's value on every rank. Collective."""
     holder = param_owner(parameter)
     if holder is None:
         value = parameter.detach().to(device).contiguous()
@@ -141,10 +140,7 @@ def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device)
 
 @final
 class LazyInitParam(DeferredParam):
-    def __init__(self,
-                 parameter: nn.Parameter,
-                 source: Initializer,
-                 dp: Group,
+    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
                  init_context: InitContext = InitContext()) -> None:
         super().__init__(parameter, parameter.dtype, dp, init_context)
         self.source = source
@@ -153,11 +149,10 @@ class LazyInitParam(DeferredParam):
 
     @property
     def is_modified(self) -> bool:
-        """The values are no longer those of the source."""
+        """The user has edited the values, which no longer follow from the source."""
         return self._modified_value is not None
 
     def full_value(self, device: torch.device | None = None) -> Tensor:
-        """All elements, drawn here."""
         if self._modified_value is not None:
             return self._modified_value.to(device)
         flat = torch.empty(self._shape.numel(), device=device)
@@ -175,44 +170,44 @@ class LazyInitParam(DeferredParam):
         self._become_placeholder()
 
     def _unshare_after_clone(self) -> None:
-        """Edited values are never written to."""
+        """Nothing to do: `_modified_value` is never written in place."""
 
 
 def lacks_values(parameter: nn.Parameter) -> bool:
-    """There is no room for its values: it has a source, or will have one (mpu/weight_init.py)."""
+    """The parameter has no memory for its values: it has an initializer, or will get one (mpu/weight_init.py)."""
     return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
-    """Leave placeholders where there is a source."""
+    """Turn parameters with an initializer into placeholders."""
     for parameter in parameters:
         if (source := initializer_of(parameter)) is not None and param_owner(parameter) is None:
             LazyInitParam(parameter, source, dp)
 
 
 def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
-    """Where all these parameters are still to be drawn: from what."""
+    """The initializers of the parameters, or None unless all are still to be drawn."""
     holders = [param_owner(parameter) for parameter in parameters]
     found = [holder.source for holder in holders if isinstance(holder, LazyInitParam) and not holder.is_modified]
     return found if len(found) == len(holders) else None
 
 
 def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:
-    """Fill a part of a shard of a flat buffer, in fp32; padding is left alone."""
+    """Draw the values of `chunk` of shard `rank` into `out`, fp32; padding is left unchanged."""
     source_of_slot = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
     for segment in layout.segments(rank, chunk):
         segment_values = out[segment.shard_offset - chunk.start : segment.shard_offset - chunk.start + segment.count]
         source_of_slot[segment.slot.name](segment_values, segment.slot_offset)
 
 
-# ---- split by zero.Init ----------------------------------------------------------------------------------------------
+# ---- sharded by zero.Init --------------------------------------------------------------------------------------------
 
 
 IO_BYTES = 1 << 20
-"""Bytes that are read and written at a time; three times as many are on the host."""
+"""Bytes per read or write; there are three buffers of this size on the host."""
 
 FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
-"""Bytes of a shelf, unless a single piece is larger."""
+"""Bytes of the first and of the largest file. A larger parameter gets a larger file."""
 
 
 @final
@@ -224,7 +219,7 @@ class NvmeInitArena:
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
     def store(self, values: Tensor) -> NvmeInitShard:
-        """A flat tensor."""
+        """Append a flat tensor to the current file. Each new file is twice as large."""
         nbytes = values.nbytes
         if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
             self._current_shard = self._storage.allocate_shard(str(self._shard_count),
@@ -238,8 +233,6 @@ class NvmeInitArena:
 
 @final
 class NvmeInitShard:
-    """A piece."""
-
     def __init__(self, arena: NvmeInitArena, segment: StateSegment, dtype: torch.dtype) -> None:
         self._arena, self._segment, self._dtype = arena, segment, dtype
 
@@ -254,7 +247,7 @@ class NvmeInitShard:
 
 
 class InitShard(Protocol):
-    """A rank's part."""
+    """A rank's shard of one parameter."""
 
     def write(self, values: Tensor) -> None: ...
 
@@ -280,15 +273,10 @@ class MemoryInitShard:
 
 @final
 class InitShardedParam(DeferredParam):
-    def __init__(self,
-                 parameter: nn.Parameter,
-                 dp: Group,
-                 init_context: InitContext,
-                 *,
-                 dtype: torch.dtype | None = None,
-                 storage: torch.device | NvmeInitArena | None = None,
+    def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
+                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
                  remote_device: str | None = None) -> None:
-        """`where` the part is kept: on the parameter's device, another one, or a drive, which was `asked` for."""
+        """`storage` of the shard: a device (None: the parameter's) or NVMe. `remote_device`: zero.Init's argument."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         super().__init__(parameter, kind, dp, init_context)
         self.remote_device = remote_device

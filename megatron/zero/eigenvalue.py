@@ -26,21 +26,21 @@ from mpu.groups import Groups
 from mpu.weight_init import NormalInitializer, rng_key, strided_segments_of
 
 TARGET_GRADIENT_CHANGE = {torch.float32: 1e-3, torch.float16: 1.5e-2, torch.bfloat16: 4e-2}
-"""From w- to w+ gradients are to change by this share of their length: enough beside their own rounding."""
+"""Target for the relative change of gradients from w- to w+: large against their rounding error."""
 MIN_STEP, FIRST_STEP, MAX_STEP = 1e-4, 1e-3, 1e-2
-"""s, in the length of the weights: a direction may lie in few of them, for which that is far."""
+"""s, relative to the norm of the weights. Small, because a direction may concentrate on few weights."""
 MAX_DIRECTIONS = 4
-"""Directions that are known at a time."""
+"""Directions that are kept at a time."""
 
 ShardedVector = Mapping[FlatBucket, Tensor]
-"""This rank's part of a direction, fp32: [shard] of each bucket that the block has parameters in, 0 elsewhere."""
+"""This rank's part of a direction: fp32 [shard_numel] for each bucket of the block, 0 outside of the block."""
 BlockSegments = Mapping[FlatBucket, list[Segment]]
-"""Where the parameters of a block are."""
+"""This rank's segments of the parameters of a block."""
 
 
 @dataclass(frozen=True)
 class ShiftedRounding:
-    """A bucket's rounding for as long as its weights are moved."""
+    """Replaces a bucket's rounding while its weights are shifted."""
 
     bucket: FlatBucket
     inner: ParamRounding | None
@@ -63,30 +63,28 @@ class ShiftedRounding:
 
 @dataclass(frozen=True)
 class HessianDirection:
-    """A direction, of length 1 and orthogonal to others, and H times it."""
+    """A direction, of norm 1 and orthogonal to the others, and H times it."""
 
     direction: ShardedVector
     hessian_product: ShardedVector
 
 
 class HessianEigensolver:
-    """Of blocks, each with the parameters whose names begin with its own."""
-
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, max_iter: int, tol: float,
                  stability: float) -> None:
         self._buckets, self._tp, self._world = buckets, groups.tp, groups.world
         self._max_iter, self._tol, self._stability = max_iter, tol, stability
 
     def eigenvalue(self, block: str, key: str, run: Callable[[], None]) -> float:
-        """The one of largest magnitude. `run` makes the gradients of the loss with the weights as they are, and leaves
-        them summed; `key` is what the first direction is drawn by. Collective."""
+        """The eigenvalue of largest magnitude for the parameters whose names begin with `block`. Collective.
+
+        `run` computes the reduced gradients of the loss at the current weights. `key` seeds the first direction.
+        Returns nan if gradients are not finite."""
         parts = {bucket: [one for one in bucket.layout.segments(bucket.shard_group.rank)
                           if one.slot.name.startswith(f"{block}.")] for bucket in self._buckets
                  if any(slot.name.startswith(f"{block}.") for slot in bucket.layout.slots)}
-        v = self._normalized(parts, {
-            bucket: self._random_direction(bucket, segments, key)
-            for bucket, segments in parts.items()
-        })
+        v = self._normalized(parts, {bucket: self._random_direction(bucket, segments, key)
+                                     for bucket, segments in parts.items()})
         unit = self._norm(parts, {bucket: _read_weights(bucket, bucket.master_state) for bucket in parts}) or 1.0
         wanted, s, found = TARGET_GRADIENT_CHANGE[self._buckets[0].param_shard.dtype], FIRST_STEP * unit, 0.0
         known: list[HessianDirection] = []
@@ -96,7 +94,7 @@ class HessianEigensolver:
             matrix = self._projected_hessian(parts, known)
             if not bool(matrix.isfinite().all()):
                 return math.nan
-            values, vectors = torch.linalg.eigh(matrix)  # in ascending order: the steepest is at an end
+            values, vectors = torch.linalg.eigh(matrix)  # ascending: the largest magnitude is the first or the last
             place = int(values.abs().argmax())
             before, found = found, float(values[place])
             if found == 0 or abs(found - before) < self._tol * abs(found):
@@ -109,12 +107,10 @@ class HessianEigensolver:
         return found
 
     def _projected_hessian(self, parts: BlockSegments, known: Sequence[HessianDirection]) -> Tensor:
-        """H between the known directions, [n, n], and symmetric. All ranks go on by what the first one finds, so that
-        all end at once."""
+        """H projected on the known directions, [n, n], symmetric. All ranks use the values of rank 0, so that all stop
+        at the same iteration."""
         products = torch.tensor([[self._dot(parts, one.direction, other.hessian_product) for other in known]
-                                 for one in known],
-                                dtype=torch.float64,
-                                device=self._buckets[0].device)
+                                 for one in known], dtype=torch.float64, device=self._buckets[0].device)
         broadcast_into(products, 0, self._world).wait()
         return (products + products.T).cpu() / 2
 
@@ -127,7 +123,7 @@ class HessianEigensolver:
 
     def _hessian_vector_product(self, parts: BlockSegments, v: ShardedVector, length: float,
                                 run: Callable[[], None]) -> tuple[ShardedVector, float]:
-        """H v, by going so far to both sides; and by which share of their length gradients changed."""
+        """H v from gradients at weights shifted by `length` to both sides, and the relative change of the gradients."""
         moved, turned = ({bucket: torch.zeros_like(values) for bucket, values in v.items()} for _ in range(2))
         size = 0.0
         for sign in (1, -1):
@@ -172,7 +168,7 @@ class HessianEigensolver:
         return math.sqrt(self._dot(parts, v, v))
 
     def _dot(self, parts: BlockSegments, one: ShardedVector, other: ShardedVector) -> float:
-        """Over all elements of the block; what tensor parallel ranks all have counts once."""
+        """The dot product over all elements of the block; parameters replicated over tensor parallel count once."""
         total = 0.0
         for bucket, segments in parts.items():
             sums = torch.zeros(2, dtype=torch.float64, device=bucket.device)
@@ -186,14 +182,14 @@ class HessianEigensolver:
 
 
 def _read_weights(bucket: FlatBucket, shelf: StoredShard) -> Tensor:
-    """This rank's part of the weights on a shelf, of other blocks too."""
+    """This rank's shard of the weights in fp32, [shard_numel]; other blocks included."""
     out = torch.empty(bucket.layout.shard_numel, device=bucket.device)
     shelf.read(WEIGHT, 0, out)
     return out
 
 
 def _mean_gradient(bucket: FlatBucket, segments: Sequence[Segment]) -> Tensor:
-    """This rank's part of the mean gradient of a block."""
+    """This rank's shard of the mean gradient, [shard_numel]; 0 outside of the block."""
     out = torch.zeros(bucket.layout.shard_numel, device=bucket.device)
     for one in segments:
         place = slice(one.shard_offset, one.shard_offset + one.count)

@@ -44,33 +44,24 @@ from mpu.groups import Groups
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
 
 MAX_EXTRA_SCALARS = 8
-"""Numbers of a caller that travel in the exchange of a step; always so many, so that ranks which give others meet."""
+"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+callers give different numbers of scalars."""
 
 
 class ZeroEngine:
-    def __init__(self,
-                 module: nn.Module,
-                 groups: Groups,
-                 *,
-                 zero: ZeroConfig,
-                 precision: PrecisionConfig,
-                 rule: UpdateRule,
-                 param_groups: list[ParamGroup],
-                 device: torch.device,
-                 engine_storage: EngineStorage | None = None,
-                 clip_grad: float = 0.0,
-                 accumulation: int = 1,
-                 quantize: QuantizeConfig = QuantizeConfig(),
-                 seed: int = 0) -> None:
-        """`seed` is that of stochastic rounding."""
+    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig,
+                 rule: UpdateRule, param_groups: list[ParamGroup], device: torch.device,
+                 engine_storage: EngineStorage | None = None, clip_grad: float = 0.0, accumulation: int = 1,
+                 quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
+        """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.micro_batch: int | None = None
-        """Samples of a micro-batch, where somebody says; here they are only compared with those of other ranks."""
+        """Samples per micro-batch, if the caller sets it; only compared between ranks."""
         self._policy = stage_policy(zero.zero_stage)
-        self._micro_batches = 0  # of this optimizer step, before the one under way
+        self._micro_batches = 0  # of this optimizer step, before the current one
         self._is_boundary: bool | None = None
         self._in_no_sync = self.is_detached = False
-        self._failed_backward: str | None = None  # the last one, where nothing has been accumulated since then
+        self._failed_backward: str | None = None  # error class of the last backward, if it failed
         self.last_report: StepReport | None = None
         self.log = CollectiveLog(reductions_in_order=not self._policy.params_are_sharded or on_accelerator(device))
         broadcast_module_buffers(module, groups)
@@ -79,18 +70,15 @@ class ZeroEngine:
         comm = make_comm_config(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
-        self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device), DeviceStorage(
-            device, kinds.params))
+        self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
+                                                              DeviceStorage(device, kinds.params))
         turns = BufferPool()
         self._units = build_units(module, BucketingConfig(
             self._policy, comm, kinds, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, turns))
         attach_main_grad_writers(self._units)
         scaling = loss_scale_rule(precision)
-        self.state = EngineState(self._units,
-                                 rule,
-                                 scaling.initial_state(),
-                                 groups.world,
+        self.state = EngineState(self._units, rule, scaling.initial_state(), groups.world,
                                  loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
         if (schedule := quantize.schedule) is not None:
@@ -102,27 +90,18 @@ class ZeroEngine:
             register_owning_engine(bucket, self)
         self._state_offloader = StateOffloader([*self.buckets, *self.frozen_buckets], turns, device)
         self._param_guard = ModelParamGuard(module, [*self.buckets, *self.frozen_buckets])
-        self._optimizer_step = OptimizerStep(self.state,
-                                             self.engine_storage,
-                                             groups,
-                                             rule,
-                                             param_groups,
-                                             scaling,
-                                             self.log,
-                                             clip_grad=clip_grad,
-                                             divisor=groups.dp.size / comm.gradient_predivide_factor,
-                                             max_skipped=precision.max_skipped_in_a_row)
+        self._optimizer_step = OptimizerStep(
+            self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
+            divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
         self.param_coordinator = NoopCoordinator() if not self._policy.params_are_sharded else ParamCoordinator(
             self._units, max_live=zero.stage3_max_live_parameters,
             kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self._units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         one_by_one = self._policy.optim_is_sharded or kinds.copies_for_reduction(device)
-        at_once = any(on_host) and groups.dp.is_solo  # nothing is on its way but to the host
+        # On one data parallel rank there is no collective to overlap, only the copies to the host.
+        at_once = any(on_host) and groups.dp.is_solo
         reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
-        self.pass_coordinator = PassCoordinator(self._units,
-                                                self.param_coordinator,
-                                                reductions,
-                                                self.log,
+        self.pass_coordinator = PassCoordinator(self._units, self.param_coordinator, reductions, self.log,
                                                 NoGradForwardChecker(groups.dp, device, self.log),
                                                 allows_unused=zero.ignore_unused_parameters,
                                                 params_are_sharded=self._policy.params_are_sharded,
@@ -137,13 +116,13 @@ class ZeroEngine:
         return self.module(*args, **kwargs)
 
     def set_forward_modules(self, modules: Sequence[nn.Module]) -> None:
-        """The forward under way calls these units and no others, in this order: whoever leaves some out and says so
-        here gathers nothing in vain, and keeps nobody waiting for their gradients. The same on all ranks."""
+        """Declare that the running forward calls exactly these modules, in this order. The engine then does not
+        prefetch the other units, nor wait for their gradients. All ranks must give the same modules."""
         self.pass_coordinator.set_forward_modules(modules)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
-        quotient."""
+        """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
+        Returns the divided loss."""
         self._check_can_train("engine.backward()")
         self._state_offloader.check_not_offloaded("engine.backward()", LP_PARAMS)
         _check_loss(loss, self.module)
@@ -153,20 +132,18 @@ class ZeroEngine:
         try:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
                                            reduces=self._policy.grads_are_sharded or self.is_at_boundary)
-        except BaseException as error:  # what had been accumulated is gone
+        except BaseException as error:  # the accumulated gradients of the step were discarded
             self._micro_batches, self._failed_backward = 0, type(error).__name__
             raise
         self._failed_backward = None
         return part
 
-    def step(
-            self,
-            lr: float | None = None,
-            extra_scalars: Sequence[Tensor | float] = (),
-            engine_scalars: Sequence[float] = (),
-    ) -> StepReport | None:
-        """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are at most MAX_EXTRA_SCALARS numbers to be summed over all ranks; those given `aside` come back beside them."""
+    def step(self, lr: float | None = None, extra_scalars: Sequence[Tensor | float] = (),
+             engine_scalars: Sequence[float] = ()) -> StepReport | None:
+        """At the accumulation boundary: clip and update the weights; otherwise only count, and return None.
+
+        `lr` sets the learning rate of all param groups. `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and
+        `engine_scalars` are summed over all ranks; the report has the sums."""
         self._check_can_train("engine.step()")
         self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:
@@ -193,8 +170,8 @@ class ZeroEngine:
             scalars_error = _extra_scalars_error(extra_scalars)
             veto_error = self.pass_coordinator.veto_error() or self._param_guard.veto_error(
             ) or self._user_modified_grad_error() or scalars_error
-            filled = [*(extra_scalars if scalars_error is None else ()),
-                      *(MAX_EXTRA_SCALARS * [0.0])][:MAX_EXTRA_SCALARS]
+            filled = [*(extra_scalars if scalars_error is None
+                        else ()), *(MAX_EXTRA_SCALARS * [0.0])][:MAX_EXTRA_SCALARS]
             self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, filled,
                                                     engine_scalars, self.accumulation_steps, self.micro_batch)
             self.last_report.given_scalar_count = len(extra_scalars)
@@ -209,7 +186,7 @@ class ZeroEngine:
         return self.last_report
 
     def _user_modified_grad_error(self) -> str | None:
-        """A gradient that the user has set since the backward, and nobody would look at."""
+        """The error if the user has set a gradient since the backward that the engine would ignore, or None."""
         try:
             for bucket in self.buckets:
                 bucket.grads.check_user_modified_grads()
@@ -218,52 +195,52 @@ class ZeroEngine:
         return None
 
     def finish_delayed_update(self) -> None:
-        """What runs beside the program is over, and the weights are those of the last step. Collective."""
+        """Wait for a delayed update, if one is running, and gather its weights. Collective."""
         if self._optimizer_step.has_delayed_update:
-            self.param_coordinator.release_all()  # a forward that has no backward yet is of the weights before
+            self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
             self._optimizer_step.finish_delayed_update()
             self.increment_weight_version()
 
     def sync_delayed_update(self, caller: str) -> None:
-        """Somebody is about to look at the weights: they are those of the last step, all here. Every rank comes here
-        where an update runs beside the program."""
+        """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
+        it; the check raises an error if one does not."""
         if self._optimizer_step.has_delayed_update:
             self.assert_collective_call(f"{caller}, beside a delayed update")
             self.finish_delayed_update()
         self.wait_for_param_gathers()
 
     def finish_step(self) -> None:
-        """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
-        calls it; the counters below may be asked for by one."""
+        """Wait for the last step, count it, and raise its error, if any. All ranks must call it; the counters below may
+        be read by a single rank."""
         self.finish_delayed_update()
         self._optimizer_step.finish_step()
         self.pass_coordinator.forward_checker.raise_if_diverged()
 
     def read_step_result(self) -> StepReport | None:
-        """The last step, counted as what it was, once the device knows. Local: one rank alone may ask."""
+        """Wait for the device, count the last step, and return its report. Local."""
         self._optimizer_step.read_step_result()
         return self.last_report
 
     @property
     def is_deferred(self) -> bool:
-        """The host learns of a step after it was taken."""
+        """The host reads the result of a step later (step.py)."""
         return self._optimizer_step.is_deferred
 
     def _check_can_train(self, call: str) -> None:
-        """Refuse to go on from what ended half way, and without an optimizer."""
+        """Raise ConfigError without an optimizer, and after an interrupted backward, step or load."""
         if not self.buckets:
             raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
         self.pass_coordinator.check_not_interrupted()
         self.state.check_no_unfinished_change()
 
     def zero_grad(self) -> None:
-        """Forget what has been accumulated."""
+        """Discard the accumulated gradients."""
         for bucket in self.buckets:
             bucket.grads.discard()
 
     @property
     def has_gradients(self) -> bool:
-        """A step is under way: something has been accumulated for it."""
+        """Gradients have been accumulated since the last step."""
         return not all(bucket.grads.is_empty for bucket in self.buckets)
 
     @property
@@ -272,7 +249,7 @@ class ZeroEngine:
         return self._micro_batches + 1 >= self.accumulation_steps if self._is_boundary is None else self._is_boundary
 
     def set_accumulation_steps(self, micro_batches: int) -> None:
-        """So many are a step, from the next one on."""
+        """Set the number of micro-batches per optimizer step, from the next step on."""
         self.accumulation_steps = micro_batches
         self.log.accumulation_setting = f"gradient_accumulation_steps {micro_batches}"
 
@@ -282,8 +259,8 @@ class ZeroEngine:
 
     @contextmanager
     def backwards_without_step(self) -> Iterator[Callable[[], None]]:
-        """Between two steps: each backward inside sums its gradients over the ranks. Afterwards gradients are forgotten
-        and buffers as they were, and so they are for a forward before which what is yielded is called."""
+        """Between two steps: each backward inside reduces its gradients over the ranks. The yielded function discards
+        the gradients and restores the module buffers; so does the end of the block."""
         before, self._is_boundary = self._is_boundary, True
         buffers = ModuleBufferSnapshot(self.module)
 
@@ -302,7 +279,7 @@ class ZeroEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside leaves gradients on the rank, to be summed over ranks by the first backward outside."""
+        """Backward passes inside do not reduce gradients; the first backward after the block does."""
         if self._policy.grads_are_sharded:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
         before = self._is_boundary, self._in_no_sync
@@ -313,12 +290,12 @@ class ZeroEngine:
             self._is_boundary, self._in_no_sync = before
 
     def wait_for_param_gathers(self) -> None:
-        """Wait for what is still on its way between ranks, so that this one may leave."""
+        """Wait for the running all-gathers of parameters, so that this rank may exit."""
         for bucket in (*self.buckets, *self.frozen_buckets):
             bucket.wait_for_param_gather()
 
     def offload_states(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> bool:
-        """Set these aside on the host (aside.py), between two steps; whether that wins memory. Every rank calls it."""
+        """Move the states to the host between two steps. Returns whether that frees device memory. Collective."""
         if self.has_gradients:
             raise ConfigError("engine.offload_states() within a step, whose gradients are accumulated: call it after "
                               "the engine.step() that ends the step, or after engine.zero_grad()")
@@ -330,7 +307,7 @@ class ZeroEngine:
         self.finish_step()
         self.param_coordinator.release_all()
         self.wait_for_param_gathers()
-        self.zero_grad()  # a forward without a backward may have begun some
+        self.zero_grad()  # a forward without a backward may have written weight gradients early
         self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
         return True
 
@@ -338,7 +315,7 @@ class ZeroEngine:
         self._state_offloader.reload(non_blocking=non_blocking)
 
     def detach(self) -> None:
-        """Leave the module to itself: no hooks, and whole parameters. Once: another engine may have it afterwards."""
+        """Remove all hooks and leave full parameters in the module, once; another engine may take it afterwards."""
         self.reload_states()
         self.finish_step()
         self.is_detached = True
@@ -348,14 +325,14 @@ class ZeroEngine:
         try:
             for bucket in (*self.buckets, *self.frozen_buckets):
                 bucket.release_params()
-        finally:  # of a drive that fails as well
+        finally:  # also if NVMe fails
             self.engine_storage.close()
 
     def unit_modules(self) -> list[nn.Module]:
-        """The modules whose parameters come and go together, the whole model first."""
+        """The modules of all units, the whole model first."""
         return [unit.module for unit in self._units]
 
-    # ---- things to ask ------------------------------------------------------------------------------------------
+    # ---- counters -----------------------------------------------------------------------------------------------
 
     @property
     def scaler(self) -> LossScaleState:
@@ -363,7 +340,7 @@ class ZeroEngine:
 
     @property
     def backward_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
+        """The factor that `backward` applies to the loss."""
         return self.scaler.scale / self.accumulation_steps
 
     @property
@@ -392,39 +369,40 @@ class ZeroEngine:
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
     def state_segments(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
-        """(slot, offset in the slot, run of the state) for everything this rank is to write."""
+        """(slot, offset in the slot, segment of the state) for each segment that this rank writes."""
         return self.state.segments_to_save(kinds, frozen)
 
     def assert_collective_call(self, where: str) -> None:
-        """Every rank comes here, whatever it exchanges then; one that is elsewhere is an error (together.py)."""
+        """Raise an error if a rank makes another call than `where` (collective_log.py). Collective."""
         assert_collective_call(self.log, self.groups.world, where)
 
     def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """Where what is inside ends half way, steps and saves are refused until a load."""
+        """If an error ends the block, steps and saves are refused until a load."""
         return self.state.guard_state_change(what)
 
     def increment_weight_version(self) -> None:
-        """A backward of a forward that ran before now would mix old and new weights."""
+        """The weights have changed: refuse the backward of any forward that ran before this call."""
         self.pass_coordinator.weight_version += 1
 
     def check_before_save(self) -> None:
-        """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
-        must agree on this before they save."""
+        """Raise ConfigError if the state is incomplete, offloaded, or written to by the user. Some ranks may see no
+        error: the caller makes all ranks agree before they save."""
         self._state_offloader.check_not_offloaded("a save")
         self.finish_step()
         self.state.check_no_unfinished_change()
         self._param_guard.check_user_writes(compare_values=True)
 
     def check_before_load(self) -> None:
-        """Refuse where new weights would not reach the model; to be agreed on as well."""
+        """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
         self._state_offloader.check_not_offloaded("a load")
         self._param_guard.check_before_load()
 
     def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
                       all_succeed_or_raise: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
-        """Fill what this rank holds of the parameters named for each kind: `read(kind, slot, offset, out)` for every
-        run. Then publish the weights, which is collective: `agreed` runs an action, and raises on every rank where it
-        failed on one. What has been accumulated is discarded: the next micro-batch begins a step."""
+        """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective.
+
+        `read(kind, slot, offset, out)` fills each segment. `all_succeed_or_raise` runs an action and raises on every
+        rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
         self.param_coordinator.release_all()
         self._param_guard.begin_load()
@@ -441,12 +419,12 @@ class ZeroEngine:
         return self.rule.states
 
     def scalar_state(self) -> dict[str, Any]:
-        """Everything of the engine that a resumed run must know besides tensors."""
+        """Everything that a resumed run needs besides tensors, as JSON values. Collective."""
         self.finish_step()
         return self.state.scalar_state()
 
     def reset_optimizer_state(self) -> None:
-        self.finish_step()  # a step that the host has not heard of is one of those
+        self.finish_step()  # a deferred step still has to be counted before the counter is reset
         self.state.reset_optimizer_state()
         self._sync_exchange_with_rule()
 
@@ -456,12 +434,13 @@ class ZeroEngine:
 
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
-        """What travels in the place of gradients, bucket by bucket, while something does (own_exchange.py)."""
-        return (
-        ) if self._optimizer_step.compressed_exchange is None else self._optimizer_step.compressed_exchange.bucket_exchanges
+        """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
+        return (() if self._optimizer_step.compressed_exchange is None
+                else self._optimizer_step.compressed_exchange.bucket_exchanges)
 
     def invalidate_communicated_states(self, bucket: object) -> None:
-        """What was known of them from what travelled is out of date. Collective where they are split."""
+        """The user has changed optimizer states of the bucket: drop what other ranks derived from communication.
+        Collective if states are sharded."""
         for line in self.compressed_exchanges:
             if line.bucket is bucket:
                 line.states_were_modified(self.rule)
@@ -485,7 +464,7 @@ def _check_loss(loss: object, module: nn.Module) -> None:
 
 
 def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:
-    """Why these cannot travel. Each rank's caller chooses them, and the exchange has one length."""
+    """Why the extra scalars are not valid, or None."""
     if len(extra_scalars) > MAX_EXTRA_SCALARS:
         return f"step(riders=...) has {len(extra_scalars)} numbers: give at most {MAX_EXTRA_SCALARS}"
     shapes = (list(value.shape) for value in extra_scalars if isinstance(value, Tensor) and value.dim())
@@ -494,7 +473,7 @@ def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:
 
 
 def drop_gradients(module: nn.Module) -> None:
-    """Those of a backward before the engine was there belong to no step of it."""
+    """Drop the gradients from before the engine was built, with a warning."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             warnings.warn(f"{name}.grad, made before zero.initialize, is dropped, and so are others", stacklevel=2)

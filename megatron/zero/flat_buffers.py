@@ -24,67 +24,56 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BucketDtypes:
-    """Of one bucket: weights as they are used, gradients as backward leaves them, as they are summed, and as they are
-    sent."""
-
     params: torch.dtype = torch.float32
     grads: torch.dtype = torch.float32
+    """Of the full gradient buffer that backward fills."""
     grad_shard: torch.dtype = torch.float32
     communication: torch.dtype | None = None
-    """None: as backward leaves them."""
+    """Gradients are sent in this dtype; None: in `grads`."""
     master: torch.dtype = torch.float32
-    """Of what lasts."""
     masters_are_separate: bool = False
-    """Weights at work are made of what lasts (quantise.py), which is apart from them also in one precision."""
+    """Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py)."""
     frozen_have_masters: bool = False
-    """What is frozen lasts in the precision of the masters as well, not in that of its use."""
+    """Store frozen parameters in the dtype of the masters too."""
 
     @property
     def reduction(self) -> torch.dtype:
-        """In what an accelerator adds up the gradients of the ranks: partial sums are rounded to what it sends."""
+        """The dtype of partial sums over ranks on an accelerator."""
         return self.communication or torch.float32
 
     def copies_for_reduction(self, device: torch.device) -> bool:
         return self.communication not in (None, self.grads) or on_accelerator(device) and self.reduction != self.grads
 
 
-def bucket_dtypes(policy: StagePolicy,
-                  precision: PrecisionConfig,
-                  accumulation: int,
-                  *,
+def bucket_dtypes(policy: StagePolicy, precision: PrecisionConfig, accumulation: int, *,
                   masters_are_separate: bool = False) -> BucketDtypes:
-    """A sum over several 16-bit micro-batches is taken in fp32, and so is one over ranks of what is sent in another
-    precision than that of the weights."""
+    """Sums over several 16-bit micro-batches are in fp32, and so are sums over ranks of gradients that are sent in
+    another dtype than that of the parameters."""
     work = DTYPES[precision.name]
     sent = None if precision.communication is None else DTYPES[precision.communication]
     wide = accumulation > 1 or sent not in (None, work)
     sums = torch.float32 if wide else work
-    in_place = sent == torch.float32 or not policy.grads_are_sharded  # the sum over micro-batches is taken in `grads`
+    in_place = sent == torch.float32 or not policy.grads_are_sharded  # micro-batches accumulate in `grads`
     return BucketDtypes(work, sums if in_place else work, sums, sent, masters_are_separate=masters_are_separate)
 
 
 def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     if not precision.fp16:
         return LossScaleRule()
-    return LossScaleRule(
-        precision.loss_scale or precision.initial_loss_scale,
-        precision.loss_scale_window,
-        precision.hysteresis,
-        precision.min_scale,
-        dynamic=precision.loss_scale is None,
-        is_enabled=True,
-    )
+    return LossScaleRule(precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window,
+                         precision.hysteresis, precision.min_scale, dynamic=precision.loss_scale is None,
+                         is_enabled=True)
 
 
 @dataclass(frozen=True, eq=False)
 class FlatBuffer:
     flat: Tensor
     views: list[Tensor]
-    """One for each slot, of its shape."""
+    """One for each slot, in its shape."""
 
     @staticmethod
     def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
-        """New; what is between the slots is zero, and stays so."""
+        """Allocate a buffer. The padding between slots is zero and is never written."""
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
         for start, stop in layout.padding_ranges():
             flat[start:stop].zero_()
@@ -92,7 +81,7 @@ class FlatBuffer:
 
 
 class BufferPool:
-    """The buffers of one engine that nobody uses now."""
+    """The free buffers of one engine."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, CopyEvent | None]]] = {}
@@ -102,21 +91,19 @@ class BufferPool:
         if not free:
             return FlatBuffer.allocate(layout, dtype, device)
         buffer, pending_copy = free.pop(0 if free[0][1] is not None else
-                                        -1)  # the longest on its way, or else the warmest
+                                        -1)  # the oldest copy, or else the buffer that is warmest in the cache
         if pending_copy is not None:
             pending_copy.wait_on_device()
         return buffer
 
     def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: CopyEvent | None = None) -> None:
-        """Nobody reads or writes the buffer any more, in what has been asked of the device so far, but for the copy
-        that `leaves`."""
+        """Return a buffer to the pool. All device work on it has been launched; `pending_copy` may still be reading."""
         self._free.setdefault((buffer.flat.dtype, layout.buffer_key), []).append((buffer, pending_copy))
 
     def clear(self) -> None:
-        """Their memory is given back."""
+        """Free the memory of all buffers in the pool."""
         self._free.clear()
 
     @property
     def free_nbytes(self) -> int:
-        """Of the buffers that wait for their turn."""
         return sum(buffer.flat.nbytes for free in self._free.values() for buffer, _ in free)

@@ -2,8 +2,8 @@
 
 The *full buffer* has the gradients of all parameters, in the bucket's slots. The *shard* is this rank's part of their
 sum over data parallel, which the optimizer reads. Gradients arrive one by one (`accept_grad`), or the operation that
-makes them writes into the slot (`main_grad_writer`). A CPU copies each when it arrives, an accelerator all of them
-with one kernel. `start_reduction` sends them, `wait_for_reduction` waits for the sum.
+computes them writes into the slot (`main_grad_writer`). A CPU copies each when it arrives, an accelerator all of them
+with one kernel. `start_reduction` launches the reduce-scatter or all-reduce, `wait_for_reduction` waits for it.
 
 Where gradients are sharded the shard accumulates over micro-batches, and the full buffer goes back to the pool;
 otherwise the full buffer accumulates until the boundary. Where the host updates, the shard is offloaded as soon as
@@ -31,10 +31,9 @@ from mpu.device import on_accelerator
 from mpu.grads import MainGrad, MainGradReservation, row_norms
 from mpu.groups import Group
 
-STAGE3_OUTPUT_RULE = (
-    "at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
-    "dataclasses of them), not as an attribute that is read later or inside another object, and its parameters "
-    "are used in its forward alone; return it, or use stage 2")
+STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, "
+                      "dicts or dataclasses of them), not as an attribute that is read later or inside another object, "
+                      "and its parameters are used in its forward alone; return it, or use stage 2")
 
 
 class FlatGradients:
@@ -49,32 +48,31 @@ class FlatGradients:
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
-        self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward is here
+        self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
         self._params_with_grad: set[int] = set()  # parameters that got a gradient since the last `discard`
-        self.filled_slots: set[int] = set()  # slots that hold something to add to
-        self._is_reduced_in_backward = False  # reduced in this backward
+        self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
+        self._is_reduced_in_backward = False  # this backward has started the reduction
         self.has_all_step_grads = False
         """The backward that ends a step has run, and the shard holds all gradients of the step."""
-        self._adds_to_shard = policy.grads_are_sharded  # what is reduced next is added to the shard
+        self._adds_to_shard = policy.grads_are_sharded  # the next reduction is added to the shard
         self.skip_reduction = False
-        """What another exchange than this one is to send: each rank keeps its own, whole."""
+        """Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py)."""
         self.predivide_factor, self.sum_multiplier = comm.gradient_predivide_factor, 1.0
-        """What a sum over data parallel is multiplied by before it counts."""
+        """`sum_multiplier` is applied to the reduced sum."""
         self._reservations: dict[int, ReferenceType[WgradReservation]] = {}  # slots that a forward has written to
-        self._pending_reduction: CollectiveWork | None = None  # the reduction under way
-        self._reduction_output: Tensor | None = None  # where it puts this rank's part
+        self._pending_reduction: CollectiveWork | None = None
+        self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]
         self.grad_hooks: list[RemovableHandle] = []
-        """By which gradients are reported to `accept`, which takes them away."""
+        """The hooks, one per parameter, that call `accept_grad`."""
         self._full_buffer: FlatBuffer | None = None
-        self._full_dtype = dtypes.grads
-        """Of the whole."""
+        self._full_dtype = dtypes.grads  # of the full buffer
         self._shard: Tensor | None = None
 
     def rebind(self, log: CollectiveLog, buffer_pool: BufferPool) -> None:
-        """Be one of an engine's; before anything has been sent."""
+        """Use the log and the pool of another engine. Call it before the first reduction."""
         self._log, self._buffer_pool = log, buffer_pool
 
-    # ---- arriving -----------------------------------------------------------------------------------------------
+    # ---- from autograd ------------------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:
@@ -93,7 +91,7 @@ class FlatGradients:
         return complete
 
     def _mark_grad_received(self, index: int) -> None:
-        """Note a gradient of the parameter; an error where it would miss the sum."""
+        """Record that the parameter got a gradient. Raises ConfigError if its bucket has been reduced already."""
         if index in self._arrived_in_backward and (self._is_reduced_in_backward
                                                    or self._reduces_when_complete and self.is_complete):
             raise ConfigError(
@@ -113,13 +111,13 @@ class FlatGradients:
         for index in indices:
             parameter = self.parameters[index]
             grad = parameter.grad
-            if grad is None:  # a sink has it already
+            if grad is None:  # already written in place by a MainGradWriter
                 continue
             self._evict_reservation(index)
-            if grad.is_sparse:  # of an embedding with sparse=True
+            if grad.is_sparse:  # nn.Embedding(sparse=True)
                 grad = grad.to_dense()
             view = self._get_full_buffer().views[index]
-            if grad is not view:  # autograd has added to it where it is
+            if grad is not view:  # else autograd has accumulated into the view in place
                 views, grads = more if index in self.filled_slots else fresh
                 views.append(view)
                 grads.append(grad)
@@ -132,7 +130,7 @@ class FlatGradients:
             torch._foreach_add_(*more)
 
     def _copy_remaining_grads(self) -> None:
-        """Of a backward that did not reach all parameters."""
+        """Copy the gradients of a backward that did not reach all parameters."""
         if not self._copies_each_grad and not self.is_complete:
             self._copy_grads_into_buffer(self._arrived_in_backward)
 
@@ -142,9 +140,9 @@ class FlatGradients:
             self._slots_with_grad_view.add(index)
 
     def check_user_modified_grads(self) -> None:
-        """Between backwards: what the user did to `parameter.grad` counts where it is a view, and is refused where it
-        is not, since nobody would look at it."""
-        with torch._C.DisableTorchFunctionSubclass():  # placeholders have gradients too
+        """Before a backward: apply the user's changes to a `parameter.grad` that is a view of the buffer. Raises
+        ConfigError for any other `parameter.grad`, because the engine would ignore it."""
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders have `.grad` too
             for index, parameter in enumerate(self.parameters):
                 grad = parameter.grad
                 if index in self._slots_with_grad_view:
@@ -164,7 +162,7 @@ class FlatGradients:
         self._set_grad_view(index)
 
     def _drop_grad_views(self) -> None:
-        """What is in the buffer is no longer the gradients of this rank, and what autograd still has is not needed."""
+        """Clear `parameter.grad` before a reduction, which overwrites this rank's gradients in the buffer."""
         if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
             self._clear_param_grads()
 
@@ -175,11 +173,11 @@ class FlatGradients:
         self._slots_with_grad_view.clear()
 
     def main_grad_writer(self, index: int) -> MainGrad:
-        """Lets the operation that makes the gradient of one parameter write it in place (mpu/grads.py)."""
+        """Lets the operation that computes one parameter's gradient write it in place (mpu/grads.py)."""
         return MainGradWriter(self, index)
 
     def reserve_slot(self, index: int) -> WgradReservation | None:
-        """The slot for a forward to write to, where there is no gradient yet."""
+        """Let a forward write to the slot early; None if the slot already holds a gradient."""
         self._evict_reservation(index)
         if index in self.filled_slots or self._is_reduced_in_place:
             return None
@@ -188,14 +186,14 @@ class FlatGradients:
         return claim
 
     def commit_reservation(self, index: int) -> None:
-        """What was written to the claimed slot is its gradient so far."""
+        """Count the content of the reserved slot as its gradient."""
         self._mark_grad_received(index)
         del self._reservations[index]
         self.filled_slots.add(index)
         self._show_to_user_hooks(index)
 
     def accumulated_grad(self, index: int) -> Tensor:
-        """The gradient so far, zeros if there is none."""
+        """A view of the gradient so far (zeros if there is none), to add to."""
         self._mark_grad_received(index)
         self._evict_reservation(index)
         view = self.grad_view(index)
@@ -206,14 +204,15 @@ class FlatGradients:
         return view
 
     def _show_to_user_hooks(self, index: int) -> None:
-        """What an operation writes in place, to hooks of a user: autograd sees no gradient."""
+        """Set `parameter.grad` for post-accumulate hooks of the user: autograd does not see gradients written in
+        place."""
         hooks = self.grad_hooks[index].hooks_dict_ref()
         if hooks is not None and len(hooks) > 1 and self._full_dtype == self._dtypes.params:
             self.parameters[index].grad = self.grad_view(index)
             self._slots_with_grad_view.add(index)
 
     def _evict_reservation(self, index: int) -> None:
-        """The slot is needed: the numbers of a claim whose backward has not run yet, but may, are moved out of it."""
+        """Free the slot: move the values of a reservation whose backward may still run to another tensor."""
         reservation = self._reservations.pop(index, None)
         if reservation is not None and (alive := reservation()) is not None:
             alive.move_out_of_slot()
@@ -236,7 +235,7 @@ class FlatGradients:
         return self._full_buffer
 
     def _release_buffer(self, pending_copy: CopyEvent | None = None) -> None:
-        """The whole is not needed any more, but for the copy that `leaves`."""
+        """Give the full buffer back to the pool; `pending_copy` may still read from it."""
         if self._full_buffer is not None and self._accumulates_shard:
             self._buffer_pool.release(self.layout, self._full_buffer, pending_copy)
         self._full_buffer = None
@@ -250,10 +249,10 @@ class FlatGradients:
         """Names of the parameters that no gradient has reached since the last step."""
         return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._params_with_grad]
 
-    # ---- leaving ------------------------------------------------------------------------------------------------
+    # ---- reduction ----------------------------------------------------------------------------------------------
 
     def start_reduction(self) -> None:
-        """Send the gradients to their owners; parameters nobody used count as zero."""
+        """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
         self._copy_remaining_grads()
         self._drop_grad_views()
@@ -272,7 +271,8 @@ class FlatGradients:
             self._offloader.prefetch_sums()
         self._reduction_number = self._log.record_reduction(self.name)
         output = self._shard_of(grads)
-        keeps_output = self._adds_to_shard and self._shard is None and self._offloader is None  # when the whole gradient goes
+        # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
+        keeps_output = self._adds_to_shard and self._shard is None and self._offloader is None
         if keeps_output and self._shard_group.size > 1 or self._dtypes.grad_shard != grads.dtype:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         self._reduction_output, self._pending_reduction = output, self._launch_reduction(
@@ -286,7 +286,7 @@ class FlatGradients:
         self._log.awaited_reduction = NO_REDUCTION
 
     def _launch_reduction(self, grads: Tensor, output: Tensor) -> CollectiveWork:
-        """mine <- this rank's part of the sum of every rank's `grads`."""
+        """output, [shard_numel] <- this rank's part of the sum over ranks of `grads`, [numel]."""
         at_a_time = self._comm.reduce_bucket_size
         if self._shard_group.size > 1 and self._comm.reduce_scatter:
             return reduce_scatter_into(output, grads, self._shard_group, at_a_time, self._dtypes.reduction)
@@ -297,11 +297,12 @@ class FlatGradients:
         return CollectiveWork([everything], partial(output.copy_, own))
 
     def wait_for_reduction(self) -> None:
-        """The sum over data parallel is in `shard` when this returns."""
+        """Wait for the reduction, if one is running, and put its result into `shard`."""
         if self._pending_reduction is None or self._reduction_output is None:
             return
         self._wait_for(self._pending_reduction)
-        reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None  # frees what the others sent before more is allocated
+        # Dropping the work here frees its communication buffers before more memory is allocated.
+        reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
         if self.sum_multiplier != 1.0:
             reduced.mul_(self.sum_multiplier)
         if self._offloader is not None:
@@ -312,11 +313,11 @@ class FlatGradients:
             self._shard = reduced
 
     def _accumulate_shard(self, reduced: Tensor) -> None:
-        """Add up the shard and give the whole gradient's memory back."""
+        """Add to the shard and release the full buffer."""
         if self._shard is not None:
             self._shard.add_(reduced)
             self._release_buffer()
-        elif self._is_in_buffer(reduced):  # which is the shard's from now on
+        elif self._is_in_buffer(reduced):  # the shard keeps this memory; the pool does not get it back
             self._shard, self._full_buffer = reduced, None
         else:
             self._shard = reduced
@@ -326,7 +327,7 @@ class FlatGradients:
     def _offload_shard(self, reduced: Tensor, offloader: GradOffloader) -> None:
         copy = offloader.offload(reduced)
         self._release_buffer(copy if self._is_in_buffer(reduced) else None)
-        self._shard, self._adds_to_shard = reduced.new_empty(0), True  # it is where the descent has it
+        self._shard, self._adds_to_shard = reduced.new_empty(0), True  # empty: the sums are in the offloader
         self.filled_slots.clear()
 
     def _is_in_buffer(self, tensor: Tensor) -> bool:
@@ -335,11 +336,11 @@ class FlatGradients:
 
     @property
     def params_with_grad(self) -> frozenset[int]:
-        """The parameters that got a gradient since the last step."""
+        """Indices of the parameters that got a gradient since the last step."""
         return frozenset(self._params_with_grad)
 
     def zero_param_grad(self, index: int) -> None:
-        """This parameter has no gradient: neither in the sums so far, nor in what is still to be summed."""
+        """Set the parameter's gradient to zero, in the shard and in the full buffer."""
         slot = self.layout.slots[index]
         if self._shard is not None:
             for segment in self.layout.segments(self._shard_group.rank):
@@ -351,35 +352,35 @@ class FlatGradients:
 
     @property
     def shard(self) -> Tensor:
-        """On the side where the weights are updated."""
+        """This rank's part of the sum, [shard_numel], on the device that updates the weights."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard if self._offloader is None else self._offloader.sums
 
     @property
     def reduced_shard(self) -> Tensor:
-        """`shard`, for whoever wants sums over the ranks and nothing else."""
+        """`shard`, with an assertion that it is a sum over ranks."""
         assert not self.skip_reduction, f"the gradients of {self.name} are each rank's own"
         return self.shard
 
     def set_reduced_shard(self, shard: Tensor) -> None:
-        """What has come of the gradients that stayed: the owner's part, for the update."""
+        """With `skip_reduction`: the shard that the optimizer's own communication has computed, for the update."""
         self._clear_param_grads()
         self._shard = shard
 
     def detach_host_grads(self) -> Tensor:
-        """The shard on the host, for an update that goes on beside the next backward."""
+        """The shard on the host, for a delayed update that runs beside the next backward."""
         assert self._offloader is not None, "the device updates"
         return self._offloader.detach_sums()
 
     def row_norms(self, out: Tensor) -> None:
-        """As mpu.grads.row_norms of the shard, on the device."""
+        """out <- mpu.grads.row_norms of the shard, on the device."""
         if self._offloader is None:
             row_norms(self.shard, out)
         else:
             self._offloader.row_norms(out)
 
     def cancel_reduction(self) -> None:
-        """Let a reduction under way end without using its result."""
+        """Wait for a running reduction and drop its result."""
         if self._pending_reduction is not None:
             self._pending_reduction.wait()
             self._pending_reduction = self._reduction_output = None
@@ -390,47 +391,46 @@ class FlatGradients:
 
     @property
     def _is_reduced_in_place(self) -> bool:
-        """The whole gradients, or this rank's part of them, have become sums over ranks."""
+        """The full buffer, or this rank's part of it, holds sums over ranks."""
         return self._shard is not None and not self._adds_to_shard
 
     @property
     def is_reduced(self) -> bool:
-        """There are gradients, and all of them are in the shard."""
+        """The shard holds all gradients there are, and there are some."""
         return self._shard is not None and not (self._adds_to_shard and self.filled_slots)
 
     def set_accumulation_dtype(self, *, in_shard_dtype: bool) -> None:
-        """The backward that begins is followed by others before a sum (or not): those are added up in the precision of
-        the shard."""
+        """Before a backward, while the full buffer is free: choose its dtype. The dtype of the shard is for a backward
+        that others follow before the reduction."""
         if self._full_buffer is None:
             self._full_dtype = self._dtypes.grad_shard if in_shard_dtype else self._dtypes.grads
 
     def begin_backward(self) -> None:
-        """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
-        kept apart, and the next sum is added to it."""
         for hook in self.grad_hooks:
             hooks = hook.hooks_dict_ref()
             if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
-                hooks[hook.id] = hooks.pop(hook.id)  # hooks that a user has registered since come first
-        if self._is_reduced_in_place and self.skip_reduction:  # nothing was summed
+                hooks[hook.id] = hooks.pop(hook.id)  # run the user's newer hooks before the engine's
+        if self._is_reduced_in_place and self.skip_reduction:  # the shard was not summed over ranks
             self._shard = None
         elif self._is_reduced_in_place:
+            # Another backward after the reduction and before a step: keep the sums apart, so that they are not
+            # reduced twice, and add the next reduction to them.
             self._shard, self._adds_to_shard = self.shard.clone(), True
             self._release_buffer()
             self.filled_slots.clear()
 
     def end_backward(self, ends_step: bool) -> None:
-        """Forget who has arrived; what was accumulated stays."""
         self._copy_remaining_grads()
         self.wait_for_reduction()
         if self._grads_are_views and not self._is_reduced_in_place:
             for index in self.filled_slots - self._slots_with_grad_view:
-                self._set_grad_view(index)  # what an operation wrote in place
+                self._set_grad_view(index)  # gradients that an operation wrote in place
         self._arrived_in_backward.clear()
         self._is_reduced_in_backward = False
         self.has_all_step_grads = ends_step and self.is_reduced
 
     def discard(self) -> None:
-        """The next backward starts from nothing."""
+        """Drop all gradients."""
         self._clear_param_grads()
         self._evict_all_reservations()
         for marks in (self._arrived_in_backward, self._params_with_grad, self.filled_slots):
@@ -442,7 +442,7 @@ class FlatGradients:
 
 
 class MainGradWriter:
-    """The place of one parameter's gradient in its bucket."""
+    """Implements `mpu.grads.MainGrad` for one parameter."""
 
     def __init__(self, grads: FlatGradients, index: int) -> None:
         self._grads, self._index = grads, index
@@ -455,8 +455,8 @@ class MainGradWriter:
 
 
 class WgradReservation:
-    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
-    was written moves to a tensor of its own."""
+    """A slot into which a forward has written a weight gradient early. The gradient moves to a separate tensor if
+    something else needs the slot before the backward of that forward."""
 
     def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
         self._grads, self._index, self.buffer = grads, index, place

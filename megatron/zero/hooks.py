@@ -1,8 +1,8 @@
-"""Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports them to a `UnitEvents` object.
+"""Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports to a `UnitEvents` object.
 
-A *unit* is a module whose parameters are gathered and released together; the root unit is the whole model and has
-the parameters that no other unit has. Recomputed forwards need no hooks of their own: the receiver knows whether a
-backward is running.
+A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
+the parameters that no other unit has. Recomputed forwards need no extra hooks: the receiver knows whether a backward
+is running.
 
 Autograd may save views of gathered weights, which would keep the gathered buffer alive until the backward. After the
 forward of a unit each such view in its graph is replaced by a reference (`SavedParamView`), which is resolved in
@@ -46,7 +46,7 @@ def iter_tensors(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor changed, wherever it is nested."""
+    """A copy of the nested `value` with `change` applied to every tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
@@ -54,7 +54,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict | UserDict):
-        changed = copy(value)  # of its own kind: some are records as well
+        changed = copy(value)  # keeps the class: some subclasses are dataclasses too
         for key, item in value.items():
             changed[key] = map_tensors(item, change)
         return changed
@@ -65,24 +65,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
-"""What autograd says of a saved tensor of another version."""
+"""Part of autograd's message when a saved tensor has another version."""
 
 _SEARCHED_KEY = "zero_searched"
-"""Marks the nodes at which a search ended: those of a unit's outputs."""
+"""Marks the graph nodes of a unit's outputs; a later search stops at them."""
 
 _saved_fields: dict[type[Node], list[str]] = {}
-"""Kind of node -> the attributes with what it has saved."""
+"""Node class -> the attributes that hold its saved tensors."""
 
 
 class SavedParamView(NamedTuple):
-    """A view of a gathered parameter."""
+    """A view of a gathered parameter, without its memory."""
 
     bucket: FlatBucket
     parameter: Tensor
     version: int
     dtype: torch.dtype
     offset: int
-    """In the storage of the gathered buffer, in elements of this dtype."""
+    """Into the storage of the gathered buffer, in elements of `dtype`."""
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -96,12 +96,11 @@ class SavedParamView(NamedTuple):
 
 
 def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBucket]) -> None:
-    """Of the graph that a unit's forward has made, from its `outputs` back to those of the units before it."""
-    # What was written to within the forward is left to autograd, which knows the versions it saved, and refuses it.
-    of_storage = {
-        bucket.gathered_params.untyped_storage()._cdata: bucket
-        for bucket in buckets if not bucket.has_user_writes
-    }
+    """Replace views of gathered parameters by references in a unit's graph, from its `outputs` back to the outputs of
+    the units before it."""
+    # Buckets written to inside the forward keep their saved tensors: autograd knows the saved versions and refuses.
+    of_storage = {bucket.gathered_params.untyped_storage()._cdata: bucket for bucket in buckets
+                  if not bucket.has_user_writes}
     ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
     nodes, seen = [*ends], set[Node]()
     while nodes:
@@ -136,8 +135,8 @@ def _iter_saved_tensors(node: Node) -> Iterator[Any]:
 
 
 def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> SavedParamView | None:
-    """`saved` is what autograd holds: a tensor, or what other saved-tensor hooks made of one. (A parameter itself is
-    without memory while it is split. A view that negates has more than a size and strides.)"""
+    """`saved` is what autograd holds: a tensor, or the result of another saved-tensor hook."""
+    # type(): a Parameter has no memory while it is sharded. Lazy negation and conjugation are lost in size and strides.
     if type(saved) is not Tensor or not torch._C._has_storage(saved) or saved.is_neg() or saved.is_conj():
         return None
     bucket = of_storage.get(saved.untyped_storage()._cdata)
@@ -152,7 +151,7 @@ def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> Sav
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module and the buckets of its parameters; `index` counts in forward order, the root is 0."""
+    """A module and the buckets of its parameters. `index` counts units in forward order; the root is 0."""
 
     index: int
     name: str
@@ -165,26 +164,25 @@ class Unit:
 
     @cached_property
     def display_name(self) -> str:
-        """What a person reads of it; nothing of the root."""
+        """The name in messages; empty for the root."""
         return "" if self.is_root else self.name
 
     @cached_property
     def sharded_buckets(self) -> list[FlatBucket]:
-        """Those whose parameters are gathered for each use."""
         return [bucket for bucket in self.buckets if bucket.params_are_sharded]
 
     @cached_property
     def numel(self) -> int:
-        """Elements that come and go."""
+        """Elements that are sharded between uses."""
         return sum(bucket.layout.numel for bucket in self.sharded_buckets)
 
     @property
     def is_unsharded(self) -> bool:
-        """Those elements are here, or on their way."""
+        """Those elements are gathered, or a gather is running."""
         return any(bucket.is_unsharded for bucket in self.sharded_buckets)
 
     def has_view(self, tensor: Tensor) -> bool:
-        """It is a view of parameters that come and go."""
+        """Whether `tensor` is a view of gathered parameters that will be resharded."""
         return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
 
     @cached_property
@@ -193,18 +191,18 @@ class Unit:
 
 
 class UnitEvents(Protocol):
-    """What is reported (passes.py receives it)."""
+    """The receiver of the events (`PassCoordinator` of backward.py)."""
 
     @property
     def weight_version(self) -> int:
-        """Counts the changes of the weights: a backward belongs to those of its forward."""
+        """Counts changes of the weights; a backward must run with the version of its forward."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
     def after_forward(self, unit: Unit) -> None: ...
 
     def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
-        """Of one `call` of the unit, once for each of its outputs; `weights` is what the count was in that forward."""
+        """Called for each output of one `call` of the unit. `weight_version` is that of its forward."""
 
     def input_grads_ready(self, unit: Unit) -> None:
         """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
@@ -213,8 +211,8 @@ class UnitEvents(Protocol):
 
 
 class EngineHook:
-    """A hook of a module, which torch.compile leaves as it is where it compiles calls of modules and so comes by. In a
-    copy of the module, or a file that has it, it does nothing: the engine has no part in those."""
+    """A module hook that torch.compile does not trace. In a copied or pickled module it does nothing, because the
+    engine does not own that module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -233,7 +231,7 @@ def _do_nothing(*given: Any) -> None:
 
 
 def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Refuse the load of a state dict that the next step would undo."""
+    """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
     handles: list[RemovableHandle] = []
     for module in units[0].module.modules():
@@ -244,17 +242,17 @@ def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
 
 
 def register_unit_hooks(units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
-    """Report the events of every unit; the handles remove the hooks."""
+    """Report the events of every unit to `events`. Returns the handles that remove the hooks."""
     handles: list[RemovableHandle] = []
     for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
+        handles.append(unit.module.register_forward_pre_hook(  # first, so that hooks of users see gathered parameters
             EngineHook(partial(_before_forward, events, unit)), with_kwargs=True, prepend=True))
         handles.append(unit.module.register_forward_hook(EngineHook(partial(_after_forward, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_param_grad_ready, ref(events), ref(unit), ref(bucket), index)
                 is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # who freezes it later may unfreeze it again
+                parameter.requires_grad_(True)  # the hook needs it; a user may freeze and unfreeze parameters later
                 bucket.grads.grad_hooks.append(parameter.register_post_accumulate_grad_hook(ready))
                 parameter.requires_grad_(is_trained)
             handles.extend(bucket.grads.grad_hooks)
@@ -262,14 +260,13 @@ def register_unit_hooks(units: Sequence[Unit], events: UnitEvents) -> list[Remov
 
 
 def map_module_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
-    """Everything that the module is called with goes through `change` first."""
+    """Apply `change` to the positional and keyword arguments of every call of the module."""
     return module.register_forward_pre_hook(lambda module, args, kwargs: (change(args), change(kwargs)), prepend=True,
                                             with_kwargs=True)
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The same in fp32, where small gradients are still there when they are multiplied. What comes by way of another
-    output of the module does not pass here."""
+    """Identity, cast to fp32 in the forward, so that small gradients are scaled before they are cast to 16 bits."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, scale: Callable[[], float]) -> Tensor:
@@ -282,7 +279,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_output_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
-    """The gradients of its outputs, which become fp32, are multiplied as they come in."""
+    """Multiply the gradients of the module's outputs by `scale()`. The outputs become fp32."""
     def scaled(tensor: Tensor) -> Tensor:
         narrow = tensor.is_floating_point() and tensor.element_size() <= 4
         return _ScaleGradient.apply(tensor, scale) if narrow else tensor  # type: ignore[no-untyped-call]
@@ -291,26 +288,28 @@ def scale_output_gradients(module: nn.Module, scale: Callable[[], float]) -> Rem
 
 
 def on_forward_end(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    """Whether it returned or raised, and after what else is to happen then."""
+    """Call `call` when a forward returns or raises, after the hooks registered so far."""
     return module.register_forward_hook(EngineHook(lambda module, args, output: call()), always_call=True)
 
 
 def before_optimizer_steps(call: Callable[[list[Tensor], bool], None]) -> None:
-    """Of any optimizer of torch: `call(parameters, has_closure)`."""
+    """Call `call(parameters, has_closure)` before every step of any torch optimizer in the process."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: call(
         [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
 
 
 def before_state_dict(module: nn.Module, call: Callable[[bool | None], None]) -> None:
-    """`call(None)` before a state dict is taken of the module, `call(assigns)` before one is loaded into it."""
+    """Call `call(None)` before `state_dict()` of the module, and `call(assign)` before `load_state_dict()`."""
     module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(None))
-    module.register_load_state_dict_pre_hook(  # torch keeps the mark in the metadata of the state dict
+    module.register_load_state_dict_pre_hook(  # torch passes assign= in the metadata of the state dict
         lambda module, state, prefix, metadata, *more: call(metadata.pop("assign_to_params_buffers", False)))
 
 
 def on_backward_end(call: Callable[[], None]) -> Callable[[], bool]:
-    """At the end of the backward under way, before `backward()` returns. Gives a way to ask whether that will still
-    come: a backward that raises forgets what was to be called after it, and tells nobody."""
+    """Run `call` at the end of the running backward, before `backward()` returns.
+
+    The returned function tells whether the call is still to come: a backward that raises drops its callbacks
+    silently."""
     def once() -> None:
         call()
 
@@ -339,7 +338,7 @@ def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any
 
 
 class UnitCall:
-    """One forward of a unit. The backward of another one that returned the same tensor begins together with its."""
+    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._output_ids = {_output_id(x) for x in outputs}
@@ -349,18 +348,17 @@ class UnitCall:
 
 
 def _output_id(output: Tensor) -> object:
-    """The same for whatever calls have returned this tensor."""
     mark = output.__dict__.setdefault("zero_mark", object())
     return mark
 
 
 def _after_forward(events: UnitEvents, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
-    if any(map(unit.has_view, iter_tensors(output))):  # a view would keep all of the gathered buffer
+    if any(map(unit.has_view, iter_tensors(output))):  # a view would keep the whole gathered buffer alive
         output = map_tensors(output, lambda tensor: tensor.clone() if unit.has_view(tensor) else tensor)
     output_tensors = list(iter_tensors(output))
     grad_outputs = [tensor for tensor in output_tensors
-                    if tensor.requires_grad and not tensor.is_leaf]  # leaves come out of order
-    if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root is gathered until its backward is over
+                    if tensor.requires_grad and not tensor.is_leaf]  # leaves get gradients in no fixed order
+    if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
         save_params_by_reference(grad_outputs, unit.sharded_buckets)
     call = UnitCall(grad_outputs)
     for tensor in grad_outputs:
@@ -379,8 +377,8 @@ def _before_backward(events: UnitEvents, unit: Unit, weight_version: int, call: 
 
 def _param_grad_ready(events_of: ref[UnitEvents], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
                       parameter: Tensor) -> None:
-    """The hook of a parameter, which torch's C++ has: a circle that goes through there is never collected. The hooks of
-    the modules keep the three."""
+    # Weak references: torch's C++ holds this hook, and a reference cycle through C++ is never collected. The module
+    # hooks keep the three objects alive.
     events, unit, bucket = events_of(), unit_of(), bucket_of()
     if events is not None and unit is not None and bucket is not None:
         events.param_grad_ready(unit, bucket, index)

@@ -16,8 +16,8 @@ from math import prod
 from mpu.split import Partition
 
 ALIGNMENT = 128
-"""Slots and shards start at multiples of this many elements: views are aligned for vector loads and the wire, and sums
-over rows of this length (mpu/grads.py) are the same however a buffer is cut."""
+"""Slots and shards start at multiples of this many elements. Views are then aligned for vector loads and collectives,
+and sums over rows of this length (mpu/grads.py) do not depend on how a buffer is sharded."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Slot:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the parameter, which is contiguous."""
+        """Of the contiguous parameter."""
         return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
@@ -67,11 +67,11 @@ class FlatLayout:
         """Equal for layouts that can use each other's buffers."""
 
     def add_prefix(self, prefix: str) -> None:
-        """What was the whole model has become a part of another one, which knows it by `prefix`."""
+        """The model has become a submodule of another: add its path to all names."""
         self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
 
     def segments(self, rank: int, chunk: slice | None = None) -> Iterator[Segment]:
-        """The parts of every slot that fall into shard `rank`, or into this part of the shard, in order."""
+        """The segments of shard `rank`, in order; with `chunk`, of this slice of the shard."""
         start = rank * self.shard_numel
         first, last = (0, self.shard_numel) if chunk is None else (chunk.start, chunk.stop)
         for slot in self.slots:
@@ -85,10 +85,10 @@ class FlatLayout:
         yield from ((slot.end, end) for slot, end in zip(self.slots, ends) if slot.end < end)
 
     def group_range(self, rank: int, group: int) -> tuple[int, int]:
-        """(start, stop) in shard `rank` of a hyper-parameter group: one contiguous span, maybe empty.
+        """(start, stop) of a param group in shard `rank`: one contiguous range, maybe empty.
 
-        Spans begin and end at multiples of ALIGNMENT (padding belongs to the group before it): then a vectorised kernel
-        treats every element alike, however the bucket is cut, and shards give the same bits as the whole.
+        Ranges begin and end at multiples of ALIGNMENT (padding belongs to the group before it). A vectorised kernel
+        then treats every element alike, and a sharded update gives the same bits as an unsharded one.
         """
         low = next((slot.offset for slot in self.slots if slot.group >= group), self.numel)
         high = next((slot.offset for slot in self.slots if slot.group > group), self.numel)
@@ -97,14 +97,14 @@ class FlatLayout:
         return (low, high) if low < high else (0, 0)
 
     def slot_ranges(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """(number of the slot, start, stop) in shard `rank`."""
+        """(index of the slot, start, stop) of each segment of shard `rank`."""
         number = {slot.name: index for index, slot in enumerate(self.slots)}
         for segment in self.segments(rank):
             yield number[segment.slot.name], segment.shard_offset, segment.shard_offset + segment.count
 
 
 def _assign_offsets(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Give each slot its offset: grouped by hyper-parameters, otherwise in the order given."""
+    """Give each slot its offset: sorted by param group, otherwise in the given order."""
     placed, offset = [], 0
     for slot in sorted(slots, key=lambda s: s.group):
         placed.append(replace(slot, offset=offset))

@@ -1,7 +1,7 @@
-"""MoQ, quantization in training: weights are rounded to fewer and fewer bits when they are published; masters are not.
+"""MoQ, quantization in training: parameters are rounded to fewer and fewer bits when masters are copied to them.
 
-    MoQState          of an engine: bits and periods of each block; each applied step advances it
-    BucketRounding    of a bucket: rounds this rank's shard before it is gathered by the others
+    MoQState          bits and periods of each block; each applied step advances it
+    BucketRounding    rounds this rank's shard of one bucket before the all-gather
     QuantizedMatrix   a parameter as rows in quantization groups; QuantRowBlock: some of its rows in flat memory
     QuantGroupStats   extremes and sums of each group, combined over the ranks that hold other parts
 
@@ -34,27 +34,27 @@ from mpu.layers import VocabParallelEmbedding
 from mpu.weight_init import StridedSegments, UniformInitializer, rng_key, strided_segments_of
 
 MAX_FP32_NUMEL = 1 << 22
-"""Numbers that are in memory in fp32."""
+"""Elements that are in memory in fp32 at a time."""
 
 RowIterator = Callable[[Mapping[str, "QuantizedMatrix"]], Iterator[tuple[Tensor, Tensor, "QuantizedMatrix"]]]
-"""(numbers [rows, columns] in fp32, the group of each row among those of all matrices, their matrix) of these."""
+"""Yields (values [rows, columns] in fp32, group of each row, matrix) for the given matrices. Groups are numbered over
+all matrices of the bucket."""
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """The part of a parameter that a tensor parallel rank has, as rows, and the groups they belong to."""
+    """This tensor parallel rank's slice of a parameter, as a matrix whose rows belong to quantization groups."""
 
     slot: Slot
     columns: int
     groups: slice
-    """Among those of the bucket."""
+    """Of the groups of the bucket; the last one is for padding rows."""
     group_numel: list[int]
-    """Numbers of each, in the logical tensor."""
+    """Elements of each group in the logical tensor."""
     group_of_row: Tensor
-    """Counted from 0; one more than there are for padding."""
+    """[rows], from 0; padding rows have the index len(group_numel)."""
     blocks: StridedSegments
     is_tp_sharded: bool
-    """Over tensor parallel ranks."""
 
     @staticmethod
     def of(slot: Slot, wanted: int, first: int, tp: Group, device: torch.device, is_table: bool) -> QuantizedMatrix:
@@ -84,7 +84,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True)
 class QuantRowBlock:
-    """Rows of a matrix, or a part of one, in a part of a shard."""
+    """Full rows of a matrix, or a part of one row, in a chunk of a shard."""
 
     matrix: QuantizedMatrix
     row: int
@@ -92,14 +92,14 @@ class QuantRowBlock:
     rows: int
     width: int
     start: int
-    """In the part."""
+    """In the chunk."""
 
     def view_in(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
 
     @property
     def group(self) -> Tensor:
-        """Of each row."""
+        """[rows]: the group of each row, counted within the matrix."""
         return self.matrix.group_of_row[self.row : self.row + self.rows]
 
     def noise(self, key: int, device: torch.device) -> Tensor:
@@ -115,14 +115,14 @@ class QuantGroupStats:
     all_reduce: Callable[[Tensor, Op], Tensor]
     device: torch.device
     counts_replicated: bool = True
-    """Of matrices that all tensor parallel ranks have whole, this one counts the numbers."""
+    """This rank counts matrices that are replicated over tensor parallel ranks."""
 
     @property
     def group_count(self) -> int:
         return max((one.groups.stop for one in self.matrices.values()), default=0)
 
     def make_grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Quantizer]:
-        """Of every matrix, by its name."""
+        """Name -> quantizer of each matrix, for its number of bits. Collective."""
         highest, lowest = self._extremes()
         few = {name: one for name, one in self.matrices.items() if bits[name] < MIN_UNIFORM_BITS}
         found: dict[str, Quantizer] = {name: uniform_quantizer(bits[name], highest[one.groups], lowest[one.groups],
@@ -131,7 +131,7 @@ class QuantGroupStats:
         return {**found, **(self._low_bit_grids(few, torch.maximum(highest, -lowest), bits) if few else {})}
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """The largest and the smallest number of each group."""
+        """[groups] twice: the largest and the smallest value of each group."""
         found = torch.full((2, self.group_count), -torch.inf, device=self.device)
         for x, group, _ in self.iter_rows(self.matrices):
             found[0].scatter_reduce_(0, group, x.amax(1), "amax")
@@ -177,15 +177,16 @@ class MatrixRounding:
 
     grid: Quantizer
     blend: float
+    """Share of the unrounded value in the result."""
     key: int | None
-    """Of the noise, where there is any."""
+    """Of the random noise; None: round to nearest."""
 
     def round_values(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
         rounded = quantize_to_levels(self.grid, x, strip.group, self._noise(x, strip))
         return rounded.mul_(1 - self.blend).add_(x * self.blend) if self.blend else rounded
 
     def levels(self, x: Tensor, strip: QuantRowBlock) -> Tensor:
-        """Of the grid, as if there were no blend."""
+        """The grid levels of `x`, without blending."""
         return self.grid.levels(x, strip.group, self._noise(x, strip))
 
     def _noise(self, x: Tensor, strip: QuantRowBlock) -> Tensor | None:
@@ -193,7 +194,7 @@ class MatrixRounding:
 
 
 def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iterator[QuantRowBlock]:
-    """A part of a row, whole rows AT_A_TIME, a part of a row."""
+    """Cut a segment into a part of a row, full rows (at most MAX_FP32_NUMEL elements each), and a part of a row."""
     at, end = segment.slot_offset, segment.slot_offset + segment.count
     while at < end:
         row, column = divmod(at, matrix.columns)
@@ -206,29 +207,26 @@ def row_blocks_of(matrix: QuantizedMatrix, segment: Segment, start: int) -> Iter
 
 
 class MoQState:
-    """How far the bits of an engine have fallen."""
-
     def __init__(self, config: QuantizeConfig, schedule: BitSchedule, module: nn.Module,
                  buckets: Sequence[FlatBucket], groups: Groups, seed: int) -> None:
         self.config, self.schedule, self.seed = config, schedule, seed
         self.blocks = ["", *(_eigenvalue_blocks(config, module) if config.quantize_eigenvalue else ())]
-        """Names; the first one is of what is in no other."""
+        """Name prefixes of blocks; the first is for parameters outside of blocks."""
         self.period_factors = [1] * len(self.blocks)
-        """What the periods are multiplied by when bits fall."""
+        """Factors for the periods of the blocks when bits fall."""
         self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
                                     if is_matrix(slot.shape))
         self.counter, self.progress = 0, [schedule.initial_state() for _ in self.blocks]
         self.is_rounding = config.quantize_offset == 0
-        """Weights are rounded."""
         self.messages: list[str] = []
-        """What is to be told of bits that fell, with `quantize_verbose`."""
+        """Messages about bits that fell, with `quantize_verbose`."""
         tables = frozenset(f"{path}.weight" for path, part in module.named_modules()
                            if isinstance(part, nn.Embedding | VocabParallelEmbedding))
         for bucket in buckets:
             bucket.rounding = BucketRounding(self, bucket, groups.tp, tables)
 
     def advance(self, applied: int) -> None:
-        """A step is being applied: with it there are so many. Before its weights are published."""
+        """Count a step, before its masters are copied to the parameters. `applied` includes this step."""
         if applied > self.config.quantize_offset:
             self.counter += 1
             for index, now in enumerate(self.progress):
@@ -239,17 +237,17 @@ class MoQState:
         self.is_rounding = applied >= self.config.quantize_offset
 
     def bits_fall_next_step(self, applied: int) -> bool:
-        """With the next step that is applied, after so many, a bit falls."""
+        """Bits fall with the next applied step, after `applied` steps."""
         return applied >= self.config.quantize_offset and any(
             self.schedule.is_due(now, self.counter + 1) for now in self.progress)
 
     @property
     def bits_may_fall_soon(self) -> bool:
-        """With the step after the next one a bit may fall."""
+        """Bits may fall with the step after the next one."""
         return any(self.schedule.is_due(now, self.counter + 2) for now in self.progress)
 
     def set_eigenvalues(self, eigenvalues: Sequence[float]) -> None:
-        """Of every block but the first, before a bit falls."""
+        """Set the eigenvalues of all blocks but the first. Call it before bits fall."""
         self.period_factors = [1, *map(period_factor, relative_eigenvalues(list(eigenvalues)))]
         if self.config.eigenvalue_verbose:
             values = ", ".join(f"{name} {value:.4g} (x {factor})" for name, value, factor in
@@ -257,11 +255,11 @@ class MoQState:
             self.messages.append(f"eigenvalues before step {self.counter + 1}: {values}")
 
     def progress_of(self, name: str) -> BitState:
-        """Of the block that a parameter is in."""
+        """The state of the block of a parameter."""
         return self.progress[block_of(name, self.blocks)]
 
     def noise_key_of(self, name: str) -> int | None:
-        """Of the noise that a matrix is rounded with now, where there is any."""
+        """The RNG key of a matrix's rounding noise at this step; None without stochastic rounding."""
         return noise_key(self.seed, self.counter, name) if self.config.quantize_rounding == "stochastic" else None
 
     def take_messages(self) -> list[str]:
@@ -269,15 +267,14 @@ class MoQState:
         return messages
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON values."""
-        return {
-            "counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
-            "periods": [now.period for now in self.progress], "fell_at": [now.last_drop_at for now in self.progress],
-            "factors": self.period_factors, "rounded": self.rounded_names
-        }
+        """The state for a resumed run, as JSON values."""
+        return {"counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
+                "periods": [now.period for now in self.progress],
+                "fell_at": [now.last_drop_at for now in self.progress], "factors": self.period_factors,
+                "rounded": self.rounded_names}
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, applied: int) -> None:
-        """Go on from what `numbers` returned; a run that was not quantised begins now."""
+        """Restore the result of `state_dict`. None (a run without quantization): begin now."""
         self.counter = 0 if saved is None else saved["counter"]
         known = {} if saved is None else saved_bit_progress(saved)
         self.progress = [known.get(name, known.get("", self.schedule.initial_state())) for name in self.blocks]
@@ -288,7 +285,7 @@ class MoQState:
 
 
 def _eigenvalue_blocks(config: QuantizeConfig, module: nn.Module) -> list[str]:
-    """Names of the modules of the list that is meant."""
+    """Names of the blocks of `eigenvalue_layer_name`, by default those of the first ModuleList."""
     lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     wanted = config.eigenvalue_layer_name
     name = wanted if wanted is not None else next(iter(lists), None)
@@ -305,32 +302,30 @@ def _eigenvalue_blocks(config: QuantizeConfig, module: nn.Module) -> list[str]:
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """A parameter of this shape is rounded, where it is trained."""
+    """Whether trainable parameters of this shape are rounded."""
     return len(shape) > 1
 
 
 def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, BitState]:
-    """By the name of a block, from what `MoQState.numbers` gave."""
+    """Block name -> bit state, from the result of `MoQState.state_dict`."""
     return dict(zip(saved["blocks"], map(BitState, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
 
 
 def block_of(name: str, blocks: Sequence[str]) -> int:
-    """Which of the blocks a parameter is in; 0: none."""
+    """Index of the block of a parameter; 0: outside of blocks."""
     return next((index for index, block in enumerate(blocks) if block and name.startswith(f"{block}.")), 0)
 
 
 def noise_key(seed: int, counter: int, name: str) -> int:
-    """Of the noise that a matrix is rounded with at this counter."""
+    """The RNG key of a matrix's rounding noise at this counter."""
     return rng_key(seed, f"rounding {counter} {name}")
 
 
 class BucketRounding:
-    """Of one bucket."""
-
     def __init__(self, moq: MoQState, bucket: FlatBucket, tp: Group, tables: Collection[str]) -> None:
         self._moq, self._bucket, self._tp = moq, bucket, tp
         self._device = bucket.device if bucket.is_on_device else HOST
-        """Where the weights at work are."""
+        """The device of the parameter shard."""
         self._matrices: dict[str, QuantizedMatrix] = {}
         count = 0
         for slot in bucket.layout.slots:
@@ -339,10 +334,10 @@ class BucketRounding:
                                           in tables)
                 self._matrices[slot.name], count = made, made.groups.stop
         self._matrix_roundings: dict[str, MatrixRounding] = {}
-        """What the weights at work were rounded by when they were last published."""
+        """The roundings that the current parameters were made with."""
 
     def __call__(self) -> None:
-        """Round this rank's part of the weights at work, which are those of the masters. Collective."""
+        """Round this rank's parameter shard, which has the values of the masters. Collective."""
         self._matrix_roundings = self._make_matrix_roundings() if self._moq.is_rounding and self._matrices else {}
         if self._matrix_roundings:
             for chunk in self._bucket.param_shard.chunks:
@@ -350,7 +345,7 @@ class BucketRounding:
                     self._round(chunk, kept[WEIGHT])
 
     def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
-        """What a part of the masters became when it was last published."""
+        """The rounded values of one chunk of the masters, as last written to the parameters."""
         weights = masters.to(self._device, self._bucket.param_shard.dtype)
         if not self._matrix_roundings:
             return weights
@@ -364,13 +359,10 @@ class BucketRounding:
             block.copy_(self._matrix_roundings[strip.matrix.slot.name].round_values(block.float(), strip))
 
     def _make_matrix_roundings(self) -> dict[str, MatrixRounding]:
-        """Collective."""
+        """Name -> rounding of each matrix at this step. Collective."""
         moq, config, device = self._moq, self._moq.config, self._device
         now = {name: moq.progress_of(name) for name in self._matrices}
-        stats = QuantGroupStats(self._matrices,
-                                self._iter_rows,
-                                self._all_reduce,
-                                device,
+        stats = QuantGroupStats(self._matrices, self._iter_rows, self._all_reduce, device,
                                 counts_replicated=self._tp.rank == 0)
         grids = stats.make_grids({name: one.bits for name, one in now.items()},
                                  symmetric=config.quantize_type == "symmetric")
@@ -378,7 +370,7 @@ class BucketRounding:
                 for name, grid in grids.items()}
 
     def _all_reduce(self, found: Tensor, op: Op) -> Tensor:
-        """Over the ranks that have other parts of the same tensors."""
+        """Over data and tensor parallel ranks that hold other parts of the same tensors."""
         bucket = self._bucket
         if bucket.shard_group.is_solo and self._tp.is_solo:
             return found
@@ -386,7 +378,7 @@ class BucketRounding:
         return all_reduce(all_reduce(found.to(bucket.device), bucket.shard_group, op), self._tp, op).to(self._device)
 
     def _iter_rows(self, matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
-        """(numbers [rows, columns] in fp32, the group of each row among those of the bucket, their matrix)."""
+        """The `RowIterator` of this rank's parameter shard."""
         for chunk in self._bucket.param_shard.chunks:
             with self._bucket.param_shard.open(chunk, [WEIGHT]) as kept:
                 for strip in self._iter_row_blocks(chunk):

@@ -1,12 +1,13 @@
-"""Decides which units are gathered: those in use, and around them a cache of those used next (stage 3).
+"""Decides which units are gathered at stage 3: those in use, and a cache of those that are used next.
 
     in use    from `acquire` to `after_forward`, or in a backward from `acquire` to `release`
     idle      gathered but not in use: prefetched, or kept from a forward for its backward
     sharded   `acquire` gathers it
 
-While a unit is used, the unit that followed it last time is gathered. At most `stage3_max_live_parameters` elements
-are gathered at a time: idle units are resharded for a unit that is needed, the one that is used last first. All
-ranks must gather the same units in the same order; `gather_digest` checks it. `NoopCoordinator` is for stages 0 to 2.
+While a unit is used, the unit that followed it last time is prefetched. At most `stage3_max_live_parameters` elements
+are gathered at a time: idle units are resharded to make space, in forward order (a backward uses the first one last).
+All ranks must gather the same units in the same order; `gather_digest` checks it. `NoopCoordinator` is for stages 0
+to 2.
 """
 
 from __future__ import annotations
@@ -24,77 +25,71 @@ DIGEST_LIMIT = 2**12
 
 
 class UnitPhase(Enum):
-    """What a unit is used for."""
-
     FORWARD = "forward"
     RECOMPUTE = "a forward inside backward: recomputation"
     BACKWARD = "backward"
 
 
 class NoopCoordinator:
-    """Of units that are always whole; at most their new values are still to arrive."""
+    """For units that are never sharded; `acquire` waits for the all-gather after the last step."""
 
     gather_digest = 0
-    """A digest of what was gathered in which order: ranks must agree on it."""
+    """A digest of the gathered units and their order, below DIGEST_LIMIT. Ranks must agree on it."""
 
     def take_gather_digest(self) -> int:
-        """The digest since the last call."""
+        """Return the digest and reset it."""
         digest, self.gather_digest = self.gather_digest, 0
         return digest
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins. What a failed one left in use is released."""
+        """A forward of the whole model begins. Units that a failed forward left in use become idle."""
 
     def set_forward_order(self, units: Sequence[Unit]) -> None:
-        """The forward that has begun goes through these units, in this order, and so does its backward, back."""
+        """The running forward uses these units in this order, and its backward in the reverse order."""
 
     def acquire(self, unit: Unit, phase: UnitPhase) -> None:
-        """The unit is about to be used."""
+        """Make the parameters of the unit ready for use."""
         for bucket in unit.buckets:
             bucket.wait_for_param_gather()
 
     def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
-        """The forward of a unit is over; with `backward_follows` it stays if that comes soon."""
+        """The forward of a unit is over. With `backward_follows` the unit stays gathered if it is used again soon."""
 
     def after_recompute(self, unit: Unit) -> None:
-        """A recomputed forward is over: its backward is next, so the unit stays unless the room is needed."""
+        """A recomputed forward is over. The unit stays gathered for its backward unless the memory is needed."""
 
     def release(self, unit: Unit) -> None:
-        """This pass no longer needs the unit."""
+        """This pass no longer needs the unit: reshard it."""
 
     def release_all(self) -> None:
-        """Nothing is in use any more."""
+        """The pass is over: reshard all units."""
 
 
 def units_reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
-    """Units whose backward follows their forward with at most so many other elements in between."""
+    """Units whose backward follows their forward with at most `distance` elements of other units in between."""
     behind, found = 0, set[Unit]()
-    for unit in reversed(units):  # the others' forward and backward come in between
-        if 2 * behind <= distance:
+    for unit in reversed(units):
+        if 2 * behind <= distance:  # each later unit is used twice in between: in its forward and in its backward
             found.add(unit)
         behind += unit.numel
     return found
 
 
 class ParamCoordinator(NoopCoordinator):
-    """Of units that come and go."""
-
     def __init__(self, units: Sequence[Unit], *, max_live: int, kept_for_backward: Set[Unit], prefetches: bool,
                  log: CollectiveLog) -> None:
-        """What `stays` is kept from a forward for its backward, where there is room."""
+        """`max_live`: elements gathered at a time. `kept_for_backward`: units to keep gathered after their forward."""
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._in_use: set[Unit] = set()
         self._in_backward: set[Unit] = set()
-        self._finished_in_backward: set[Unit] = set()
-        """Units that this backward has used up."""
+        self._finished_in_backward: set[Unit] = set()  # units that this backward does not use again
         self._gathered: set[Unit] = set()
         self.gathered_numel = 0
-        """Elements that are whole now."""
         self._kept_for_backward, self._root, self._all = kept_for_backward, units[0], frozenset(units)
         self._skipped_units: Set[Unit] = frozenset()
-        """Units that the last forward has said it does not use."""
+        """Units that the last `set_forward_order` left out."""
         self._last_forward_unit: Unit | None = None
-        """The unit that it has said is its last: the backward begins there."""
+        """The last unit of the last `set_forward_order`: the backward begins there."""
         pairs = list(zip(units[1:], units[2:]))
         self._next_unit = {(UnitPhase.FORWARD, unit): after for unit, after in pairs}
         self._next_unit |= {(UnitPhase.BACKWARD, after): unit for unit, after in pairs}
@@ -133,22 +128,22 @@ class ParamCoordinator(NoopCoordinator):
             self._prefetch_local_shard(self._next_unit.get((phase, follower)))
 
     def _prefetch(self, unit: Unit | None) -> None:
-        """Begin to gather the unit that is next, if there is room for it."""
+        """Start to gather the next unit if it fits into `max_live`."""
         if self._should_prefetch(unit) and self.gathered_numel + unit.numel <= self._max_live:
             self._mark_gathered(unit)
             for bucket in unit.buckets:
                 bucket.start_gather()
 
     def _prefetch_local_shard(self, unit: Unit | None) -> None:
-        """Begin to fetch this rank's part of the unit after the next one, where that is elsewhere."""
+        """Start to fetch this rank's shard of the unit after the next one from its offload storage."""
         if self._should_prefetch(unit):
             for bucket in unit.buckets:
                 bucket.param_shard.prefetch()
 
     def _should_prefetch(self, unit: Unit | None) -> TypeGuard[Unit]:
-        """It is away, and this pass will come to it, as far as is known."""
-        return self._prefetches and unit is not None and unit not in self._gathered and unit not in self._finished_in_backward and \
-            unit not in self._skipped_units
+        """The unit is sharded, and this pass is expected to use it."""
+        return (self._prefetches and unit is not None and unit not in self._gathered
+                and unit not in self._finished_in_backward and unit not in self._skipped_units)
 
     def after_forward(self, unit: Unit, *, backward_follows: bool) -> None:
         if unit not in self._in_backward:
@@ -187,7 +182,7 @@ class ParamCoordinator(NoopCoordinator):
     def _reshard(self, unit: Unit, *, keep_secondary_shard: bool = False) -> None:
         for bucket in unit.buckets:
             bucket.reshard(keep_secondary_shard=keep_secondary_shard)
-        if unit in self._gathered and not unit.is_unsharded:  # what is lent stays
+        if unit in self._gathered and not unit.is_unsharded:  # stays gathered inside zero.GatheredParameters
             self._gathered.remove(unit)
             self.gathered_numel -= unit.numel
 

@@ -1,11 +1,11 @@
 """Partitioned parameters: which object owns a parameter's elements, and the placeholder it is while they are sharded.
 
-The owner of a parameter is nobody (an ordinary tensor), `zero.Init`, or a bucket of an engine. The registry from
-parameter to owner is global, because `GatheredParameters(params)` gets nothing but parameters.
+The owner of a parameter is `zero.Init` or a bucket of an engine; an ordinary tensor has none. The registry from
+parameter to owner is global, because `GatheredParameters(params)` gets only parameters.
 
 A placeholder has no elements and reports the size of the full parameter. Its class refuses every torch operation
 that needs values (`ALLOWED_OPS` and `SIZE_OPS` need none), so use outside the parameter's unit is an error, never a
-wrong number. A gathered parameter has its own class again: a forward pays nothing. Inside `zero.Init`, in-place
+wrong number. A gathered parameter has its normal class again: no overhead in a forward. Inside `zero.Init`, in-place
 operations run on the full parameter. torch does not dispatch `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)`
 to the class: they see an empty tensor.
 """
@@ -26,61 +26,61 @@ from mpu.groups import Group
 
 
 class ParamOwner(Protocol):
-    """Something that keeps parameters split and can make them whole for a while."""
+    """Keeps parameters sharded, and gathers them for a user."""
 
     is_engine_owned: bool
-    """The precision and the device of the elements are final."""
+    """An engine owns the parameters: dtype and device are final."""
 
     @property
     def is_offloaded(self) -> bool:
-        """The elements are on the host between two phases of a program (aside.py)."""
+        """engine.offload_states() has moved the elements to the host."""
 
     @property
     def allows_in_place_writes(self) -> bool:
-        """The model is being built: an operation in place makes the parameter whole for itself."""
+        """The model is being built: in-place operations gather the parameter and run on the full values."""
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
 
     def describe(self, parameter: Tensor) -> str:
-        """The parameter for a message: its name where that is known, and its shape."""
+        """The parameter for a message: its name, if known, and its shape."""
 
     @property
     def params_are_sharded(self) -> bool:
-        """The parameters are whole only while they are used."""
+        """The parameters are gathered only while they are used."""
 
     @property
     def dp(self) -> Group:
-        """The ranks that keep the parts."""
+        """The ranks that hold the shards."""
 
     def check_before_user_gather(self) -> None:
-        """An error where the parameters cannot be lent, as far as this rank sees."""
+        """Raise ConfigError if the parameters cannot be gathered for a user. Local."""
 
     def gather_for_user(self) -> None:
-        """Make the parameters whole; they may be edited. Collective."""
+        """Gather the parameters; the user may edit them. Collective."""
 
     def check_before_user_reshard(self, modifier_rank: int | None) -> None:
-        """An error where what was done to the parameters cannot be kept, as far as this rank sees."""
+        """Raise ConfigError if the user's edits cannot be kept. Local."""
 
     def reshard_after_user(self, modifier_rank: int | None) -> None:
-        """Split them again, with the edits of data parallel rank `editor`. None: there are none. Collective."""
+        """Reshard, with the edits of data parallel rank `modifier_rank` (None: no edits). Collective."""
 
     def cancel_user_gather(self) -> None:
-        """Split them again, as they were. Not collective."""
+        """Reshard, and undo all edits. Not collective."""
 
 
 class DeferredParamOwner(ParamOwner, Protocol):
-    """Of one parameter, before there is an engine."""
+    """The owner of one parameter before there is an engine."""
 
     def clone(self) -> nn.Parameter:
-        """A copy of the parameter, which is held in the same way."""
+        """A copy of the parameter, with an owner of the same kind."""
 
 
 _PARAM_OWNERS = WeakTensorKeyDictionary()
-"""Parameter -> a function that gives its holder."""
+"""Parameter -> a function that returns its owner, or None."""
 
 
 def set_param_owner(parameter: nn.Parameter, owner: ParamOwner, *, keeps_owner_alive: bool = True) -> None:
-    """The holder lives as long as its parameter, or as somebody else has it."""
+    """Register the owner. Without `keeps_owner_alive` only a weak reference is kept."""
     _PARAM_OWNERS[parameter] = (lambda: owner) if keeps_owner_alive else ref(owner)
 
 
@@ -94,7 +94,7 @@ def param_owner(parameter: Tensor) -> ParamOwner | None:
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of the whole parameter, wherever its elements are."""
+    """The shape of the full parameter, sharded or not."""
     holder = param_owner(parameter)
     return parameter.shape if holder is None else holder.full_shape(parameter)
 
@@ -103,8 +103,8 @@ _EXTERNAL = "zero_external_parameters"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that the forward of `module` uses a parameter of another module. Before `zero.initialize`: the parameter then
-    is there whenever the model runs. (Sharing a Parameter object between modules needs no such call.)"""
+    """Declare that the forward of `module` uses a parameter of another module. Call it before `zero.initialize`: the
+    parameter is then gathered whenever the model runs. (Modules that share a Parameter object need no such call.)"""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(f"register_external_parameter takes a Module and a Parameter, not {type(module).__name__} "
                           f"and {type(parameter).__name__}")
@@ -151,15 +151,15 @@ ALLOWED_OPS = frozenset((
     torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed,
     torch.autograd.backward, torch.autograd.grad,
 ))
-"""What needs no values: questions, hooks, gradients, and being named as what to differentiate by."""
+"""Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad."""
 
 SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
                       torch.numel))
-"""Questions that are answered for the whole parameter."""
+"""Operations that answer for the full parameter."""
 
 CONVERSION_OPS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
-"""`Module.to` and its relatives come here: what they make of a placeholder is another one. An engine's parameters have
-one precision and one place, and anything else is refused; `zero.initialize` decides those of `zero.Init`."""
+"""`Module.to` and similar calls return another placeholder. A parameter of an engine cannot change dtype or device;
+`zero.initialize` decides dtype and device of parameters from `zero.Init`."""
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 
@@ -168,10 +168,10 @@ _ASSIGNMENT_OPS = frozenset((_SET_DATA, *_methods(
 
 
 class Placeholder(nn.Parameter):
-    """A parameter without its elements; instances are of a subclass that `_placeholder_class` makes."""
+    """A sharded parameter, without elements. Instances have a subclass made by `_placeholder_class`."""
 
     own_class: type[nn.Parameter]
-    """Of the parameter when it has its elements."""
+    """The class of the gathered parameter."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -188,14 +188,13 @@ class Placeholder(nn.Parameter):
         holder = None if used is None else param_owner(used)
         if holder is not None and holder.allows_in_place_writes:
             if func == _GET_DATA:
-                return used  # what is written to it is written to the parameter
+                return used  # in-place writes to `p.data` run on the parameter
             if _is_in_place(func):
                 return _run_in_place(func, args, given)
         if holder is None:
-            raise ConfigError(
-                f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the data "
-                "parallel ranks, and nothing has them now. Either its engine could not be built, or is "
-                "gone: build the model anew; or this is a copy: use the parameter itself")
+            raise ConfigError(f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the "
+                              "data parallel ranks, and nothing has them now. Either its engine could not be built, "
+                              "or is gone: build the model anew; or this is a copy: use the parameter itself")
         if holder.is_offloaded:
             raise ConfigError(f"{_describe(used)} cannot be used here ({_op_name(func)}): engine.offload_states() has "
                               "set its elements aside; call engine.reload_states() first")
@@ -223,13 +222,12 @@ class Placeholder(nn.Parameter):
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
-    """In place, as torch's names have it."""
     name = _op_name(func)
     return func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__")
 
 
 def _run_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation in place, which rank 0's values are of; all ranks run it."""
+    """Run an in-place operation on gathered parameters. Collective; rank 0's result is kept."""
     holders = {id(holder): holder for used in _find_placeholders((*args, *kwargs.values()))
                if (holder := param_owner(used)) is not None}.values()
     try:
@@ -249,15 +247,15 @@ def _run_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def replace_by_placeholder(parameter: Any, empty: Tensor, placeholder_class: type[Placeholder] = Placeholder) -> None:
-    """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen; another `kind` may have
-    something there."""
+    """Turn the parameter into a placeholder with the data `empty`, which has the dtype and device to report and usually
+    no elements (another `placeholder_class` may have some)."""
     set_param_data(parameter, empty)
     own: type[nn.Parameter] = type(parameter)
     parameter.__class__ = _placeholder_class(own, placeholder_class)
 
 
 def set_param_data(parameter: Any, data: Tensor) -> None:
-    """The elements are `data`."""
+    """Give the parameter its normal class and these elements."""
     now: type[nn.Parameter] = type(parameter)
     parameter.__class__ = _own_class(now)
     parameter.data = data
@@ -275,7 +273,7 @@ def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _full_size_meta(placeholder: Placeholder) -> Tensor:
-    """What to ask for a size: without elements, on no device."""
+    """A meta tensor of the full shape."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty(full_shape(placeholder), dtype=placeholder.dtype, device="meta")
 
@@ -284,7 +282,7 @@ def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any
              kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result: Any = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
-        if not isinstance(result, Tensor):  # `type()` without arguments gives a name
+        if not isinstance(result, Tensor):  # `type()` without arguments returns a string
             return result
         holder = param_owner(placeholder)
         if holder is not None and holder.is_engine_owned:
@@ -295,10 +293,10 @@ def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any
 
 def _check_conversion(placeholder: Placeholder, func: Callable[..., Any], result: Tensor) -> None:
     if (result.dtype, result.device) != (placeholder.dtype, placeholder.device):
-        raise ConfigError(
-            f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} ({_op_name(func)}): its elements "
-            f"are split over the data parallel ranks, in {placeholder.dtype} on {placeholder.device}; choose fp16 or "
-            "bf16 in the configuration and the device by the launcher, and read values inside zero.GatheredParameters")
+        raise ConfigError(f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} "
+                          f"({_op_name(func)}): its elements are split over the data parallel ranks, in "
+                          f"{placeholder.dtype} on {placeholder.device}; choose fp16 or bf16 in the configuration and "
+                          "the device by the launcher, and read values inside zero.GatheredParameters")
 
 
 def _describe(placeholder: Placeholder | None) -> str:
@@ -307,7 +305,7 @@ def _describe(placeholder: Placeholder | None) -> str:
 
 
 def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
-    """Those among the arguments of a function, also inside of sequences and mappings."""
+    """Yield the placeholders among the arguments of a function, also inside sequences and mappings."""
     for value in values:
         if isinstance(value, Placeholder):
             yield value
@@ -318,6 +316,6 @@ def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
 
 
 def _op_name(func: Callable[..., Any]) -> str:
-    """Of an operation; a property's getter and setter bear that of the property."""
+    """The name of an operation; for a property's getter or setter, that of the property."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields, replace
 from megatron.config.tree import ZeroConfig, flag_name
 
 SHARDED_FROM_STAGE = {"optim": 1, "grads": 2, "params": 3}
-"""Kind of state -> the stage from which it is split."""
+"""Kind of state -> the first stage that shards it."""
 
 
 @dataclass(frozen=True)
 class StagePolicy:
-    """One row of the table. Each kind splits only together with those left of it."""
+    """One row of the table. Each kind is sharded only together with those left of it."""
 
     optim_is_sharded: bool
     grads_are_sharded: bool
@@ -30,7 +30,7 @@ class StagePolicy:
 
     @property
     def for_persistent_params(self) -> StagePolicy:
-        """For small parameters, which stay whole."""
+        """For small parameters, which are never sharded."""
         return replace(self, params_are_sharded=False)
 
     @property
@@ -45,19 +45,19 @@ def stage_policy(stage: int) -> StagePolicy:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """How gradients and parameters travel between ranks."""
+    """How gradients and parameters are communicated."""
 
     reduce_bucket_size: int | None = None
-    """Elements, on CPU; an accelerator's wire sends a unit in one piece (docs/decisions/010-wires.md)."""
+    """Elements per collective, on CPU; accelerators send a bucket at once (docs/decisions/010-wires.md)."""
     allgather_bucket_size: int | None = None
     reduce_scatter: bool = True
-    """Each owner gets its part of the sum, rather than everyone the whole sum."""
+    """Reduce-scatter sharded gradients instead of all-reducing them."""
     contiguous_gradients: bool = True
-    """Gradients go into the flat buffer one by one as they are made, not together once a unit has them all."""
+    """Copy each gradient into the flat buffer when it is computed, not all of a unit together."""
     overlap_comm: bool = True
-    """Backward and forward go on while numbers travel."""
+    """Overlap collectives with forward and backward."""
     gradient_predivide_factor: float = 1.0
-    """Gradients are divided by this before they are summed over the ranks: their sum stays in the range of 16 bits."""
+    """Divide gradients by this before the reduction, so that a 16-bit sum does not overflow."""
 
 
 def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
@@ -67,14 +67,14 @@ def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
 
 
 def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
-    """One line for each setting that was given and can have no effect here."""
+    """One line for each setting that is not at its default and has no effect in this run."""
     given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
     return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}"
             for name, why in _ineffective_settings(zero.zero_stage, precision, on_cuda) if name in given]
 
 
 def _ineffective_settings(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]]:
-    """(setting, why it can do nothing)"""
+    """Yield (setting, why it has no effect)."""
     if stage < SHARDED_FROM_STAGE["params"]:
         for item in fields(ZeroConfig):
             if item.name.startswith("stage3_"):

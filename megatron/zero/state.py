@@ -1,13 +1,13 @@
 """The state that lasts between steps: masters, optimizer states, frozen weights, counters, module buffers.
 
-`State` is what checkpoints hold. `segments_to_save` yields the part of each parameter's state that this rank writes;
-together the ranks write each element once. `load_segments` fills it, and `publish_loaded` gathers the new weights. An
-interrupted change is remembered: steps and saves are refused until a load. Module buffers (batch norm statistics) are
-broadcast from the first rank, and can be restored after a forward that must leave no trace.
+`EngineState` is what checkpoints hold. `segments_to_save` yields the part of each parameter's state that this rank
+writes; together the ranks write each element once. `load_segments` fills it, and `publish_loaded` gathers the new
+weights. An interrupted change is remembered: steps and saves are refused until a load. Module buffers (batch norm
+statistics) are broadcast from the first rank, and can be restored after a forward that must leave no trace.
 
-`StateOffloader` is `engine.offload_states()` and `reload_states()`, for two phases of a program: the engine's tensors
-lose their storage and get a new one on reload; a tensor that a user took of a weight keeps the old one. While weights
-are offloaded their parameters are placeholders. State that is on the host or NVMe stays there.
+`StateOffloader` implements `engine.offload_states()` and `reload_states()`: the engine's tensors lose their storage and
+get a new one on reload; a user's view of a weight keeps the old storage. While weights are offloaded their parameters
+are placeholders. State that is on the host or NVMe stays there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpu.groups import Group, Groups
 
 
 class ModuleBufferSnapshot:
-    """The values of all buffers, and which tensors they are: a forward may write to them, or put others there."""
+    """The buffers of a module and their values: a forward may write to a buffer or replace it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers_by_module = [(part, {name: (buffer, None if buffer is None else buffer.detach().clone())
@@ -53,15 +53,15 @@ class ModuleBufferSnapshot:
 
 
 def broadcast_module_buffers(module: nn.Module, groups: Groups) -> None:
-    """Every data parallel rank starts from those of the first. (Parameters do the same as buckets take them over.)"""
+    """Broadcast the buffers from the first data parallel rank. (FlatBucket does the same for parameters.)"""
     for buffer in module.buffers() if not groups.dp.is_solo else ():
         values = buffer.contiguous()
-        broadcast_into(values.view(-1).view(torch.uint8), 0, groups.dp).wait()  # as bytes: not every type can travel
+        broadcast_into(values.view(-1).view(torch.uint8), 0, groups.dp).wait()  # bytes: not every dtype can be sent
         buffer.copy_(values)
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """DeepSpeed's names of what can be set aside."""
+    """DeepSpeed's names of the states that can be offloaded."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -71,7 +71,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """DeepSpeed's names of where to."""
+    """DeepSpeed's names of the devices."""
 
     none = "none"
     cpu = "cpu"
@@ -82,7 +82,8 @@ OPTIM, MASTERS, LP_PARAMS, GRADS, GRAD_BUFFERS = (state.value for state in Offlo
 
 
 def parse_offload_states(include: object, device: object) -> list[str]:
-    """The states that are meant, by name, from what the user gave: strings, or members of an enum of theirs or ours."""
+    """Names of the states to offload; None means all. Accepts strings and members of DeepSpeed's or our enum. Raises
+    ConfigError for an unknown state or another device than the host."""
     where = str(_enum_value(device))
     if where != OffloadDeviceEnum.cpu.value:
         raise ConfigError(f"offload_states: device is {where!r}, and states can be set aside on the host alone: give "
@@ -105,37 +106,37 @@ def _enum_value(member: object) -> object:
 
 @dataclass
 class _OffloadedStorage:
-    """What was in one storage of the device, on the host."""
+    """A host copy of one device storage."""
 
     tensors: list[tuple[Tensor, int, torch.Size]]
-    """Those of the storage, flat, each with its offset and size."""
+    """The flat tensors in the storage, each with its offset and size."""
     device: torch.device
     copy: Tensor
     copy_event: CopyEvent
 
 
 class StateOffloader:
-    """Of one engine. Nothing is lent, and nothing under way, when it is called."""
+    """Offloads and reloads the states of one engine. No parameter may be gathered, and no collective may be running."""
 
     def __init__(self, buckets: Sequence[FlatBucket], buffer_pool: BufferPool, device: torch.device) -> None:
         self._buckets, self._buffer_pool, self._device = buckets, buffer_pool, device
         self._copy_streams = create_copy_streams(device)
         self._offloaded: dict[str, list[_OffloadedStorage]] = {}
         self._pinned_buffers: dict[int, list[Tensor]] = {}
-        """Page-locked buffers for the next time, by their size: locking takes longer than copying."""
+        """Size in bytes -> pinned buffers for reuse: pinning takes longer than copying."""
 
     @property
     def frees_memory(self) -> bool:
-        """The device is not the host."""
+        """The device has its own memory, apart from the host."""
         return self._copy_streams is not None
 
     def check_not_offloaded(self, what: str, *needed: str) -> None:
-        """`what` needs these states on the device, or all of them."""
+        """Raise ConfigError if one of the `needed` states (by default any) is offloaded."""
         for bucket in self._buckets:
             bucket.check_not_offloaded(what, *needed)
 
     def offload(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> None:
-        """All of them, or none where the host has no room."""
+        """Offload the states. If that fails (host memory), reload those of this call and raise."""
         if self._copy_streams is None:
             return
         new = [state for state in states if state not in self._offloaded]
@@ -146,7 +147,7 @@ class StateOffloader:
             self.reload(new)
             raise
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # for other processes, too
+            torch.cuda.empty_cache()  # so that other processes can use the memory
 
     def _offload_state(self, state: str, copy_streams: CopyStreams, pinned: bool, non_blocking: bool) -> None:
         if state in (GRADS, GRAD_BUFFERS):
@@ -161,7 +162,7 @@ class StateOffloader:
             storage, device = tensors[0].untyped_storage(), tensors[0].device
             copy = self._host_buffer(storage.nbytes(), pinned)
             left = copy_streams.to_host.copy(copy, _byte_view(storage, device))
-            left.wait_on_device()  # the lane lets go of the memory
+            left.wait_on_device()  # the current stream waits, so that the copy is done before the memory is reused
             if not non_blocking:
                 left.wait_on_host()
             pieces.append(
@@ -174,7 +175,7 @@ class StateOffloader:
         return kept.pop() if kept else page_aligned_zeros(nbytes, torch.uint8, pinned=pinned)
 
     def reload(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
-        """They come back, or everything does. Where the device has no room, what did not come is still away."""
+        """Reload these states, by default all. If the device runs out of memory, the rest stays offloaded."""
         for state in [state for state in self._offloaded if states is None or state in states]:
             pieces = self._offloaded[state]
             while pieces:
@@ -201,7 +202,7 @@ class StateOffloader:
 
 
 def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
-    """The tensors of each storage of a bucket that is on the device."""
+    """Yield the device tensors of a state, grouped by the storage they share."""
     if state == LP_PARAMS:
         if bucket.is_on_device:
             yield [bucket.device_param_shard
@@ -219,19 +220,17 @@ def _byte_view(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 @dataclass
 class StepCounters:
-    """How far the run has come."""
-
     scaler: LossScaleState
     global_steps: int = 0
     """Optimizer steps, skipped ones included."""
     skipped_steps: int = 0
     micro_steps: int = 0
     optimizer_steps: int = 0
-    """Steps behind the states of the optimizer: its bias corrections count these."""
+    """Steps since the optimizer states were reset: the bias corrections use this count."""
 
     @property
     def applied_steps(self) -> int:
-        """Optimizer steps that changed the weights: what a learning rate schedule counts."""
+        """Optimizer steps that changed the weights; learning rate schedules count these."""
         return self.global_steps - self.skipped_steps
 
 
@@ -248,9 +247,9 @@ class EngineState:
             bucket.master_state.add_kinds(rule.states)
         self.counters = StepCounters(scaler)
         self.moq: MoQState | None = None
-        """What rounds the weights at work."""
+        """Quantization in training, if configured."""
         self.unfinished_change: str | None = None
-        """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""
+        """The operation that is writing to the tensors. If it stays set, it was interrupted (Ctrl-C, damaged file)."""
         self._rule, self._world, self._loads_masters = rule, world, loads_masters
 
     def check_no_unfinished_change(self) -> None:
@@ -261,7 +260,7 @@ class EngineState:
 
     @contextmanager
     def guard_state_change(self, what: str) -> Iterator[None]:
-        """Weights are written to inside. What another one left half way stays so."""
+        """Marks the state as incomplete if the block raises. An earlier interrupted change stays marked."""
         before, self.unfinished_change = self.unfinished_change, self.unfinished_change or what
         yield
         self.unfinished_change = before
@@ -269,17 +268,19 @@ class EngineState:
     # ---- tensors ------------------------------------------------------------------------------------------------
 
     def segments_to_save(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
-        """(slot, offset in the slot, run) for everything this rank is to write; together the ranks write every element
-        once. A shard that has replicas is cut among them."""
+        """Yield (slot, offset in the slot, segment) for the state that this rank writes. Together the ranks write each
+        element once: replicas of a shard write a part of it each."""
         for bucket in self._buckets_with_state(frozen):
             for kind in kinds:
                 if kind in bucket.master_state.kinds:
                     yield from _owned_segments(bucket, kind)
 
-    def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor],
-                                                                                 None]) -> None:
-        """`read(kind, slot, offset, out)` for every run this rank holds of these kinds and slots, by name; `publish` is
-        to follow. No parameter may be in use. What is filled wholly is not read before: a drive may have lost it."""
+    def load_segments(self, names: Mapping[str, Collection[str]],
+                      read: Callable[[str, Slot, int, Tensor], None]) -> None:
+        """Call `read(kind, slot, offset, out)` for each segment of `names` (kind -> parameter names) on this rank.
+
+        `publish_loaded` must follow. No parameter may be in use. A chunk that is overwritten completely is not read
+        first: after an NVMe failure it may be unreadable."""
         self.unfinished_change = "load"
         for bucket in self._buckets_with_state():
             for chunk in bucket.master_state.chunks:
@@ -303,7 +304,7 @@ class EngineState:
                 kept[WEIGHT].copy_(kept[WEIGHT].to(bucket.param_shard.dtype))
 
     def publish_loaded(self) -> None:
-        """Bring what was filled to every rank that holds a working copy. Collective."""
+        """Copy the loaded masters to the parameters on every rank. Collective."""
         publish_masters([*self.buckets, *self.frozen_buckets])
         self.unfinished_change = None
 
@@ -313,9 +314,9 @@ class EngineState:
     # ---- counters -----------------------------------------------------------------------------------------------
 
     def scalar_state(self) -> dict[str, Any]:
-        """Everything that a resumed run must know besides tensors, as JSON values. Collective."""
+        """Everything that a resumed run needs besides tensors, as JSON values. Collective."""
         of_rule: dict[str, Any] = {}
-        for part in all_gather_json(self._rule.scalars(), self._world):  # a rank knows those of its own spans
+        for part in all_gather_json(self._rule.scalars(), self._world):  # a rank has those of its own segments
             of_rule |= part
         counters = self.counters
         rounding = {} if self.moq is None else {"quantisation": self.moq.state_dict()}
@@ -325,7 +326,7 @@ class EngineState:
                 "hysteresis_left": counters.scaler.hysteresis_left, **rounding}
 
     def restore_scalar_state(self, saved: dict[str, Any]) -> None:
-        """Go on from what `numbers` returned. Collective where weights are rounded, which they are anew."""
+        """Restore the result of `scalar_state`. Collective with MoQ, because the weights are rounded again."""
         scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
         self.counters = StepCounters(scaler, saved["global_steps"], saved["skipped_steps"], saved["micro_steps"],
                                      saved["optimizer_steps"])
@@ -335,7 +336,7 @@ class EngineState:
             publish_masters(self.buckets)
 
     def reset_optimizer_state(self) -> None:
-        """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""
+        """Set the optimizer states to zero, and restart the bias corrections."""
         with self.guard_state_change("load"):
             for bucket in self.buckets:
                 states = [kind for kind in bucket.master_state.kinds if kind != WEIGHT]

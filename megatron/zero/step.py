@@ -3,8 +3,8 @@
 Gradients arrive as sums over data parallel with the loss scale on them; unscaling, averaging and clipping are one
 factor. The norm counts each element of the model once; row norms also tell which parameter is not finite.
 
-A *deferred* step runs on the device by the step result that is there (step_result.py), and the host reads it later:
-`read_step_result` on one rank, `finish_step` on all ranks, which raises what was wrong. Steps are deferred on an
+A *deferred* step takes the step result on the device (step_result.py), and the host reads the result later:
+`read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an
 accelerator, unless the loss scale is dynamic or the rule needs numbers on the host.
 """
 
@@ -38,33 +38,33 @@ from mpu.groups import Groups
 
 
 class GradNorm:
-    """Of the reduced gradients that this rank owns; with `whole`, of all that it has made itself."""
+    """The norm of the reduced gradients in this rank's shards; with `unreduced`, of its full local gradients."""
 
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
         self._buckets, self._unreduced = buckets, unreduced
-        device = buckets[0].device if buckets else None  # of an engine that only evaluates
+        device = buckets[0].device if buckets else None  # an engine without optimizer has no trainable buckets
         shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
         self._shards = shards
         lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._row_norms = torch.zeros(sum(lengths), device=device)
-        """The norm of each row of each shard, of the last step that was asked about."""
+        """The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`."""
         self._row_norms_by_bucket = self._row_norms.split(lengths)
         self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
             [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
 
     def norm_squared(self) -> Tensor:
-        """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
-        gradients is not."""
+        """The squared norm of the rows that this rank counts, a 0-dimensional fp64 tensor. It is not finite if any
+        gradient on this rank is not."""
         for bucket, rows in zip(self._buckets, self._row_norms_by_bucket, strict=True):
             assert bucket.grads.skip_reduction == self._unreduced, f"the gradients of {bucket.name} are of another kind"
             bucket.grads.row_norms(rows)
-        # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
+        # Rows that another rank counts are multiplied by 0, not dropped: 0 * inf is nan, so overflows still show.
         counted = self._row_norms if self._row_is_counted is None else self._row_norms * self._row_is_counted
         norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
         return norm.square()
 
     def first_nonfinite_param(self) -> str | None:
-        """The first parameter with a gradient here that was not finite when `square` was last called."""
+        """The first parameter whose gradient on this rank was not finite at the last `norm_squared`."""
         on_host = self._row_norms.cpu().split([len(rows) for rows in self._row_norms_by_bucket])
         for bucket, rows in zip(self._buckets, on_host, strict=True):
             for rank, of_shard in zip(self._shards[bucket], rows.view(len(self._shards[bucket]), -1), strict=True):
@@ -76,7 +76,8 @@ class GradNorm:
 
 
 def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
-    """1 for each row of a shard that is a slice of a split parameter, 0 for those that tp rank 0 counts."""
+    """[rows of the shard]: 1 for slices of tensor-parallel parameters, 0 for replicated ones, which tp rank 0
+    counts."""
     counts = torch.zeros(layout.shard_numel // NORM_ROW)
     for segment in layout.segments(rank):
         if segment.slot.partition is not None:
@@ -85,32 +86,32 @@ def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
 
 
 MAX_OVERFLOWS_IN_A_ROW = 20
-"""How many steps in a row may be skipped at a loss scale that cannot shrink; after that the run ends, since it would
-never train again."""
+"""Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
+train again."""
 
 STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
-"""Without a loss scale a gradient that is not finite is a fault. In the first steps of a run the settings are to blame,
-and it ends. Later it may be one chip in a thousand, or one batch: so many steps in a row are skipped."""
+"""Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
+the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
 
 
 class StepReport:
-    """What one optimizer step did. Asking waits for the device where the verdict is not known yet, never for a rank."""
+    """What one optimizer step did. Reading it may wait for the device, but never for another rank."""
 
     def __init__(self, result: StepResult, veto_error: str | None, *, number: int, loss_scale: float, lr: float,
                  extra_scalar_count: int, settings: StepSettings | None = None) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
-        """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
+        """The index of the step, the loss scale of its gradients, and the learning rate of the first param group."""
         self.note: str | None = None
         """What changes from this step on."""
         self.skip_warning: str | None = None
-        """Why the step was skipped, where that is unusual. Known once the step is concluded."""
+        """Why the step was skipped, if that is unusual. Set by `finish_step`."""
         self.result, self.veto_error, self._extra_scalar_count = result, veto_error, extra_scalar_count
         self.settings = settings
-        """What this rank took it with; None where there is no other rank."""
+        """The settings of this rank for the step; None on a single rank."""
         self.losses: Sequence[Tensor] = ()
-        """Of this rank's micro-batches. Looked at only where a gradient is not finite."""
+        """Of this rank's micro-batches. Read only if a gradient is not finite."""
         self.given_scalar_count = extra_scalar_count
-        """How many riders this rank gave; what fills them up to `riders` is nobody's."""
+        """How many extra scalars this rank gave; the rest of `extra_scalars` is padding."""
         self._host_result: HostStepResult | None = None
 
     @property
@@ -129,27 +130,27 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float:
-        """Of the mean gradient, or of what an exchange of the rule's own has in its place, before clipping; not finite
-        when the step was skipped."""
+        """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
+        step was skipped."""
         return self.host_result.norm
 
     def set_grad_norm(self, norm: float) -> None:
-        """Of what is applied, where it is not the mean gradient."""
+        """Replace the norm by that of the compressed gradient."""
         self._host_result = self.host_result._replace(norm=norm)
 
     @property
     def extra_scalars(self) -> tuple[float, ...]:
-        """Sums over the world of the numbers that travelled along, as many as this rank gave."""
+        """The caller's extra scalars, summed over the world; as many as this rank gave."""
         return self.host_result.scalars[:self.given_scalar_count]
 
     @property
     def engine_scalars(self) -> tuple[float, ...]:
-        """The same of the numbers that the engine gave, beside its caller's."""
+        """The engine's extra scalars, summed over the world."""
         return self.host_result.scalars[self._extra_scalar_count:]
 
 
 class OptimizerStep:
-    """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
+    """Takes optimizer steps. Call it when the gradients of all buckets have been reduced."""
 
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup], scale_rule: LossScaleRule, log: CollectiveLog, *, clip_grad: float,
@@ -159,31 +160,28 @@ class OptimizerStep:
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        self._update = (DelayedOptimizerUpdate if engine_storage.delays_update else OptimizerUpdate)(state,
-                                                                                                     engine_storage,
-                                                                                                     groups, rule,
-                                                                                                     param_groups)
+        self._update = (DelayedOptimizerUpdate if engine_storage.delays_update
+                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
         self.compressed_exchange = CompressedGradExchange(state, groups, rule,
                                                           param_groups) if rule.supports_compression else None
-        """Of the rule's own, in the place of the sum of gradients."""
+        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
         self.is_deferred = self._update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
-            self.compressed_exchange is None and state.moq is None  # whose bits the host counts
-        self._unreduced_norm: GradNorm | None = None  # of gradients that stay
+            self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
+        self._unreduced_norm: GradNorm | None = None  # for compressed communication
         self._next_note: str | None = None  # for the next report
-        self._losses: list[Tensor] = []  # of the step under way, or the last one
-        self._loss_divisors = Counter[str]()  # what each of them is of its micro-batch's
+        self._losses: list[Tensor] = []  # of the current step, or the last one
+        self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
         self._hyperparam_digest = HyperparamDigest(param_groups)
-        self._unread_report: StepReport | None = None  # the last step, while the host has not learned of it
-        self._report_to_explain: StepReport | None = None  # the last step, where what went wrong is still to be said
+        self._unread_report: StepReport | None = None  # the last step, until the host has read its result
+        self._report_to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
         self._steps_on_device = torch.zeros((), device=state.device)
-        self._steps_on_host = 0  # as the host last knew it
+        self._steps_on_host = 0  # as the host last read it
         self._is_paused = False
         for bucket in state.buckets:
             bucket.grad_mean_factor = self._mean_factor
 
     def before_backward(self, loss: Tensor, *, first: bool, divisor: int = 1) -> None:
-        """A backward of `loss`, which was divided, is about to add to the gradients of the next step, or to begin
-        them."""
+        """Record `loss`, already divided by `divisor`, before its backward. `first` begins the gradients of a step."""
         if self._is_paused:
             return
         if first:
@@ -196,7 +194,7 @@ class OptimizerStep:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside belong to no step."""
+        """Backward passes inside this context do not count for a step."""
         self._is_paused = True
         try:
             with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
@@ -209,41 +207,31 @@ class OptimizerStep:
         if exchange.is_compressed and self._unreduced_norm is None:
             self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
 
-    def __call__(self,
-                 run_digest: int,
-                 veto_error: str | None = None,
-                 extra_scalars: Sequence[Tensor | float] = (),
-                 engine_scalars: Sequence[float] = (),
-                 accumulation: int = 1,
+    def __call__(self, run_digest: int, veto_error: str | None = None, extra_scalars: Sequence[Tensor | float] = (),
+                 engine_scalars: Sequence[float] = (), accumulation: int = 1,
                  micro_batch: int | None = None) -> StepReport:
-        """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
-        digest of what this rank ran, which all ranks must agree on, as on hyper-parameters and the sizes of batches; an
-        `objection` of one rank is an error of all.
-        `riders` travel along, and so do those given `aside`."""
+        """Update the weights, or skip the step if a gradient is not finite, and discard the gradients. Collective.
+
+        All ranks must agree on `run_digest` (what a rank ran), the hyper-parameters and the batch sizes. A `veto_error`
+        of one rank raises on all. `extra_scalars` and `engine_scalars` are summed over the world in the same
+        all-reduce as the norm."""
         self.finish_step()
         self._log.record_barrier(STEP)
         self._log.purpose = AFTER_STEP
-        square = self._norm_in_use.norm_squared()  # first: the device works at it while the host looks at the settings
+        square = self._norm_in_use.norm_squared()  # first: the device computes it while the host digests the settings
         counters, world = self._state.counters, self._groups.world
         settings = None if world.is_solo else make_step_settings(
             counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._hyperparam_digest())
-        sums = all_reduce_step_scalars(square,
-                                       world,
-                                       digest=0 if settings is None else settings.digest(run_digest, world.size),
-                                       counts_norm=self._is_compressed
-                                       or self._state.buckets[0].replica_group.rank == 0,
-                                       has_veto=veto_error is not None,
-                                       scalars=(*extra_scalars, *engine_scalars))
+        sums = all_reduce_step_scalars(
+            square, world, digest=0 if settings is None else settings.digest(run_digest, world.size),
+            counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
+            has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
         verdict = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
-        report = StepReport(verdict,
-                            veto_error,
-                            number=counters.global_steps + 1,
-                            settings=settings,
-                            loss_scale=counters.scaler.scale,
-                            lr=self._param_groups[0]["lr"],
+        report = StepReport(verdict, veto_error, number=counters.global_steps + 1, settings=settings,
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"],
                             extra_scalar_count=len(extra_scalars))
         report.note, self._next_note = self._next_note, None
-        report.losses = self._losses  # and a step that is refused may be called again
+        report.losses = self._losses  # not reset: a refused step may be called again
         if self.is_deferred:
             self._update(lambda device: self._device_scalars(verdict))
         elif self._result_or_raise(report).applied:
@@ -268,36 +256,36 @@ class OptimizerStep:
         return self._unreduced_norm if self._is_compressed and self._unreduced_norm is not None else self._norm
 
     def _exchange_compressed(self, report: StepReport) -> float:
-        """What came of gradients that stayed is where the update looks, once it is multiplied by this."""
+        """Run the compressed communication. Returns the factor for the gradients that it left for the update."""
         assert self.compressed_exchange is not None
         factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
         report.set_grad_norm(norm)
         return factor
 
     def _mean_factor(self) -> float:
-        """What a sum of gradients is multiplied by to be their mean."""
+        """The factor that turns a sum of scaled gradients into their mean."""
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
 
     def _device_scalars(self, result: StepResult) -> StepScalars:
-        """The count of steps is kept on the device: the host does not know yet whether this one is taken."""
+        """The step count stays on the device: the host does not know yet whether this step is applied."""
         if self._steps_on_host != self._state.counters.optimizer_steps:  # another state was loaded
             self._steps_on_device.fill_(self._state.counters.optimizer_steps)
         self._steps_on_device += result.is_applied
         return StepScalars(self._steps_on_device, result.grad_divisor(), result.is_applied.logical_not().float())
 
-    # ---- what became of it --------------------------------------------------------------------------------------
+    # ---- the result ---------------------------------------------------------------------------------------------
 
     @property
     def has_delayed_update(self) -> bool:
-        """Beside the program; the same on all ranks."""
+        """A delayed update is running; the same on all ranks."""
         return self._update.is_running
 
     def finish_delayed_update(self) -> None:
-        """Wait for it, and publish its weights. Collective."""
+        """Wait for the delayed update and copy its masters to the parameters. Collective."""
         self._update.finish()
 
     def read_step_result(self) -> None:
-        """Wait for the last step and count it, taken or skipped. Local: nothing is exchanged or raised."""
+        """Wait for the last step, and count it as applied or skipped. Local; raises nothing."""
         report, self._unread_report = self._unread_report, None
         if report is None:
             return
@@ -317,15 +305,15 @@ class OptimizerStep:
         counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not found.applied)
 
     def finish_step(self) -> None:
-        """Learn of the last step, and raise what was wrong with it. Collective where something was: all ranks call
-        it at the same place."""
+        """Read the result of the last step and raise its error, if any. All ranks must call it at the same place: it
+        is collective if there was an error."""
         self.read_step_result()
         report, self._report_to_explain = self._report_to_explain, None
         if report is not None:
             self._raise_or_warn_of_skip(report, self._result_or_raise(report).norm)
 
     def _result_or_raise(self, report: StepReport) -> HostStepResult:
-        """The verdict on the host; an error where the ranks disagree. Collective then."""
+        """The result on the host. Raises ConfigError if the ranks disagree, and is collective then."""
         found = report.host_result
         if found.has_veto:
             texts = all_gather_json(report.veto_error, self._groups.world)
@@ -338,13 +326,13 @@ class OptimizerStep:
         return found
 
     def _raise_or_warn_of_skip(self, report: StepReport, norm: float) -> None:
-        """Everything is as it was; end the run where skipping cannot help."""
+        """After a skipped step: raise NumericsError if too many were skipped, or set the report's warning."""
         scaled = self._scale_rule.is_enabled
         too_many = self._skips_in_a_row > self._skips_allowed(report.number)
         if scaled and too_many:
             raise NumericsError(
-                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot "
-                f"shrink, last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
+                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot shrink, "
+                f"last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
         if not scaled:
             what = f"gradient norm is {norm} at step {report.number}: {self._describe_first_nonfinite_param(report)}"
@@ -367,8 +355,8 @@ class OptimizerStep:
         return MAX_SKIPS_IN_A_ROW if step > STRICT_FIRST_STEPS else 0
 
     def _describe_first_nonfinite_param(self, report: StepReport) -> str:
-        """Agreed by all ranks, so that every one of them ends with the same message. Gradients that are sums by now do
-        not tell whose was bad; the losses do, where a forward made it."""
+        """Gathered over all ranks, so that all raise the same message. Reduced gradients do not tell which rank had the
+        bad one; the losses do, if the forward was at fault."""
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
         known = all_gather_json([self._norm_in_use.first_nonfinite_param(), tp.rank, finite], self._groups.world)

@@ -36,25 +36,22 @@ from mpu.device import on_accelerator
 from mpu.groups import Group
 
 _RESULT_SCALARS = 4
-"""Numbers of the exchange before the riders: squares, digests, squares of digests, objections."""
+"""Numbers of the all-reduce before the extra scalars: squares, digests, squares of digests, vetoes."""
 
 
 class HostStepResult(NamedTuple):
-    """The verdict on the host."""
-
     norm: float
-    """Of the mean gradient over all ranks; inf or nan where any element anywhere is."""
+    """Of the mean gradient over all ranks; inf or nan if any element is."""
     grad_multiplier: float
-    """What the sums of gradients are multiplied by: unscaling, averaging and clipping."""
+    """The factor for the sums of gradients: unscaling, averaging and clipping."""
     digests_match: bool
     """All ranks gave the same digest."""
     has_veto: bool
-    """Some rank objects to the step."""
+    """At least one rank refuses the step."""
     scalars: tuple[float, ...] = ()
 
     @property
     def ranks_disagree(self) -> bool:
-        """The ranks disagree."""
         return self.has_veto or not self.digests_match
 
     @property
@@ -63,41 +60,39 @@ class HostStepResult(NamedTuple):
 
 
 class StepResult:
-    """The tensors are 0-dimensional, on the device of the gradients."""
+    """The result of a step on the device, as 0-dimensional tensors."""
 
     def __init__(self, sums: Tensor, ranks: int, *, mean_factor: float, max_norm: float) -> None:
-        """From what `exchange` returned. `per_unit` makes the mean gradient of the sum; the norm is clipped to `limit`
-        (0: not at all)."""
+        """`sums` is the result of `all_reduce_step_scalars`. `mean_factor` turns the sum of gradients into their mean;
+        the norm is clipped to `max_norm` (0: no clipping)."""
         self._ranks, self._mean_factor, self._max_norm = ranks, mean_factor, max_norm
         squares, digests, squared_digests, objections = sums[:_RESULT_SCALARS].unbind()
         norm = squares.sqrt() * mean_factor
+        # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
         self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
         self._host_scalars = HostScalars(torch.cat([norm.view(1), sums]))
         self._norm = norm
 
     def grad_divisor(self) -> Tensor:
-        """1 / factor, in fp32."""
+        """1 / `grad_multiplier`, in fp32, on the device."""
         if not self._max_norm:
             return torch.full((), 1.0 / self._mean_factor, dtype=torch.float32, device=self._norm.device)
         clipped = torch.where(self._norm > self._max_norm, self._max_norm / (self._norm + 1e-6), 1.0)
         return (clipped * self._mean_factor).reciprocal().float()
 
     def to_host(self) -> HostStepResult:
-        """Waits for the device."""
+        """Read the result; waits for the device."""
         norm, _, digests, squared_digests, vetoes, *scalars = self._host_scalars.values()
         return HostStepResult(norm, self._mean_factor * clip_factor(norm, self._max_norm),
                               squared_digests * self._ranks == digests * digests, vetoes > 0, tuple(scalars))
 
 
-def all_reduce_step_scalars(norm_squared: Tensor,
-                            world: Group,
-                            *,
-                            counts_norm: bool = True,
-                            digest: int = 0,
-                            has_veto: bool = False,
-                            scalars: Sequence[Tensor | float] = ()) -> Tensor:
-    """The sums over the world. `counts` is False on ranks whose gradients another one counts. `digest` has as few bits
-    that the sums of it and of its square are exact (settings.py)."""
+def all_reduce_step_scalars(norm_squared: Tensor, world: Group, *, counts_norm: bool = True, digest: int = 0,
+                            has_veto: bool = False, scalars: Sequence[Tensor | float] = ()) -> Tensor:
+    """Sum the scalars of the step over the world: [4 + len(scalars)], fp64, on the device.
+
+    `counts_norm` is False on ranks whose gradients another rank counts. `digest` has at most `digest_bits(ranks)` bits,
+    so that its sums are exact."""
     numbers = scalars_on_device(norm_squared.device,
                                 (norm_squared if counts_norm else 0, digest, digest * digest, has_veto, *scalars))
     all_reduce_into(numbers, world).wait()
@@ -105,8 +100,8 @@ def all_reduce_step_scalars(norm_squared: Tensor,
 
 
 def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
-    """The numbers in fp64 on the device. Those of the host are one copy, which neither waits for the device (it is from
-    page-locked memory) nor is a kernel; each 0-dimensional tensor is one more."""
+    """The numbers as one fp64 tensor on the device. All host numbers take one copy from page-locked memory, without a
+    wait or a kernel launch; each 0-dimensional tensor takes one more copy."""
     on_host = torch.tensor([0.0 if isinstance(number, Tensor) else number for number in numbers], dtype=torch.float64,
                            pin_memory=device.type == "cuda")
     row = torch.empty(len(numbers), dtype=torch.float64, device=device)
@@ -118,12 +113,12 @@ def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `limit` (0: no limit)."""
+    """The factor that limits the norm of gradients to `max_norm` (0: no limit)."""
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
 class HostScalars:
-    """A few numbers on their way from the device to the host."""
+    """A few numbers that are copied to the host asynchronously; `values` waits for them."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._host, self._arrived = numbers, None
@@ -135,7 +130,7 @@ class HostScalars:
 
     def values(self) -> list[float]:
         if self._arrived is not None:
-            collective_tracker.mark_waiting()  # behind the device, which may wait for other ranks
+            collective_tracker.mark_waiting()  # the device may be waiting for other ranks
             self._arrived.synchronize()
             collective_tracker.mark_idle()
         values: list[float] = self._host.tolist()
@@ -143,34 +138,34 @@ class HostScalars:
 
 
 FLOAT64_INTEGER_BITS = 53
-"""Bits of a whole number that float64 holds."""
+"""float64 represents integers of this many bits exactly."""
 NOT_COMPARED = frozenset({"params", "param_names"})
-"""Keys of a param group that are no hyper-parameters."""
+"""Keys of a param group that are not hyper-parameters."""
 
 
 @dataclass(frozen=True)
 class HyperparamTexts:
-    """Those of all param groups, as they were at one step: what each is called, and its value in JSON."""
+    """The hyper-parameters of all param groups at one step: names, and values as JSON."""
 
     names: Sequence[str]
     values: Sequence[str]
     checksum: bytes
-    """Of all of it."""
+    """Of the names and values."""
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What this rank takes one step with."""
+    """The settings of one optimizer step on this rank, which must be equal on all ranks."""
 
     step: Mapping[str, str]
-    """Of the step itself, by what it is called."""
+    """Settings of the step itself: name in messages -> value."""
     groups: HyperparamTexts
 
     def as_dict(self) -> dict[str, str]:
         return {**self.step, **dict(zip(self.groups.names, self.groups.values, strict=True))}
 
     def digest(self, run_digest: int, ranks: int) -> int:
-        """With that of what the rank ran."""
+        """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
         text = f"{run_digest} {' '.join(self.step.values())} ".encode()
         found = blake2b(text + self.groups.checksum, digest_size=8).digest()
         return int.from_bytes(found) & (1 << digest_bits(ranks)) - 1
@@ -178,7 +173,7 @@ class StepSettings:
 
 def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,
                        groups: HyperparamTexts) -> StepSettings:
-    """`losses`: how many of the step's were multiplied by what."""
+    """`losses`: factor of a loss ("1/4") -> number of losses with it."""
     summed = " + ".join(f"{count} x {part}" for part, count in sorted(losses.items()))
     return StepSettings({"the number of the step": str(number), "the step's sum of losses": summed,
                          "gradient_accumulation_steps": str(accumulation),
@@ -187,20 +182,20 @@ def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int
 
 @final
 class HyperparamDigest:
-    """Looks at the param groups once in each step. The text of a value is made anew where it is another object than in
-    the step before, or one that can change in place; where there is none, nothing is made."""
+    """Reads the param groups once per step. Only values that are another object than in the step before, or that can
+    change in place, are converted to text again."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
-        # Of all groups, one behind the other: the keys, where each group ends, and the values last seen.
+        # All groups concatenated: the keys, the number of keys of each group, and the values last seen.
         self._keys: list[str] = []
         self._lengths: list[int] = []
         self._last_values: list[Any] = []
         self._name_index: dict[int, int] = {}
-        """Of a compared value in `_seen`, its place among the names. Those of a group are in the order of its keys'
-        names: another order in the group is no difference."""
+        """Index of a compared value in `_last_values` -> its index in `names`. Names are sorted within a group, so that
+        the order of keys in a group makes no difference."""
         self._mutable: set[int] = set()
-        """Places in `_seen` of values that can change in place."""
+        """Indices in `_last_values` of values that can change in place."""
         self._last = HyperparamTexts((), (), b"")
 
     def __call__(self) -> HyperparamTexts:
@@ -218,7 +213,6 @@ class HyperparamDigest:
         return chain.from_iterable(map(dict.values, self._groups))
 
     def _set_keys(self, keys: list[str], lengths: list[int]) -> None:
-        """The groups have other keys than before."""
         self._keys, self._lengths, self._mutable = keys, lengths, set()
         group_of = [number for number, length in enumerate(lengths) for _ in range(length)]
         compared = sorted((number, str(key), i) for i, (key, number) in enumerate(zip(keys, group_of, strict=True))
@@ -228,7 +222,7 @@ class HyperparamDigest:
         self._last = HyperparamTexts(names, ("",) * len(names), b"")
 
     def _update_texts(self, values: list[Any], changed: Collection[int]) -> None:
-        """The texts of the changed ones. Those of earlier steps stay as they are: a step may be refused later."""
+        """Convert the changed values. Texts of earlier steps stay unchanged: their errors may be raised later."""
         self._last_values, texts = values, list(self._last.values)
         for i in changed:
             value = values[i]
@@ -240,22 +234,22 @@ class HyperparamDigest:
 
 def _json_text(value: Any) -> str:
     if type(value) is float and isfinite(value):
-        return repr(value + 0.0)  # as JSON has it, sooner; minus zero is zero
+        return repr(value + 0.0)  # like JSON, but faster; + 0.0 turns -0.0 into 0.0
     if type(value) is int and value == float(value):
-        return repr(float(value))  # 1 is 1.0
+        return repr(float(value))  # 1 equals 1.0
     return json.dumps(to_plain_values(value, reads_device=False), sort_keys=True)
 
 
 def _is_immutable(value: Any) -> bool:
-    """Or is not looked into: a tensor on the device."""
+    """Tensors on the device count as immutable: their values are not compared."""
     return value is None or isinstance(value, (bool, int, float, str)) or \
         isinstance(value, tuple) and all(map(_is_immutable, value)) or \
         isinstance(value, Tensor) and on_accelerator(value)
 
 
 def to_plain_values(value: Any, *, reads_device: bool = True) -> Any:
-    """As it can be compared: numbers, whoever holds them, and lists of them; of what is none, its kind. Without
-    `fetches` a tensor on the device is none."""
+    """`value` as comparable plain numbers, strings, lists and dicts; other objects as their class name. Without
+    `reads_device` a tensor on the device is not read."""
     if type(value) is float:
         return value
     if isinstance(value, Tensor) and not reads_device and on_accelerator(value):
@@ -272,13 +266,14 @@ def to_plain_values(value: Any, *, reads_device: bool = True) -> Any:
 
 
 def digest_bits(ranks: int) -> int:
-    """Of a digest, so that float64 is exact in ranks * (sum of squares) and in (sum of digests) squared, which are the
-    same only where all ranks have the same: 25 of two ranks, 16 of a thousand."""
+    """Bits of a digest, 25 for two ranks and 16 for a thousand.
+
+    float64 is then exact in ranks * sum(digest^2) and in sum(digest)^2, which are equal only if all digests are."""
     return (FLOAT64_INTEGER_BITS - 2 * (ranks - 1).bit_length()) // 2
 
 
 def different_settings_error(settings: StepSettings, world: Group) -> ConfigError | None:
-    """What to say of ranks whose digests differ; None where they ran different blocks. Collective."""
+    """The error that names the settings that differ between ranks; None if the settings are equal. Collective."""
     gathered = all_gather_json(settings.as_dict(), world)
     found = describe_differences([(facts, [rank]) for rank, facts in enumerate(gathered)])
     return ConfigError(f"the ranks would take different steps, and their weights would part: {found}. No weight was "
@@ -292,7 +287,8 @@ class NoGradForwardChecker:
         self._pending: HostScalars | None = None
 
     def __call__(self, gather_digest: int) -> None:
-        """A forward is over that has made the digest `trace`."""
+        """After a forward: start to compare its digest over data parallel. On an accelerator the error is raised by the
+        next call, or by `raise_if_diverged`."""
         self.raise_if_diverged()
         self._log.purpose = ""
         self._log.awaited_entry = self._log.record_collective("the end of a forward without gradients")
@@ -304,7 +300,7 @@ class NoGradForwardChecker:
             self.raise_if_diverged()
 
     def raise_if_diverged(self) -> None:
-        """Raise where the ranks of the last check differed. All of them come here."""
+        """Raise ConfigError if the ranks differed at the last check. Collective then: all ranks must call it."""
         numbers, self._pending = self._pending, None
         if numbers is None:
             return
@@ -314,7 +310,7 @@ class NoGradForwardChecker:
 
 
 def diverged_blocks_error(log: CollectiveLog, ranks: Group) -> ConfigError:
-    """What to say of ranks whose digests differ. Collective."""
+    """The error that says where the collective logs of the ranks diverge. Collective."""
     packed = all_gather_json(log.snapshot(ranks.rank).pack(), ranks)
     where = describe_positions(divergence_positions([CollectiveLogSnapshot.unpack(one) for one in packed]))
     return ConfigError(

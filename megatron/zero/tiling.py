@@ -1,10 +1,10 @@
-"""TiledLinear: a linear layer in tiles, so that no operation needs the whole weight matrix (memory-centric tiling).
+"""TiledLinear: a linear layer in tiles, so that no operation needs the full weight matrix (memory-centric tiling).
 
     y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi + b_o,  y = [y_0 y_1 ...]
 
-Each tile is a layer of its own (`linear_cls`), so stage 3 gathers one tile at a time. Sizes of tiles differ by at most
-one. Each further input split rounds the sum once more. With a tensor parallel `linear_cls` every tile is cut over the
-ranks: where the output stays split, a rank holds its part of every tile.
+Each tile is a separate layer (`linear_cls`), so stage 3 gathers one tile at a time. Sizes of tiles differ by at most
+one. Each further input split rounds the sum once more. With a tensor parallel `linear_cls` every tile is sharded over
+the ranks: if the output stays sharded, a rank holds its part of every tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LinearClass = Callable[..., nn.Module]
 
 
 class TiledLinearBase(nn.Module, ABC):
-    """The tiles, and their walk; what a tile returns is the business of the two classes below."""
+    """The tiles and their order; the two subclasses differ in what a tile returns."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
@@ -67,7 +67,7 @@ class TiledLinearBase(nn.Module, ABC):
     def _split_input(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """[..., in] -> in_splits times [..., part of in]."""
         if isinstance(x, Tensor) and not (self.input_is_already_split and self.in_splits > 1):
-            # A row parallel tile takes this rank's share of its features: the sizes are those of what comes in.
+            # x.shape[-1], not in_features: a row parallel tile takes only this rank's part of the features.
             parts: Sequence[Tensor] = x.split(even_sizes(x.shape[-1], self.in_splits, "in_splits"), dim=-1)
             return parts
         if isinstance(x, Tensor) or len(x) != self.in_splits:
@@ -77,7 +77,7 @@ class TiledLinearBase(nn.Module, ABC):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the values of one whole layer. Collective where its parameters are cut over tensor parallel."""
+        """Copy the values of an untiled layer. Collective if its parameters are sharded over tensor parallel."""
         weight, bias = _full_param(other, "weight"), _full_param(other, "bias")
         if weight is None or weight.shape != (self.out_features, self.in_features):
             raise ConfigError(f"copy_params_from: expected a weight of {(self.out_features, self.in_features)}, found "
@@ -95,8 +95,7 @@ class TiledLinear(TiledLinearBase):
     """A linear layer whose tiles return their output."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """[..., in], or its parts where `input_is_already_split` -> [..., out], or its parts without
-        `combine_out_splits`."""
+        """[..., in] -> [..., out]; lists of parts with `input_is_already_split` and without `combine_out_splits`."""
         parts = self._split_input(x)
         outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._tile_rows()]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
@@ -106,7 +105,7 @@ class TiledLinearReturnBias(TiledLinearBase):
     """A linear layer whose tiles return (output, bias or None), for a caller that adds the bias."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, Any]:
-        """As `TiledLinear`, and beside the output its bias, whole or in parts as well."""
+        """Like `TiledLinear`, but returns (output, bias); without `combine_out_splits` both are lists of parts."""
         parts = self._split_input(x)
         outputs, biases = [], []
         for row in self._tile_rows():
@@ -119,9 +118,9 @@ class TiledLinearReturnBias(TiledLinearBase):
 
 
 def tile_linears(module: nn.Module, factor: int, hidden_size: int, deferred: bool = False) -> None:
-    """Replace every mpu linear inside `module` by tiles of about hidden / factor squared, with the same values, or
-    (`deferred`) without any: on the meta device, for another parameter to take their place. For one tensor parallel
-    rank: tiles make splitting over ranks unnecessary."""
+    """Replace every mpu linear inside `module` by tiles of about (hidden / factor)^2, with the same values.
+
+    With `deferred` the tiles are on the meta device, without values. Needs a tensor parallel size of 1."""
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -130,7 +129,7 @@ def tile_linears(module: nn.Module, factor: int, hidden_size: int, deferred: boo
                 setattr(parent, name, TiledLinear(
                     width, height, layer.bias is not None, max(1, factor * width // hidden_size),
                     max(1, factor * height // hidden_size), init_linear=None if deferred else layer,
-                    linear_cls=partial(skip_init, nn.Linear),  # drawn once already: no random number is used up
+                    linear_cls=partial(skip_init, nn.Linear),  # the values exist: do not advance the RNG
                     device="meta" if deferred else layer.weight.device, dtype=layer.weight.dtype))
 
 
@@ -153,7 +152,7 @@ def _tp_group(layer: nn.Module) -> Group:
 
 
 def _full_param(layer: nn.Module, name: str) -> Tensor | None:
-    """A parameter as an unsplit layer would hold it."""
+    """A parameter as a layer without tensor parallelism would hold it. Collective if it is sharded."""
     parameter: Tensor | None = getattr(layer, name)
     partition, tp = None if parameter is None else partition_of(parameter), _tp_group(layer)
     if parameter is None or partition is None or tp.is_solo:
@@ -162,7 +161,7 @@ def _full_param(layer: nn.Module, name: str) -> Tensor | None:
 
 
 def _set_tile_param(layer: nn.Module, name: str, values: Tensor) -> None:
-    """The inverse of `_whole` for one tile."""
+    """The inverse of `_full_param` for one tile."""
     parameter, tp = getattr(layer, name), _tp_group(layer)
     partition = partition_of(parameter)
     parameter.copy_(values if partition is None else local_slice(values, partition, tp.rank, tp.size))

@@ -37,14 +37,14 @@ from mpu.partition import partition_of
 
 ROOT = "root"
 LEAF_ATTRIBUTE = "_z3_leaf"
-"""What is set on a module that `set_z3_leaf_modules` has marked."""
+"""The attribute that `set_z3_leaf_modules` sets on a module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
 
 
 @dataclass(frozen=True)
 class BucketingConfig:
-    """How parameters become buckets: everything `build_units` must know but the model."""
+    """The arguments of `build_units` besides the model."""
 
     policy: StagePolicy
     comm: CommConfig
@@ -53,29 +53,21 @@ class BucketingConfig:
     device: torch.device
     persistence_threshold: int
     param_group_of: Callable[[nn.Parameter], int]
-    """The number of a parameter's hyper-parameter group."""
+    """Parameter -> index of its param group."""
     log: CollectiveLog
     engine_storage: EngineStorage
     buffer_pool: BufferPool = field(default_factory=BufferPool)
     show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders
-    """What parameters are while their elements are split."""
+    """Changes the parameters of a bucket when it is resharded."""
     values_are_equal: bool = False
-    """All ranks have the same values: none are sent."""
+    """All ranks have the same initial values, so none are broadcast."""
 
     def make_bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: StagePolicy) -> FlatBucket:
         slots = [Slot(path, tuple(full_shape(p)), self.param_group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
-        return FlatBucket(name,
-                          slots, [p for _, p in members],
-                          policy=policy,
-                          dp=self.dp,
-                          device=self.device,
-                          dtypes=self.dtypes,
-                          comm=self.comm,
-                          buffer_pool=self.buffer_pool,
-                          log=self.log,
-                          engine_storage=self.engine_storage,
-                          show_sharded=self.show_sharded,
+        return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
+                          dtypes=self.dtypes, comm=self.comm, buffer_pool=self.buffer_pool, log=self.log,
+                          engine_storage=self.engine_storage, show_sharded=self.show_sharded,
                           values_are_equal=self.values_are_equal)
 
     def is_persistent(self, parameter: nn.Parameter) -> bool:
@@ -83,7 +75,7 @@ class BucketingConfig:
 
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
-    """The units of a model in forward order, the root first. Their buckets take the parameters over."""
+    """Cut the model into units, in forward order after the root. Their buckets take over the parameters."""
     modules, unit_names = _unit_modules_by_name(model), unit_name_by_param(model)
     members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {}
     for path, parameter in model.named_parameters():
@@ -116,7 +108,7 @@ def _bucket_policy(policy: StagePolicy, kind: str) -> StagePolicy:
 
 
 def attach_main_grad_writers(units: list[Unit]) -> None:
-    """Let token tables add their gradients in place: they are the largest tensors of a step."""
+    """Let token embeddings add their gradients in place: they are the largest tensors of a step."""
     places = {p: (bucket, index) for unit in units for bucket in unit.buckets if bucket.trainable
               for index, p in enumerate(bucket.parameters)}
     for module in units[0].module.modules():
@@ -132,7 +124,7 @@ def detach_main_grad_writers(units: list[Unit]) -> None:
 
 
 def _iter_unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of outermost lists, and leaves; inside of them the tiles of tiled linears."""
+    """Yield elements of outermost ModuleLists, leaf modules, and the tiles of tiled linears, inside blocks too."""
     if isinstance(module, TiledLinearBase):
         yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
@@ -146,7 +138,7 @@ def _iter_unit_modules(module: nn.Module, path: str = "", inside: bool = False) 
 
 
 def _assign_params_to_units(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
-    """Parameter -> name of its unit. One that several units use belongs to the root."""
+    """Parameter -> name of its unit; the root if several units use it."""
     name_of = {id(module): name for name, module in reversed(modules.items())}
     users: dict[nn.Parameter, set[str]] = {}
     seen: set[tuple[int, str]] = set()
@@ -176,7 +168,7 @@ class ModelParamGuard:
         self._steps = 0  # since the weights were loaded
 
     def veto_error(self) -> str | None:
-        """What this rank has against a step; the others may see nothing of it."""
+        """The message of `check_before_step` on this rank, or None. Other ranks may find nothing."""
         try:
             self.check_before_step()
         except ConfigError as error:
@@ -184,8 +176,8 @@ class ModelParamGuard:
         return None
 
     def check_before_step(self) -> None:
-        """Raise where a step would leave out a parameter of the model, or undo what was written to it. 1,200
-        parameters: 1 ms on a CPU core."""
+        """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes
+        1 ms for 1,200 parameters on a CPU core."""
         param_ids = _collect_param_ids(self._model)
         if param_ids != self._param_ids:
             self._raise_if_trained_params_changed(param_ids)
@@ -198,7 +190,7 @@ class ModelParamGuard:
         self.check_user_writes(compare_values=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
 
     def check_user_writes(self, *, compare_values: bool) -> None:
-        """Raise where something was written to a parameter that would not last."""
+        """Raise ConfigError for in-place writes that the next step would undo."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check_user_writes(compare_values=compare_values)
@@ -208,13 +200,13 @@ class ModelParamGuard:
         self._steps = 0
 
     def check_before_load(self) -> None:
-        """Raise where new weights would not reach a parameter of the model."""
+        """Raise ConfigError if loaded weights would not reach a parameter of the model."""
         for bucket in self._buckets:
             bucket.check_not_gathered_by_user("a load")
         self.check_params_in_buffers()
 
     def check_params_in_buffers(self) -> None:
-        """Raise where a parameter of the model is no longer in the buffers."""
+        """Raise ConfigError if a parameter has left the engine's buffers."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 if not bucket.is_offloaded:
@@ -227,16 +219,15 @@ class ModelParamGuard:
             raise ConfigError(f"{name} is another Parameter than at zero.initialize, or is gone: the engine trains the "
                               "old one (load_state_dict(assign=True) does this; engine.load_module_state_dict() loads "
                               f"weights); {_HOW_TO_CHANGE_PARAMS}")
-        new = [
-            name for name, p in self._model.named_parameters() if id(p) not in self._trained_names and p.requires_grad
-        ]
+        new = [name for name, p in self._model.named_parameters() if id(p) not in self._trained_names and
+               p.requires_grad]
         if new:
             raise ConfigError(f"{new[0]} came to the model after zero.initialize: the engine does not train it; add "
                               "it before, freeze it, or destroy() the engine and initialize again")
 
 
 def _collect_param_ids(model: nn.Module) -> list[int]:
-    """Identities of the parameters in the model, in a fixed order. (`model.parameters()` is ten times slower.)"""
+    """The id() of each parameter of the model, in a fixed order. (`model.parameters()` is ten times slower.)"""
     found: list[int] = []
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [model]
@@ -251,7 +242,7 @@ def _collect_param_ids(model: nn.Module) -> list[int]:
 
 EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 HEAD_NAMES = ("embed", "head", "output", "classifier", "score")
-"""What a module is called that makes logits, as a part of its name."""
+"""A module whose name contains one of these is taken for the output layer, which makes logits."""
 
 MUON_KEYS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "split_qkv")
 ADAM_KEYS = ("betas", "eps")
@@ -259,8 +250,10 @@ LR_KEYS = {True: "muon_lr", False: "adam_lr"}
 
 
 def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float) -> list[ParamGroup]:
-    """Each group in two, hidden matrices first, without empty ones; each part has the hyper-parameters of its
-    optimizer, and `lr_scale`: what the group's rate is multiplied by, so that `lr` becomes the optimizer's."""
+    """Split each group into one for Muon (hidden matrices) and one for AdamW, without empty ones.
+
+    Each new group has the hyper-parameters of its optimizer, and `lr_scale`, the factor from the common `lr` to the
+    learning rate of that optimizer. Raises ConfigError if Muon would get no matrix."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     hidden = hidden_matrices(model)
     found = []
@@ -281,10 +274,8 @@ def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr:
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     units = unit_name_by_param(model)
     has_blocks = any(unit != ROOT for unit in units.values())
-    embeddings = {
-        p
-        for module in model.modules() if isinstance(module, EMBEDDING_CLASSES) for p in module.parameters(recurse=False)
-    }
+    embeddings = {p for module in model.modules() if isinstance(module, EMBEDDING_CLASSES)
+                  for p in module.parameters(recurse=False)}
     return {p for name, p in model.named_parameters() if len(full_shape(p)) == 2 and p not in embeddings
             and (units[p] != ROOT if has_blocks else not _is_head(name))}
 
@@ -302,7 +293,7 @@ def _make_param_group(group: Mapping[str, Any], members: list[nn.Parameter], use
 
 
 def muon_split_note(groups: Sequence[ParamGroup]) -> str:
-    """Who updates how much."""
+    """One line: how many parameters Muon and AdamW update."""
     count, numbers = Counter[bool](), Counter[bool]()
     for group in groups:
         count[group["use_muon"]] += len(group["params"])
@@ -321,7 +312,7 @@ def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter
 
 
 def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """A tile is a parameter of its own, and no whole matrix."""
+    """Refuse tiled linears in Muon groups: their matrix never exists as one tensor."""
     of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):

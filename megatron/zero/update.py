@@ -1,7 +1,7 @@
 """Applies the optimizer rule to all shards, and copies the new masters into the 16-bit parameters.
 
     OptimizerUpdate          the weights are new when the call returns
-    DelayedOptimizerUpdate   the host updates during the next forward and backward, which use the weights of before;
+    DelayedOptimizerUpdate   the host updates during the next forward and backward, which use the old weights;
                              gradients are one step old
 
 Where the new parameters go: on the device of the update, the rule writes them (`lp_out`) or one copy does; across
@@ -38,13 +38,15 @@ from mpu.partition import join_local_slices, local_slice
 
 
 def gather_full_params(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[FullParam]:
-    """Of the parameters of a hyper-parameter group, from the numbers of this rank's span of it. Collective."""
+    """Yield the full parameters of a param group that this rank has a part of. Collective.
+
+    `values` is this rank's part of the group: a 1-dimensional tensor, in the order of the shard."""
     layout, shard_group = bucket.layout, bucket.shard_group
     members = [slot for slot in layout.slots if slot.group == group and slot.numel]
     if not members:
         return iter(())
     end = layout.numel if members[-1] is layout.slots[-1] else align(members[-1].end)
-    longest = min(layout.shard_numel, end - members[0].offset)  # no rank's span is longer
+    longest = min(layout.shard_numel, end - members[0].offset)  # no rank has more of the group: all-gather this length
     is_tp_sharded = any(slot.partition is not None for slot in members)
     padded = pad(values.to(bucket.device), (0, longest - len(values)))
     gathered = _all_gather(_all_gather(padded, shard_group),
@@ -72,7 +74,7 @@ def _iter_full_params(bucket: FlatBucket, tp: Group, group: int, gathered: Tenso
 
 
 def _slot_segments(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator[Tensor]:
-    """Of a slot, from each rank that has a part of it: [tp or 1, n]."""
+    """Yield the part of a slot on each rank that has one: [tp or 1, n]."""
     size = layout.shard_numel
     for rank in range(slot.offset // size, -(-slot.end // size)):
         start, stop = (place - rank * size for place in (slot.offset, slot.end))
@@ -100,35 +102,31 @@ def _take_segment(values: Tensor, segment: Segment, device: torch.device) -> Ten
 
 @dataclass(frozen=True)
 class UpdateTile:
-    """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
+    """One chunk of a bucket's shard, with the tensors that the update reads and writes."""
 
     bucket: FlatBucket
     chunk: slice
     master_state: StateTensors
     grads: Tensor
     lp_out: Tensor | None
-    """Where the new weights are wanted as they are at work, on the side of the update."""
+    """Output for the new parameters in working precision, on the device of the update. None if there are no separate
+    masters, or if the copier writes through the storage (NVMe)."""
 
 
 class MasterToParamCopier:
     def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
         self._copy_streams = engine_storage.copy_streams
         across = [bucket for bucket in buckets if self.crosses_devices(bucket)]
-        self._staging = {
-            on_host: self._make_staging([bucket for bucket in across if bucket.storage.updates_on_host == on_host],
-                                        engine_storage.pin_memory)
-            for on_host in {one.storage.updates_on_host
-                            for one in across}
-        }
+        self._staging = {on_host: self._make_staging(
+            [bucket for bucket in across if bucket.storage.updates_on_host == on_host],
+            engine_storage.pin_memory) for on_host in {one.storage.updates_on_host for one in across}}
         self._last_copy: CopyEvent | None = None
 
     def _make_staging(self, buckets: Sequence[FlatBucket], pinned: bool) -> StagingDoubleBuffer:
         size, first = max(part.stop - part.start for bucket in buckets
                           for part in bucket.master_state.chunks), buckets[0]
-        return StagingDoubleBuffer(size,
-                                   first.param_shard.dtype,
-                                   None if first.storage.updates_on_host else first.device,
-                                   pinned=pinned)
+        return StagingDoubleBuffer(size, first.param_shard.dtype,
+                                   None if first.storage.updates_on_host else first.device, pinned=pinned)
 
     def make_tile(self, bucket: FlatBucket, chunk: slice, master_state: StateTensors, grads: Tensor) -> UpdateTile:
         return UpdateTile(bucket, chunk, master_state, grads, self._lp_out_for(bucket, chunk))
@@ -142,12 +140,12 @@ class MasterToParamCopier:
         return None if weights is None else weights[chunk]
 
     def crosses_devices(self, bucket: FlatBucket) -> bool:
-        """The weights at work are in memory, on the other side."""
+        """The parameter shard is in the memory of another device than the one that updates."""
         return self._copy_streams is not None and bucket.is_on_device == bucket.storage.updates_on_host \
             and not bucket.param_shard.is_on_nvme
 
     def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
-        """With `written` the rule has filled `narrow`."""
+        """Copy the new parameters to their shards. Unless `lp_is_written`, first cast the masters into `lp_out`."""
         to_fill = [(tile.lp_out, tile.master_state[WEIGHT]) for tile in tiles
                    if tile.lp_out is not None and not lp_is_written]
         if to_fill:
@@ -170,7 +168,7 @@ class MasterToParamCopier:
         self._staging[bucket.storage.updates_on_host].mark_sent(mark)
 
     def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
-        """All of a bucket's, from the host, where nobody writes to them until the mark."""
+        """Copy a bucket's parameter shard from the host. `weights` must not change before the returned event."""
         if self._copy_streams is not None and bucket.is_on_device:
             self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard, weights)
             return self._last_copy
@@ -178,30 +176,31 @@ class MasterToParamCopier:
         return None
 
     def join_copies(self) -> None:
-        """What went up so far is there, for what the device is asked from now on."""
+        """Make the current stream wait for the copies to the device so far."""
         if self._last_copy is not None:
             self._last_copy.wait_on_device()
             self._last_copy = None
 
 
 GroupHyperparams = Sequence[Mapping[str, Any]]
-"""The hyper-parameters of each group, as they are at this step."""
+"""The hyper-parameters of each param group at this step."""
 
 
 ScalarsForDevice = Callable[[torch.device], StepScalars]
-"""The numbers of a step, for one side."""
+"""Returns the scalars of a step on a device."""
 
 
 @dataclass(frozen=True)
 class _StorageUpdate:
-    """Of a step through one home."""
+    """The part of an update whose masters are in one storage."""
 
     storage: StorageBackend
     device: torch.device
-    """Where its arithmetic is."""
+    """The device that computes."""
     is_batched: bool
     tiles: Sequence[Sequence[tuple[FlatBucket, slice]]]
-    """What is updated at a time: everything where launches count, one part where it stays in the cache."""
+    """Chunks to update at a time: all at once on an accelerator, which saves launches; one by one on the host, so that
+    a chunk stays in the cache."""
 
     def iter_tiles(self) -> ChunkIterator:
         return self.storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles] for tiles in self.tiles)
@@ -214,10 +213,8 @@ class OptimizerUpdate:
         self._copier = MasterToParamCopier(engine_storage, state.buckets)
         self._storage_updates = [
             self._make_storage_update(home, [bucket for bucket in state.buckets if bucket.storage is home])
-            for home in sorted({bucket.storage
-                                for bucket in state.buckets}, key=lambda it: it.is_offloaded)
-        ]
-        """What is on the device comes first: it works at that beside the host."""
+            for home in sorted({bucket.storage for bucket in state.buckets}, key=lambda it: it.is_offloaded)]
+        """Device storage first: the device then computes while the host updates its part."""
         self.is_batched = all(each.is_batched for each in self._storage_updates)
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
@@ -230,10 +227,10 @@ class OptimizerUpdate:
                               [chunks] if is_batched else [[part] for part in chunks])
 
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
-        """`factor` is 1 / divisor, where the host knows it: a rule that waits needs it."""
+        """Update all shards and start the all-gathers. `grad_multiplier` is for rules that need it on the host."""
         self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
-            bucket.wait_for_param_gather()  # of a step before, in blocks that no forward has used since
+            bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
         hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
         for storage_update in self._storage_updates:
             at = scalars(storage_update.device)
@@ -257,14 +254,14 @@ class OptimizerUpdate:
         return False
 
     def finish(self) -> None:
-        """It has."""
+        """Wait for a delayed update and copy its result to the parameters."""
 
     def _current_hyperparams(self) -> GroupHyperparams:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
 
     def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars, factor: float | None,
                     taken: int) -> bool:
-        """True: the new weights are where the tiles want them, too."""
+        """Run the rule on the tiles. True if it has also written every `lp_out`."""
         written = not self._rule.needs_host_scalars
         for number, hyper in enumerate(hypers):
             spans = [span for tile in tiles for span in self._spans(tile, number)]
@@ -277,7 +274,8 @@ class OptimizerUpdate:
         return written
 
     def _spans(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
-        """The work of a rule on a tile for one hyper-parameter group: a span, or none."""
+        """The segment of a tile with the hyper-parameters of one group, if there is one. A rule that is not elementwise
+        also gets empty segments: its reductions are collective."""
         start, stop = tile.bucket.layout.group_range(tile.bucket.shard_group.rank, group)
         start, stop = max(start, tile.chunk.start), min(stop, tile.chunk.stop)
         if start < stop:
@@ -301,7 +299,7 @@ class OptimizerUpdate:
                              partial(gather_full_params, bucket, self._groups.tp, group))
 
     def _reduce_slot_values(self, bucket: FlatBucket, op: Op, values: Tensor) -> Tensor:
-        """Sums or maxima over this rank's part of each parameter -> over the whole parameter."""
+        """[parameters of the bucket]: sums or maxima over this rank's part of each parameter -> over all of it."""
         if bucket.shard_group.is_solo and self._groups.tp.is_solo:
             return values
         here = all_reduce(values.to(bucket.device), bucket.shard_group, op)
@@ -309,22 +307,18 @@ class OptimizerUpdate:
 
 
 class DelayedOptimizerUpdate(OptimizerUpdate):
-    """Of state on the host beside the device, by a rule that looks at one weight at a time."""
+    """Updates masters on the host in a background thread. For elementwise rules only."""
 
     def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
         super().__init__(state, engine_storage, groups, rule, param_groups)
         self._worker = ThreadPoolExecutor(1, "update")
         self._running: Future[None] | None = None
-        self._new_params = {
-            bucket: page_aligned_zeros(bucket.master_state.numel,
-                                       bucket.param_shard.dtype,
-                                       pinned=engine_storage.pin_memory)
-            for bucket in state.buckets
-        }
-        """New weights, until nobody uses the ones before."""
+        self._new_params = {bucket: page_aligned_zeros(bucket.master_state.numel, bucket.param_shard.dtype,
+                                                       pinned=engine_storage.pin_memory) for bucket in state.buckets}
+        """New parameters on the host, [shard_numel], until the old ones are no longer used."""
         self._pending_copies: list[CopyEvent] = []
-        """On their way to the device."""
+        """Running copies of `_new_params` to the device."""
 
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         assert self._running is None, "an update is under way"
@@ -360,7 +354,7 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
         under_way.result()
         marks = []
         for bucket in self._state.buckets:
-            bucket.wait_for_param_gather()  # of the update before, if no forward came between
+            bucket.wait_for_param_gather()  # from the last update, if no forward has come since
             marks.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
             self._start_allgathers([bucket])
         self._pending_copies = [mark for mark in marks if mark is not None]
@@ -368,6 +362,6 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
 
 
 def _copy_hyperparams(hypers: GroupHyperparams) -> GroupHyperparams:
-    """As they are now: a learning rate may be a tensor, which schedulers change in place."""
+    """A copy for the background thread: a learning rate may be a tensor that schedulers change in place."""
     return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
             for hyper in hypers]

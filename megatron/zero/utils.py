@@ -3,7 +3,7 @@
     from megatron.zero.utils import safe_get_full_grad
     gradient = safe_get_full_grad(model.fc.weight)     # between backward and step; every rank calls it
 
-*full* functions are collective over data parallel, and take or return the whole parameter (of this tensor parallel
+*full* functions are collective over data parallel, and take or return the full parameter (of this tensor parallel
 rank). *local* functions use the flat segment that this rank holds, which may be empty. Getters return fp32 copies, or
 None if there is nothing: no engine, a frozen parameter, no reduced gradient. A call on one rank only, and different
 values on different ranks, are errors.
@@ -33,8 +33,8 @@ from mpu.collectives import all_reduce
 _GRADIENT = "gradient"
 
 logger = logging.getLogger("megatron.zero")
-"""For lines of a script: from INFO on, to stdout."""
-if not logger.handlers:  # a script's own stay
+"""Logs to stdout from level INFO on."""
+if not logger.handlers:  # keep handlers that a script has installed
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.handlers[0].setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     logger.setLevel(logging.INFO)
@@ -42,15 +42,14 @@ if not logger.handlers:  # a script's own stay
 
 
 def log_dist(message: object, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """A line of `logger` on these ranks; [-1] is all of them, and rank 0 where none is named."""
+    """Log a line on these ranks: [-1] is all ranks, None or [] rank 0."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if {rank, -1} & set(ranks or (0,)):
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The weights as the optimizer has them; inside `GatheredParameters`, where edits count when the block ends, as it
-    had them when that began."""
+    """The fp32 masters; inside `GatheredParameters` those from before the block, since edits count at its end."""
     return _get_full(param, WEIGHT, "safe_get_full_fp32_param")
 
 
@@ -60,17 +59,17 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer, "exp_avg" for one."""
+    """An optimizer state, such as "exp_avg"."""
     return _get_full(param, optim_state_key, f"safe_get_full_optimizer_state({optim_state_key!r})")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """New weights, for the optimizer and the model."""
+    """Set the fp32 masters and the parameter."""
     _set_value(param, WEIGHT, value, is_full=True)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Another mean gradient for the step that follows."""
+    """Set the mean gradient for the next step."""
     _set_value(param, _GRADIENT, value, is_full=True)
 
 
@@ -91,8 +90,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """New weights for this rank's run; every rank calls it, as the model gets them too. (So do the others at stage 0,
-    where the run is everything, and the same on all ranks.)"""
+    """Set the masters of this rank's segment, and the parameter. Collective. (At stage 0 the segment is the full
+    parameter, and all `safe_set_local` functions are collective: values must be equal on all ranks.)"""
     _set_value(param, WEIGHT, value, is_full=False)
 
 
@@ -104,16 +103,17 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     _set_value(param, optim_state_key, value, is_full=False)
 
 
-# ---- modules that stage 3 gathers in one piece -------------------------------------------------------------------
+# ---- leaf modules: stage 3 gathers each as one unit --------------------------------------------------------------
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Collection[type | str], raise_if_not_found: bool = True,
                         flag: bool = True) -> list[nn.Module]:
-    """Mark the modules of these classes (or class names), before zero.initialize, and return them. Everything inside of
-    one is gathered for its forward, as a block's parameters are: for experts, of which each rank calls others."""
-    found = [
-        one for one in model.modules() if any(_is_class_or_name(type(one), wanted) for wanted in leaf_module_classes)
-    ]
+    """Mark the modules of these classes (or class names) as leaves, and return them. Call it before zero.initialize.
+
+    All parameters inside a leaf are gathered for its forward. Use it for mixtures of experts, where each rank calls
+    other experts. Raises ConfigError if none is found."""
+    found = [one for one in model.modules()
+             if any(_is_class_or_name(type(one), wanted) for wanted in leaf_module_classes)]
     if raise_if_not_found and not found:
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {[*leaf_module_classes]}: name one "
                           "of print(model)")
@@ -126,7 +126,7 @@ unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark this module, or take the mark away."""
+    """Mark this module as a leaf, or remove the mark."""
     for marked in (model, *model.parameters()):
         setattr(marked, LEAF_ATTRIBUTE, flag)
 
@@ -136,7 +136,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
-    """It is marked; of a parameter: its module is."""
+    """Whether the module, or the module of the parameter, is marked as a leaf."""
     return bool(getattr(model, LEAF_ATTRIBUTE, False))
 
 
@@ -148,7 +148,7 @@ def _is_class_or_name(own: type, wanted: type | str) -> bool:
     return issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
 
 
-# ---- where it is -------------------------------------------------------------------------------------------------
+# ---- implementation ----------------------------------------------------------------------------------------------
 
 
 def _trained_bucket(param: nn.Parameter) -> FlatBucket | None:
@@ -158,8 +158,8 @@ def _trained_bucket(param: nn.Parameter) -> FlatBucket | None:
 
 @dataclass(frozen=True)
 class _LocalSegment:
-    """This rank's run of a parameter: `count` numbers from `start` of the shard, where those of the flat parameter from
-    `offset` on are."""
+    """This rank's segment of a parameter: `count` elements from `start` of the shard and from `offset` of the flat
+    parameter."""
 
     bucket: FlatBucket
     kind: str
@@ -169,7 +169,7 @@ class _LocalSegment:
 
     @property
     def multiplier(self) -> float:
-        """What the numbers have to be multiplied by."""
+        """From stored values to values for the user: gradients are stored as scaled sums."""
         return self.bucket.grad_mean_factor() if self.kind == _GRADIENT else 1.0
 
     def get(self) -> Tensor:
@@ -195,7 +195,7 @@ class _LocalSegment:
 
 
 def _find_segment(param: nn.Parameter, kind: str) -> _LocalSegment | None:
-    """None: there is no such thing, or not now."""
+    """This rank's segment of the state, maybe empty. None without an engine or without a complete reduced gradient."""
     bucket = _trained_bucket(param)
     if bucket is not None:
         bucket.check_not_offloaded(f"a look at a {kind}, or setting it,")
@@ -225,7 +225,7 @@ def _get_full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
         _assert_collective(bucket, f"{name} of {slot.name}")
     whole = torch.zeros(slot.numel, dtype=torch.float32, device=bucket.device)
     whole[held.offset : held.offset + held.count] = held.get()
-    return all_reduce(whole, bucket.shard_group).view(full_shape(param))  # the others' parts are zero
+    return all_reduce(whole, bucket.shard_group).view(full_shape(param))  # each rank has zeros outside its segment
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) 
     if kind == WEIGHT:
         if engine is not None:
             engine.finish_delayed_update()
-        bucket.wait_for_param_gather()  # those of a step before, which come from where this writes
+        bucket.wait_for_param_gather()  # a running all-gather may still read the shard that `set` writes
     with nullcontext() if engine is None or kind == _GRADIENT else engine.guard_state_change(f"setting of a {kind}"):
         held.set(part)
         if engine is not None and kind not in (WEIGHT, _GRADIENT):
@@ -271,7 +271,7 @@ def _why_not(param: nn.Parameter) -> str:
 
 
 def _assert_equal_values(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
-    """Refuse values that differ on ranks which must hold the same, before anything is written."""
+    """Raise ConfigError, before anything is written, if ranks that must hold equal values got different ones."""
     is_same_everywhere = is_full or not bucket.replica_group.is_solo
     if not is_same_everywhere and kind != WEIGHT:
         return

@@ -32,7 +32,7 @@ from plain_gpt2 import PlainGPT2  # noqa: E402
 
 from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig, build_config  # noqa: E402
-from megatron.inference import loading  # noqa: E402
+from megatron.inference import load  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402
 from megatron.inference.generation import Generator, texts_of  # noqa: E402
 from megatron.inference.request import Sampling  # noqa: E402
@@ -56,8 +56,8 @@ class Task:
 
 
 def our_model(task: Task) -> GPT2:
-    found = loading.OpenedModel(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
-    return loading.build_model(found, groups.build(1), loading.DTYPES[task.dtype], task.device)
+    found = load.OpenedModel(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
+    return load.build_model(found, groups.build(1), load.DTYPES[task.dtype], task.device)
 
 
 def ours(task: Task) -> Writes:
@@ -76,7 +76,7 @@ def transformers(task: Task) -> Writes:
     shape, sampling = task.shape, task.sampling
     config = library.GPT2Config(n_layer=shape.num_layers, n_embd=shape.hidden_size, n_head=shape.num_attention_heads,
                                 vocab_size=shape.known_vocab_size, n_positions=shape.max_position_embeddings)
-    model = library.GPT2LMHeadModel(config).to(task.device, loading.DTYPES[task.dtype]).eval()
+    model = library.GPT2LMHeadModel(config).to(task.device, load.DTYPES[task.dtype]).eval()
     drawn = {} if sampling.greedy else {"top_k": sampling.top_k, "temperature": sampling.temperature}
 
     def text(prompts: Prompts, new: int) -> None:
@@ -90,7 +90,7 @@ def compiled(task: Task) -> Writes:
     """It is always greedy."""
     shape = task.shape
     model = PlainGPT2(shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.known_vocab_size,
-                      shape.max_position_embeddings).to(task.device, loading.DTYPES[task.dtype])
+                      shape.max_position_embeddings).to(task.device, load.DTYPES[task.dtype])
     return PlainDecoder(model.eval().requires_grad_(False), shape.num_attention_heads, task.rows, task.positions).text
 
 
@@ -154,7 +154,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="124M")
-    parser.add_argument("--dtype", choices=sorted(loading.DTYPES), default="bf16")
+    parser.add_argument("--dtype", choices=sorted(load.DTYPES), default="bf16")
     parser.add_argument("--contenders", default="ours,transformers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sample", action="store_true", help="temperature 0.8 and top-k 40, not the likeliest token")

@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 
 from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
-from megatron.inference import loading  # noqa: E402
+from megatron.inference import load  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402
 from megatron.inference.int8 import Int8  # noqa: E402
 from megatron.model import GPT2  # noqa: E402
@@ -114,8 +114,8 @@ def main() -> None:
     shape = ModelConfig(**{key: value for key, value in PRESETS[asked.preset].items() if key != "tokenizer_type"},
                         vocab_size=50257)
     grid, cpu = groups.build(), torch.device("cpu")
-    found = loading.OpenedModel(Drawn(shape), shape, {}, "fp32", asked.preset)
-    models = {name: loading.build_model(found, grid, loading.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
+    found = load.OpenedModel(Drawn(shape), shape, {}, "fp32", asked.preset)
+    models = {name: load.build_model(found, grid, load.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
     rate = bandwidth()
     print(f"{torch.get_num_threads()} threads, {rate / 1e9:.1f} GB/s, int8 over {models['int8'].wpe.weight.dtype}")
     for batch in asked.batch:

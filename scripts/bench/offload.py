@@ -68,11 +68,7 @@ def main() -> None:
     print("|---" * 6 + "|")
     for _ in range(chosen.steps):
         before = home.traffic
-        drive = probe_nvme(chosen.nvme_path,
-                           contents="state",
-                           needed=256 << 20,
-                           read_per_step=0,
-                           written_per_step=0,
+        drive = probe_nvme(chosen.nvme_path, contents="state", needed=256 << 20, read_per_step=0, written_per_step=0,
                            flag=FLAG)
         update, whole = step(here), step(there)
         read = home.traffic.read_bytes - before.read_bytes

@@ -89,12 +89,10 @@ def main() -> None:
             "HF tokenizers": ("tiktoken", lambda: hugging_face(texts)),
         }
         if isinstance(fastest_engine(tokens, is_gpt2=True), GigatokenEngine):
-            contenders |= {
-                "gigatoken": ("gigatoken", lambda: bare(GigatokenEngine(tokens), texts)),
-                "json.loads alone": ("gigatoken", lambda: lambda: parse(args.file)),
-                "preprocess, gigatoken": ("gigatoken",
-                                          lambda: preprocess([args.file], GigatokenEngine(tokens), folder)),
-            }
+            contenders |= {"gigatoken": ("gigatoken", lambda: bare(GigatokenEngine(tokens), texts)),
+                           "json.loads alone": ("gigatoken", lambda: lambda: parse(args.file)),
+                           "preprocess, gigatoken": ("gigatoken",
+                                                     lambda: preprocess([args.file], GigatokenEngine(tokens), folder))}
         seconds = rounds(contenders, args.rounds)
         print(f"{args.file}: {size:.1f} MB, {len(texts)} documents; medians of {args.rounds} rounds on one core")
         for name, (yardstick, _) in contenders.items():

@@ -24,7 +24,7 @@ os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
 
 from megatron.plan.footprint import PlannedRun  # noqa: E402
 from megatron.plan.rate_cache import cached_or_measured_rates  # noqa: E402
-from megatron.tune import command  # noqa: E402
+from megatron.tune import cli  # noqa: E402
 from megatron.tune.cli import plan_choices  # noqa: E402
 from megatron.tune.search import (FINALISTS, REPEATS, TrialResult, fastest_choice, next_trial,  # noqa: E402
                                   select_candidates)
@@ -53,8 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         compare(flags, Path(place), mine.rounds)
         if mine.live:
-            command.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir",
-                          f"{place}/live"])
+            cli.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir", f"{place}/live"])
 
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:

@@ -4,11 +4,11 @@
 
     start-up   a job of two ranks with and without the comparison of what they were told, and of their code
                (megatron/distributed/preflight.py)
-    steps      with and without each rank saying where it is (megatron/distributed/rank_status.py), of a tiny and of a 14M model, on
-               one rank and on two
-    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/step_result.py), for 2 and
-               24 param groups whose rates stay or are new in each step, and the copy that takes it to the device; and
-               what two ranks compare in a save
+    steps      with and without each rank saying where it is (megatron/distributed/rank_status.py), of a tiny and of a
+               14M model, on one rank and on two
+    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/step_result.py), for 2
+               and 24 param groups whose rates stay or are new in each step, and the copy that takes it to the device;
+               and what two ranks compare in a save
     saves      of a 124M state (1.5 GB) with and without what says which checkpoint a file is of (decision 022)
 
 What is left out is left out by patches of this script, in processes of its own; the trainer has no such switch. Both

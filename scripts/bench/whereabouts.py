@@ -32,10 +32,8 @@ def silent() -> list[Any]:
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
     patches: list[Any] = [mock.patch.object(RankStatus, name, nothing) for name in ("enter", "at_step")]
     patches += [mock.patch.object(collective_tracker, name, nothing) for name in ("mark_waiting", "mark_idle")]
-    return patches + [
-        mock.patch.object(GlooBackend, name,
-                          getattr(GlooBackend, name).__wrapped__) for name in OPERATIONS
-    ]
+    return patches + [mock.patch.object(GlooBackend, name, getattr(GlooBackend, name).__wrapped__)
+                      for name in OPERATIONS]
 
 
 def counted(step: Callable[[], None]) -> int:

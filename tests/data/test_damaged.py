@@ -73,9 +73,8 @@ def preprocessed(paths: list[Path], prefix: Path, reading: TextReadOptions = Tex
 
 
 def web_read(path: Path) -> tuple[list[str], list[str]]:
-    reads = [
-        read for unit in plan_units(find_source_files([path])[0], 1 << 20) for read in read_unit(unit, WebReading())
-    ]
+    reads = [read for unit in plan_units(find_source_files([path])[0], 1 << 20)
+             for read in read_unit(unit, WebReading())]
     return ([read.value.text for read in reads if isinstance(read.value, Document)],
             [read.value.reason for read in reads if isinstance(read.value, DocumentError)])
 

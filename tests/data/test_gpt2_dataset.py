@@ -279,13 +279,13 @@ def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monk
 
 def test_a_run_whose_stored_order_is_emptied_ends_with_its_name_and_no_signal(tmp_path: Path) -> None:
     corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
-    program = (f"import glob, os, sys\nfrom data import sample_index\nfrom data.cli import run_command\n"
+    program = (f"import glob, os, sys\nfrom data import gpt2_dataset\nfrom data.cli import run_command\n"
                "from data.gpt2_dataset import GPT2Dataset\nfrom data.indexed import IndexedCorpus\n"
-               "sample_index.MIN_STORED_SAMPLES = 1\n"
+               "gpt2_dataset.MIN_STORED_SAMPLES = 1\n"
                f"dataset = GPT2Dataset(IndexedCorpus({str(tmp_path / 'c')!r}), range(3000), 4, 1, 'train', "
                f"{str(tmp_path / 'cache')!r})\ndataset[0]\n"
                f"for path in glob.glob({str(tmp_path / 'cache')!r} + '/*.rows'): os.truncate(path, 0)\n"
-               "run(lambda: [dataset[i] for i in range(1, 2000)])\n")
+               "run_command(lambda: [dataset[i] for i in range(1, 2000)])\n")
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True)
     assert done.returncode == 3 and done.stderr.count("\n") == 1, (done.returncode, done.stderr)

@@ -52,10 +52,8 @@ def page_by_page(name: str, values: np.ndarray) -> bytes:
     """The same file by a slow and obvious way."""
     dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
     together = stable_file.PAGE_CONTENT_BYTES // (dtype.itemsize * max(1, columns))
-    contents = [
-        stable_file.ROW_FILE_HEADER.pack(stable_file.ROW_FILE_MAGIC, stable_file.ROW_FILE_VERSION, dtype.str.encode(),
-                                         len(values), columns)
-    ]
+    contents = [stable_file.ROW_FILE_HEADER.pack(stable_file.ROW_FILE_MAGIC, stable_file.ROW_FILE_VERSION,
+                                                 dtype.str.encode(), len(values), columns)]
     contents += [values[at:at + together].astype(dtype).tobytes() for at in range(0, len(values), together)]
     filled = [content.ljust(stable_file.PAGE_CONTENT_BYTES, b"\0") for content in contents]
     return b"".join(content + zlib.crc32(content, zlib.crc32(f"{name} {number}".encode())).to_bytes(4, "little")
@@ -87,10 +85,8 @@ def read_all(path: Path, name: str = "name") -> None:
 def test_every_flipped_bit_is_refused(path: Path, fill: int) -> None:
     """Of every byte one, those of the header, of checksums and of what fills up the last page included."""
     good, draw = path.read_bytes(), random.Random(fill)
-    rng = [
-        place for start in range(0, len(good), PAGE_BYTES)
-        for place in (*range(start, start + 40), start + PAGE_BYTES - 1)
-    ]
+    rng = [place for start in range(0, len(good), PAGE_BYTES)
+           for place in (*range(start, start + 40), start + PAGE_BYTES - 1)]
     for place in rng + [draw.randrange(len(good)) for _ in range(300)]:
         bad = bytearray(good)
         bad[place] ^= 1 << draw.randrange(8)
@@ -116,10 +112,8 @@ def test_a_page_from_anywhere_else_is_refused(path: Path) -> None:
                 read_all(path)
 
 
-@pytest.mark.parametrize("size", [
-    0, 8, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES, 6 * PAGE_BYTES - 1, 6 * PAGE_BYTES + 1,
-    7 * PAGE_BYTES
-])
+@pytest.mark.parametrize("size", [0, 8, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES,
+                                  6 * PAGE_BYTES - 1, 6 * PAGE_BYTES + 1, 7 * PAGE_BYTES])
 def test_another_length_is_refused_when_it_is_opened(path: Path, size: int) -> None:
     os.truncate(path, size)
     with pytest.raises(DataError, match=f"^{path}: damaged: expected .* bytes.*, found {size}; delete it, and it is "):

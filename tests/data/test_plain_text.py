@@ -30,8 +30,8 @@ BYTE = ByteLevelTokenizer()
 def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tokenizer = BYTE,
                  **settings: object) -> list[list[int]]:
     prefix = files[0].parent / "corpus"
-    build_corpus(files, prefix, tokenizer, TextReadOptions(separator=Separator.parse(separator)),
-                 **settings)  # type: ignore
+    build_corpus(files, prefix, tokenizer, TextReadOptions(separator=Separator.parse(separator)),  # type: ignore
+                 **settings)
     corpus = IndexedCorpus(prefix)
     return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 
@@ -99,8 +99,8 @@ def test_where_a_file_is_cut_does_not_show(tmp_path: Path, monkeypatch: pytest.M
     for size, near in ((1, 4), (7, 1), (100, 16), (1000, 4096)):
         monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", size))
         monkeypatch.setattr(plain_text, "TAIL_BYTES", near)
-        parts = max(parts, len(list(read_text_chunks(path, Separator.parse(separator),
-                                                     tokenizer.safe_split_characters))))
+        chunks = list(read_text_chunks(path, Separator.parse(separator), tokenizer.safe_split_characters))
+        parts = max(parts, len(chunks))
         assert documents_in([path], separator, tokenizer) == whole, size
     assert parts > 30
 

@@ -239,9 +239,8 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_a_line(tmp_path:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for path in paths:
         path.write_bytes(b"\xef\xbb\xbf" + line + b"\n")
-    found = [
-        line for path in paths for chunk in read_line_chunks(path) for line in parse_lines(chunk, chunk.read(), "text")
-    ]
+    found = [line for path in paths for chunk in read_line_chunks(path)
+             for line in parse_lines(chunk, chunk.read(), "text")]
     assert found == [(line, "a\ufeff")] * 2
     (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf\n" + line + b"\n\xef\xbb\xbf" + line)
     with pytest.raises(DataError, match="c.jsonl:3 .*not JSON"):
@@ -323,9 +322,8 @@ def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_o
 
     results = ordered_map(_number, items(), workers=2)
     assert next(results) == 0
-    assert len(
-        taken
-    ) == 2 * MAX_PENDING_PER_WORKER + 1, "the other worker went on while the first one waited, but not without end"
+    assert len(taken) == 2 * MAX_PENDING_PER_WORKER + 1, (
+        "the other worker went on while the first one waited, but not without end")
     assert list(results) == list(range(1, 100))
 
 

@@ -54,8 +54,7 @@ def chunks_marked(prefix: Path) -> int:
 
 DIES = """
 import os, signal
-from data import jsonl, plain_text, preprocess
-from data import writer
+from data import jsonl, plain_text, preprocess, writer
 preprocess.RESUME_POINT_BYTES = 1000
 jsonl.read_line_chunks.__defaults__ = (600,)
 plain_text.read_text_chunks.__defaults__ = (None, "", 600)
@@ -67,8 +66,8 @@ def dies(real):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **more)
     return call
-writer.Growing.write, os.fsync, os.replace, os.truncate = map(
-    dies, (writer.Growing.write, os.fsync, os.replace, os.truncate))
+writer.AppendFile.write, os.fsync, os.replace, os.truncate = map(
+    dies, (writer.AppendFile.write, os.fsync, os.replace, os.truncate))
 if __name__ == "__main__":
     preprocess.main({arguments!r})
 """
@@ -115,9 +114,8 @@ class Stop:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ResumableError("a worker process died")],
                          ids=["ctrl-c", "worker"])
-@pytest.mark.parametrize("reading",
-                         [TextReadOptions(),
-                          TextReadOptions(separator=Separator.parse("word7"), append_eod=False)],
+@pytest.mark.parametrize("reading", [TextReadOptions(),
+                                     TextReadOptions(separator=Separator.parse("word7"), append_eod=False)],
                          ids=["files", "separated"])
 def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch,
                                                    error: BaseException, reading: TextReadOptions,

@@ -85,8 +85,8 @@ def test_no_corpus_is_made_of_a_file_that_changes(tmp_path: Path, change: Callab
 def test_no_files_are_split_from_one_that_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     spy = after_the_first(splitting.part_of_text, change, tmp_path / "a.jsonl")
-    with patch.object(splitting, "part_of_text", spy), pytest.raises(DataError,
-                                                                     match="a.jsonl: changed while it was read"):
+    with patch.object(splitting, "part_of_text", spy), \
+            pytest.raises(DataError, match="a.jsonl: changed while it was read"):
         split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1, 2), Fraction(1, 2), Fraction(0)])
     assert not [*tmp_path.glob("s.*")]
 
@@ -95,8 +95,8 @@ def test_no_corpus_is_imported_from_tokens_that_change(tmp_path: Path, change: C
     path = tmp_path / "a.bin"
     path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
     spy = after_the_first(importers.inspect_token_file, change, path)
-    with patch.object(importers, "inspect_token_file", spy), pytest.raises(DataError,
-                                                                           match="a.bin: changed while it was read"):
+    with patch.object(importers, "inspect_token_file", spy), \
+            pytest.raises(DataError, match="a.bin: changed while it was read"):
         import_tokens([path], tmp_path / "c", BYTE)
     assert not [*tmp_path.glob("c.*")]
 

@@ -27,7 +27,7 @@ from data.sampling import parse_split
 from data.split_json import split_json
 from data.storage import DataError, StorageFault, hold_writer_lock, stale_temporary_files
 from data.tokenizer import ByteLevelTokenizer
-from data.writer import CorpusWriter
+from data.writer import CORPUS_SUFFIXES, CorpusWriter
 
 BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +232,7 @@ def dies(real):
         left[0] -= 1
         return real(*arguments, **more)
     return call
-import data.writer as draft
+from data import writer
 os.replace, Path.unlink, writer.fsync_directory = dies(os.replace), dies(Path.unlink), dies(writer.fsync_directory)
 write({str(tmp_path / 'c')!r}, 2)
 """
@@ -297,7 +297,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
         writer.add_documents([1] * 400, SHAPES[1][2:])
     assert is_whole(IndexedCorpus(tmp_path / "c"))
     write(tmp_path / "d", 1)
-    for suffix in writer.CORPUS_SUFFIXES:
+    for suffix in CORPUS_SUFFIXES:
         assert (tmp_path / f"c{suffix}").read_bytes() == (tmp_path / f"d{suffix}").read_bytes()
     assert len(os.listdir(tmp_path)) == 6
     said = capsys.readouterr().err

@@ -41,9 +41,8 @@ def first(group: str, limit: int, used: int = 0, inactive: int = 0) -> dict[str,
 
 def found() -> tuple[float | None, float | None, str]:
     """MiB available and installed, and whose."""
-    return *(None if one is None else one / MIB
-             for one in (host_memory.available_bytes(), host_memory.total_bytes())), (
-                 host_memory.describe_owner("the host"))
+    sizes = (host_memory.available_bytes(), host_memory.total_bytes())
+    return *(None if one is None else one / MIB for one in sizes), host_memory.describe_owner("the host")
 
 
 def test_without_groups_it_is_the_machines() -> None:

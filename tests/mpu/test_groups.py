@@ -54,9 +54,8 @@ def test_a_size_larger_than_the_world_is_an_error_and_not_clamped() -> None:
 def _found_again(rank: int, world: int) -> bool:
     groups = build(2)
     assert group_from_process_group(None) == SOLO
-    return all(
-        group_from_process_group(group.process_group_or_none) == group
-        for group in (groups.world, groups.tp, groups.dp))
+    return all(group_from_process_group(group.process_group_or_none) == group
+               for group in (groups.world, groups.tp, groups.dp))
 
 
 def test_a_group_is_found_again_from_torchs_handle() -> None:
@@ -101,9 +100,8 @@ def _devices_only() -> Any:
 def _controls(rank: int, world: int) -> list[bool]:
     with _devices_only():
         groups = build(2)
-        again = [
-            group_from_process_group(group.process_group_or_none) for group in (groups.world, groups.tp, groups.dp)
-        ]
+        again = [group_from_process_group(group.process_group_or_none)
+                 for group in (groups.world, groups.tp, groups.dp)]
     mine = [groups.world, groups.tp, groups.dp]
     return [len({name for group in mine for name in (group.name, group.control_name)}) == 6,
             [group.control_name for group in mine] == [group.control_name for group in again],

@@ -191,8 +191,8 @@ def _bytes(rank: int, world: int) -> tuple[int, int]:
         sent[0] += message.numel() * message.element_size() * (world - 1)
         return all_gather_into(full, message, group)
 
-    with patch("mpu.compressed_all_reduce.all_to_all_into",
-               to_servers), patch("mpu.compressed_all_reduce.all_gather_into", to_all):
+    with patch("mpu.compressed_all_reduce.all_to_all_into", to_servers), \
+            patch("mpu.compressed_all_reduce.all_gather_into", to_all):
         mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
         mean.worker_error.add_(1.0)
         mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()

@@ -9,16 +9,16 @@ CONVERT_COMMAND = "`python -m megatron.checkpoint convert"
 
 
 def no_checkpoint_message(root: Path) -> str:
-    """Why no checkpoint is found there, as an error line."""
+    """The error text for a folder without a checkpoint of ours."""
     missing = "" if root.exists() else ": there is no such folder"
     return f"no committed checkpoint under {root}{missing}{describe_format(root)}"
 
 
 def describe_format(path: Path) -> str:
-    """"; it is ...: do this", or nothing where the path is none of the kinds known here."""
+    """"; it is FORMAT: ADVICE", or "" for an unknown format."""
     try:
         sentence = next((found for kind in FORMAT_DETECTORS if (found := kind(path))), None)
-    except OSError:  # what cannot be listed is not recognised
+    except OSError:  # an unreadable folder is not recognised
         return ""
     return f"; it is {sentence}" if sentence else ""
 
@@ -82,7 +82,7 @@ def _any(found: Iterable[Path]) -> bool:
 
 
 def _name_in_file(path: Path) -> Iterator[str]:
-    """The one plain name in a small text file, if there is one."""
+    """The name in a small text file, if it is one plain name."""
     if path.is_file():
         with open(path, "rb") as file:
             name = file.read(256).decode("utf-8", "replace").strip()

@@ -1,8 +1,8 @@
 """A GPT-2 that another program saved, with our parameter names: whole, unpadded tensors as [out, in].
 
-`ExternalCheckpoint` reads like a checkpoint of ours (reader.py), so an engine of any layout loads from it. A `NameTable`
-per program maps `<prefixes><layers>.<i>.<module>.weight` to `blocks.<i>.<module>.weight`. Torch files are read with the
-restricted loader; anything but tensors and plain values becomes an `InertObject`.
+`ExternalCheckpoint` reads like a checkpoint of ours (reader.py), so an engine of any layout loads from it. A
+`NameTable` per program maps `<prefixes><layers>.<i>.<module>.weight` to `blocks.<i>.<module>.weight`. Torch files are
+read with the restricted loader; anything but tensors and plain values becomes an `InertObject`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mpu.split import Partition
 
 @dataclass(frozen=True)
 class NameTable:
-    """The names of one program. Where two of theirs are one of ours, the first is the one that is written."""
+    """Parameter names of one program. If several of its names map to one of ours, the first is used for writing."""
 
     title: str
     prefixes: tuple[str, ...]
-    """What releases and wrappers put before the names, in any order and number."""
+    """Prefixes added by releases and wrappers, in any order and number."""
     layers: str
     modules: Mapping[str, str]
-    """In a layer: theirs -> ours."""
+    """Module names inside a layer: theirs -> ours."""
     top_level: Mapping[str, str]
-    """Outside of the layers: theirs -> ours."""
+    """Module names outside layers: theirs -> ours."""
     skipped: str
-    """Pattern of what holds no weight of its own: masks, and output layers that are the token table."""
+    """Pattern of names to skip: masks, and output layers tied to the token table."""
     transposes_matrices: bool = False
-    """Matrices in layers are [in, out]."""
+    """Matrices in layers are stored [in, out]."""
 
     def to_our_name(self, name: str) -> str | None:
-        """Our name; None for what is skipped."""
+        """Our name, or None for a skipped one; CheckpointError for an unknown name."""
         bare = re.sub(f"^({'|'.join(map(re.escape, self.prefixes))})+", "", name)
         module, _, kind = bare.rpartition(".")
         layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", module)
@@ -63,11 +63,11 @@ class NameTable:
         return f"{prefix}{self.layers}.{layer[1]}.{found}.{kind}" if layer else f"{prefix}{found}.{kind}"
 
     def is_transposed(self, ours: str) -> bool:
-        """Whether they keep this one as the transpose of ours."""
+        """Whether their tensor is the transpose of ours."""
         return self.transposes_matrices and re.fullmatch(r"blocks\.\d+\.(attn|mlp)\.\w+\.weight", ours) is not None
 
     def rename_tensors(self, tensors: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
-        """Tensors by our names; one that is unknown or there twice is an error."""
+        """Tensors by our names; CheckpointError for an unknown or duplicate name."""
         renamed: dict[str, Tensor] = {}
         for name, tensor in tensors:
             try:
@@ -84,8 +84,7 @@ class NameTable:
 HUGGING_FACE = NameTable(
     "Hugging Face", prefixes=("_orig_mod.", "module.", "transformer."), layers="h", transposes_matrices=True,
     modules={"ln_1": "ln_1", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj", "ln_2": "ln_2",
-             "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"},
-    top_level={"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"},
+             "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"}, top_level={"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"},
     skipped=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias")
 
 NANOGPT = replace(HUGGING_FACE, title="nanoGPT", transposes_matrices=False)
@@ -103,11 +102,11 @@ MEGATRON_LM = NameTable(
 LoadTensor = Callable[[], Tensor]
 
 SAMPLES_PER_TENSOR = 32
-"""Numbers of each tensor that ranks compare: a page read for each, where the file is mapped."""
+"""Elements of each tensor that ranks compare; each reads one page of a mapped file."""
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model and its logical shape (megatron/model/)."""
+    """Parameter name -> logical shape, for the whole model (megatron/model/)."""
     h, ffn = model.hidden_size, model.ffn_size
     block = {"ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
              "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
@@ -119,10 +118,10 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @final
 class ExternalCheckpoint:
-    """The weights of a model; each is fetched when it is asked for, and the last one asked for is kept."""
+    """The weights of another program's model. Each is loaded on request; the last one is cached."""
 
-    def __init__(self, where: str, model: ModelConfig, loads: Mapping[str, LoadTensor], notes: tuple[str,
-                                                                                                     ...] = ()) -> None:
+    def __init__(self, where: str, model: ModelConfig, loads: Mapping[str, LoadTensor],
+                 notes: tuple[str, ...] = ()) -> None:
         self.where, self.model, self.notes = where, model, notes
         self.shapes, self._loads = parameter_shapes(model), loads
         for what, names in (("missing", self.shapes.keys() - loads), ("unknown", loads.keys() - self.shapes.keys())):
@@ -132,7 +131,7 @@ class ExternalCheckpoint:
         self._last: tuple[str, Tensor] = "", torch.empty(0)
 
     def check(self) -> None:
-        """Fetch every tensor once and compare its shape: before any parameter is changed."""
+        """Load every tensor once to check its shape, before any parameter is changed."""
         for name in self.shapes:
             self.tensor(name)
 
@@ -152,7 +151,7 @@ class ExternalCheckpoint:
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: Tensor) -> None:
-        """Fill the 1-D `out` with the elements from `offset` of the flattened local tensor of `shape` at `tp_rank`."""
+        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
         assert kind == "weight", kind
         flat, asked = self.flat_tensor(name), tp_sharding_of(shape, partition, tp_size)
         if asked.logical_shape != self.shapes[name]:
@@ -164,8 +163,8 @@ class ExternalCheckpoint:
                 run.count].copy_(flat[run.logical_start:run.logical_start + run.count])
 
     def sampled_checksums(self) -> dict[str, str]:
-        """Of each tensor its type, its shape and a checksum of some numbers, evenly spread from the first to the last:
-        two trainings differ in all, files that are cut or mixed up in some. Not a checksum of every byte."""
+        """Name -> dtype, shape and a checksum of evenly spaced elements. Detects files of another training run or
+        mixed-up files, not every changed byte."""
         found = {}
         for name in self.shapes:
             tensor = self.tensor(name)
@@ -181,14 +180,14 @@ class ExternalCheckpoint:
 
 
 def assert_same_weights(source: ExternalCheckpoint, world: Group) -> None:
-    """Each rank reads a copy of its own, perhaps: what they hold is compared, as far as `facts` looks. Collective."""
+    """Raise unless all ranks read the same weights, by `sampled_checksums`; each may read its own copy. Collective."""
     if not world.is_solo:
         assert_equal_across_ranks(all_succeed_or_raise(source.sampled_checksums, world), world,
                                   "the ranks find different weights, each where it was told to look")
 
 
 def build_model_config(where: str, **fields: Any) -> ModelConfig:
-    """The shape a file declares; wrong numbers are the file's fault."""
+    """The ModelConfig that a file declares; invalid values raise a CheckpointError."""
     try:
         return ModelConfig(**fields)
     except (ConfigError, TypeError) as error:
@@ -196,12 +195,12 @@ def build_model_config(where: str, **fields: Any) -> ModelConfig:
 
 
 LEGACY_GLOBALS = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
-"""What Megatron's files of before torch 1.6 name; files of the format of that time cannot be asked."""
+"""Globals in Megatron files written before torch 1.6, whose format does not list them."""
 
 
 @final
 class InertObject:
-    """In place of anything but tensors and plain values that a torch file names: attributes at most, never code."""
+    """Stands for any non-tensor object in a torch file: holds attributes and runs no code."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
@@ -212,17 +211,15 @@ class InertObject:
 
 
 def load_torch_file(path: Path) -> Any:
-    """What `torch.save` wrote, mapped into memory where its format allows it.
-
-    Read by torch's restricted loader, which makes tensors and plain values only. Old training programs also saved
-    their arguments and numpy's random state; such names are not looked up: an `InertObject` record takes their place.
-    """
+    """Load a `torch.save` file with torch's restricted loader, memory-mapped if its format allows. Old training
+    programs also saved their arguments and numpy's random state; such classes are not imported, an `InertObject`
+    replaces them. Raises CheckpointError."""
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"PK"
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else LEGACY_GLOBALS
         with torch.serialization.safe_globals([(InertObject, name) for name in names]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # whatever a damaged file does to the unpickler
+    except Exception as error:  # a damaged file can raise anything
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: cannot be read as a torch file of tensors: {reason:.300}") from error

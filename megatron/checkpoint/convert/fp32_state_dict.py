@@ -1,7 +1,7 @@
 """DeepSpeed's functions for fp32 weights of a checkpoint (get_fp32_state_dict_from_zero_checkpoint and others).
 
-They read through zero_to_fp32.py, the script copied beside the tags, so both give the same bytes. One tensor is in memory
-at a time, besides the result. To resume a run use `load_checkpoint`.
+They read through zero_to_fp32.py, the script copied beside the tags, so both give the same bytes. One tensor is in
+memory at a time, besides the result. To resume a run use `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ M = TypeVar("M", bound=nn.Module)
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: PathLike, tag: str | None = None,
                                              exclude_frozen_parameters: bool = False,
                                              lazy_mode: bool = False) -> Mapping[str, Tensor]:
-    """Whole, unpadded fp32 weights by name, of the newest tag unless one is named; all names of a tied tensor give the
-    same one. With `lazy_mode` each is read when it is asked for, and not kept."""
+    """Full, unpadded fp32 weights by name, from `tag` or the newest one; all names of a tied tensor share it. With
+    `lazy_mode` each is read on access and not cached."""
     entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
     lazy = LazyStateDict(entries)
     if lazy_mode:
@@ -37,13 +37,10 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: PathLike, tag: str 
     return {entry.name: loaded[entry.saved_as] for entry in entries}
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: PathLike,
-                                               output_dir: PathLike,
-                                               max_shard_size: str = "5GB",
-                                               safe_serialization: bool = False,
-                                               tag: str | None = None,
-                                               exclude_frozen_parameters: bool = False) -> None:
-    """The same as files: `pytorch_model.bin` or `model.safetensors` in a folder, or a file of that name."""
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: PathLike, output_dir: PathLike,
+                                               max_shard_size: str = "5GB", safe_serialization: bool = False,
+                                               tag: str | None = None, exclude_frozen_parameters: bool = False) -> None:
+    """Write the state dict as `pytorch_model.bin` or `model.safetensors` in a folder, or as a file of that name."""
     with _translate_script_errors():
         limit = parse_byte_count(max_shard_size)
     entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
@@ -54,12 +51,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: PathLike,
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag: str | None = None) -> M:
-    """Fill a model on the CPU with the weights. It must be whole (no tensor parallelism, no engine around it)."""
+    """Load the weights into an unsharded model (no tensor parallelism, no engine) and return it on the CPU."""
     model = model.cpu()
     places = model.state_dict(keep_vars=True)
     entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)
                if entry.name == entry.saved_as or entry.name in places}
-    # Of a tied tensor a checkpoint of format 4 or older has one name.
+    # Checkpoints of format 4 or older list a tied tensor under one name only.
     given = {id(places[name]) for name in entries if name in places}
     strange = sorted(entries.keys() - places.keys())
     strange += sorted(name for name, place in places.items() if id(place) not in given)
@@ -72,7 +69,7 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag
 
 
 def _copy_into(target: Tensor, entry: OutputTensor) -> None:
-    """Into a parameter or buffer; rows that pad it for tensor parallelism are zero."""
+    """Copy into a parameter or buffer; rows that pad it for tensor parallelism become zero."""
     partition, into = partition_of(target), target.detach()
     if partition is not None and partition.size is not None:
         into.zero_()
@@ -85,7 +82,7 @@ def _copy_into(target: Tensor, entry: OutputTensor) -> None:
 
 @final
 class LazyStateDict(Mapping[str, Tensor]):
-    """A state dict whose tensors are read each time they are asked for."""
+    """A state dict whose tensors are read on each access."""
 
     def __init__(self, entries: list[OutputTensor]) -> None:
         self._entries = {entry.name: entry for entry in entries}
@@ -109,7 +106,7 @@ def _entries(folder: PathLike, tag: str | None, exclude_frozen: bool) -> list[Ou
 
 @contextmanager
 def _translate_script_errors() -> Iterator[None]:
-    """The script's own errors, which know nothing of this program, as those of the family."""
+    """Translate the stand-alone script's errors to ours."""
     try:
         yield
     except DamagedCheckpoint as error:

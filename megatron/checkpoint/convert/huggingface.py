@@ -1,4 +1,5 @@
-"""Read and write Hugging Face GPT-2 folders (config.json beside model.safetensors or pytorch_model.bin), and read nanoGPT's ckpt.pt.
+"""Read and write Hugging Face GPT-2 folders (config.json beside model.safetensors or pytorch_model.bin), and read
+nanoGPT's ckpt.pt.
 
 Hugging Face matrices are [in, out] ("Conv1D"), nanoGPT's [out, in] under the same names. `lm_head.weight` must be the
 token table. Models that compute something else than ours are refused. nanoGPT trains with the exact GELU, ours is the
@@ -37,20 +38,19 @@ SHARD_BYTES = 5 * 10**9
 SUPPORTED_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 REQUIRED_CONFIG: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
                                          "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-"""Settings under which their model is ours; each is also what an absent one means."""
+"""Settings under which their model equals ours; also the default of an absent key."""
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 def open_huggingface(folder: Path) -> ExternalCheckpoint:
-    """A folder of theirs; its tensors are views of mapped files."""
+    """Open a Hugging Face folder; its tensors are views of mapped files."""
     model = model_config_of(read_hf_config(folder), str(folder / HF_CONFIG_FILE))
     tensors = _load_tensors(folder)
     found = HUGGING_FACE.rename_tensors(tensors.items(), str(folder))
     check_output_layer(tensors, found, str(folder))
     foreign = ExternalCheckpoint(str(folder), model,
-                                 {name: partial(_to_our_orientation, name, tensor)
-                                  for name, tensor in found.items()})
+                                 {name: partial(_to_our_orientation, name, tensor) for name, tensor in found.items()})
     foreign.check()
     return foreign
 
@@ -60,7 +60,7 @@ def _to_our_orientation(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_output_layer(their_tensors: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], where: str) -> None:
-    """An output layer of its own is refused."""
+    """Raise if the output layer is not tied to the token table."""
     heads = [tensor for name, tensor in their_tensors.items() if name.endswith("lm_head.weight")]
     table = our_tensors.get("wte.weight")
     if heads and table is not None and not torch.equal(heads[0], table):
@@ -69,7 +69,7 @@ def check_output_layer(their_tensors: Mapping[str, Tensor], our_tensors: Mapping
 
 
 def model_config_of(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """Of a config.json of theirs, if our model computes the same."""
+    """The ModelConfig of their config.json; CheckpointError if our model computes something else."""
     wrong = [f"{key} is {config[key]!r}, {needed!r} expected" for key, needed in REQUIRED_CONFIG.items()
              if config.get(key, needed) != needed]
     if (gelu := config.get("activation_function", SUPPORTED_GELU[0])) not in SUPPORTED_GELU:
@@ -85,7 +85,7 @@ def model_config_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
-    """Everything in the weight files, whatever is in them."""
+    """All tensors of the weight files, by their names."""
     for name, load in ((SAFETENSORS_FILE, _load_safetensors), (TORCH_FILE, _load_torch_tensors)):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -118,12 +118,10 @@ def _load_torch_tensors(path: Path) -> dict[str, Tensor]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def export_huggingface(checkpoint: Checkpoint,
-                       output: Path,
-                       shard_bytes: int = SHARD_BYTES,
+def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES,
                        print_line: PrintLine = print_to_stderr) -> list[Path]:
-    """Write a folder that transformers loads: weights first, config.json last; the files. One tensor at a time is in
-    memory. `say` prints why there are no tokenizer files, where there are none."""
+    """Write a folder that transformers loads, weights first and config.json last; returns the files. Holds one tensor
+    in memory at a time. `print_line` gets the reason if no tokenizer files are written."""
     recorded = read_recorded_model(checkpoint)
     model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
     if holds != parameter_shapes(model):
@@ -160,15 +158,14 @@ def _output_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
 
 
 def _huggingface_config(model: ModelConfig, eod: int | None) -> dict[str, object]:
-    return {
-        **REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
-        "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
-        "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
-        "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
-        "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
-        "layer_norm_epsilon": model.layernorm_epsilon, "initializer_range": model.init_method_std, "bos_token_id": eod,
-        "eos_token_id": eod, "torch_dtype": "float32"
-    }
+    return {**REQUIRED_CONFIG, "architectures": ["GPT2LMHeadModel"], "activation_function": SUPPORTED_GELU[0],
+            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
+            "n_inner": model.intermediate_size, "n_positions": model.max_position_embeddings,
+            "n_ctx": model.max_position_embeddings, "vocab_size": model.known_vocab_size,
+            "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
+            "embd_pdrop": model.hidden_dropout, "layer_norm_epsilon": model.layernorm_epsilon,
+            "initializer_range": model.init_method_std, "bos_token_id": eod, "eos_token_id": eod,
+            "torch_dtype": "float32"}
 
 
 NANOGPT_FILE = "ckpt.pt"
@@ -177,7 +174,7 @@ NANOGPT_FIELDS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "n
 
 
 def open_nanogpt(saved: Any, path: Path, vocab_size: int | None = None) -> ExternalCheckpoint:
-    """`vocab_size` cuts off the rows that pad the token table (nanoGPT calls 50304 what GPT-2 calls 50257)."""
+    """Open nanoGPT's ckpt.pt. `vocab_size` removes padding rows of the token table (nanoGPT pads 50257 to 50304)."""
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict) \
             or not isinstance(args := saved.get("model_args"), dict) or not NANOGPT_FIELDS.keys() <= args.keys():
         raise CheckpointError(f"{path}: expected nanoGPT's `model` and `model_args` with {', '.join(NANOGPT_FIELDS)}")

@@ -35,7 +35,7 @@ from mpu.groups import SOLO
 
 def open_external_checkpoint(source: Path, vocab_size: int | None = None, heads: int | None = None,
                              version: float | None = None) -> ExternalCheckpoint:
-    """Another program's checkpoint, whichever it is."""
+    """Open another program's checkpoint; the content of `source` decides which."""
     if (source / HF_CONFIG_FILE).is_file():
         return huggingface.open_huggingface(source)
     if source.is_file() or (source / huggingface.NANOGPT_FILE).is_file():
@@ -53,18 +53,18 @@ def open_external_checkpoint(source: Path, vocab_size: int | None = None, heads:
 
 
 def import_weights(source: ExternalCheckpoint, root: Path) -> SaveReport:
-    """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
+    """Save the weights as a checkpoint of ours, with one tensor in memory at a time."""
     pieces = [_weight_piece(source, name, shape) for name, shape in source.shapes.items()]
     return _save_tag(root, tag_of_iteration(0), pieces, Config(model=source.model).as_dict(), 0)
 
 
 def quantise_weights(source: Checkpoint | ExternalCheckpoint, root: Path) -> SaveReport:
-    """Write the weights with matrices of int8 (int8.py), one tensor in memory at a time; of a run the tag
-    stays."""
+    """Save the weights with int8 matrices (int8_weights.py), with one tensor in memory at a time. A run's tag keeps its
+    name."""
     if isinstance(source, ExternalCheckpoint):
         pieces = _quantised_pieces(source, source.shapes)
         return _save_tag(root, tag_of_iteration(0), pieces, Config(model=source.model).as_dict(), 0)
-    read_recorded_model(source)  # or why it is no GPT-2 that could be loaded
+    read_recorded_model(source)  # raises if it is no GPT-2
     shapes = {name: source.shape("weight", name) for name in source.names("weight")}
     if "wte.weight" not in shapes:
         raise CheckpointError(f"tag {source.tag} is not of this program's GPT-2, which is what int8 is for")
@@ -72,8 +72,8 @@ def quantise_weights(source: Checkpoint | ExternalCheckpoint, root: Path) -> Sav
     return _save_tag(root, source.tag, _quantised_pieces(source, shapes), source.config, source.iteration, state)
 
 
-def _quantised_pieces(source: Checkpoint | ExternalCheckpoint, shapes: Mapping[str, tuple[int,
-                                                                                          ...]]) -> list[TensorPiece]:
+def _quantised_pieces(source: Checkpoint | ExternalCheckpoint,
+                      shapes: Mapping[str, tuple[int, ...]]) -> list[TensorPiece]:
     return [piece for name, shape in shapes.items() for piece in
             (_int8_pieces(source, name, shape) if is_quantised(name, shape) else [_weight_piece(source, name, shape)])]
 
@@ -100,13 +100,11 @@ def _weight_piece(source: Checkpoint | ExternalCheckpoint, name: str, shape: tup
 
 
 def _int8_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...]) -> list[TensorPiece]:
-    """Values and scales; the matrix is read twice, as they go to different places of the file."""
+    """Values and scales. The matrix is read twice, since the two are written to different places of the file."""
     read, where = _range_reader(source, name, shape), f"weight {name!r}"
-    return [
-        _lazy_piece(name, INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
-        _lazy_piece(name, SCALE_KIND, shape[:1], torch.float32,
-                    lambda: scales_from_maxima(row_maxima(read, shape), where))
-    ]
+    return [_lazy_piece(name, INT8_KIND, shape, torch.int8, lambda: quantise_matrix(read, shape, where)[0].view(-1)),
+            _lazy_piece(name, SCALE_KIND, shape[:1], torch.float32,
+                        lambda: scales_from_maxima(row_maxima(read, shape), where))]
 
 
 def _lazy_piece(name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype,

@@ -1,4 +1,5 @@
-"""Read Megatron-LM GPT-2 checkpoints: mp_rank_<XX>/model_optim_rng.pt, one file per tensor-parallel rank, or one state dict.
+"""Read Megatron-LM GPT-2 checkpoints: mp_rank_<XX>/model_optim_rng.pt, one file per tensor-parallel rank, or one state
+dict.
 
     checkpoint_version 0 (or none)   query_key_value rows [q k v, head, width], as ours
     checkpoint_version 1             [head, width, q k v]
@@ -28,11 +29,11 @@ RANK_FILE, TRACKER_FILE = "model_optim_rng.pt", "latest_checkpointed_iteration.t
 PARTITIONS = {"wte.weight": Partition(0), "qkv.weight": Partition(0, 3), "qkv.bias": Partition(0, 3),
               "attn.proj.weight": Partition(1), "fc.weight": Partition(0), "fc.bias": Partition(0),
               "mlp.proj.weight": Partition(1)}
-"""How a tensor is split, by the end of our name; the others are whole in every file."""
+"""Suffix of our name -> how the tensor is split; others are replicated in every file."""
 
 
 def find_folder(folder: Path) -> Path | None:
-    """The folder of the mp_rank_XX, if there is one: this, or the iteration that the tracker of a save folder names."""
+    """The folder with mp_rank_XX: `folder`, or the iteration that the tracker file names; None if there is none."""
     tracker = folder / TRACKER_FILE
     if tracker.is_file():
         word = tracker.read_bytes()[:32].decode("ascii", "replace").strip()
@@ -41,7 +42,8 @@ def find_folder(folder: Path) -> Path | None:
 
 
 def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | None = None) -> ExternalCheckpoint:
-    """`vocab_size` cuts off the rows that pad the token table; `heads` is for files that hold no arguments."""
+    """Open one checkpoint of mp_rank_XX files. `vocab_size` removes padding rows of the token table; `heads` is needed
+    if the files hold no arguments."""
     ranks = _rank_folder_names(folder)
     saved = [load_torch_file(folder / name / RANK_FILE) for name in ranks]
     parts = [MEGATRON_LM.rename_tensors(_flatten_state_dict(one.get("model"), ""), str(folder / name / RANK_FILE))
@@ -56,13 +58,13 @@ def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | 
 
 
 def is_state_dict(saved: Any) -> bool:
-    """Whether a file's content is the state dict of such a model."""
+    """Whether the content of a file is a state dict of a Megatron GPT-2."""
     return any(".query_key_value." in name for name, _ in _flatten_state_dict(saved, ""))
 
 
 def open_state_dict(saved: Any, path: Path, vocab_size: int | None, heads: int | None,
                     version: float | None) -> ExternalCheckpoint:
-    """The whole model in one state dict."""
+    """Open a full model in one state dict."""
     if version is None:
         raise CheckpointError(f"{path}: a state dict does not say in which order the rows of query_key_value are: give "
                               "--checkpoint-version 0 (q k v, head, width: Megatron-LM 1, DeepSpeedExamples) or 2 "
@@ -78,8 +80,7 @@ def _join_ranks(where: str, parts: list[dict[str, Tensor]], vocab_size: int | No
     shape = _infer_shape(parts[0], len(parts), where, heads)
     if vocab_size is not None and vocab_size > shape["vocab_size"]:
         raise CheckpointError(f"{where}: --vocab-size {vocab_size} is more than its {shape['vocab_size']} rows")
-    model = build_model_config(where,
-                               **{**shape, "vocab_size": vocab_size or shape["vocab_size"]},
+    model = build_model_config(where, **{**shape, "vocab_size": vocab_size or shape["vocab_size"]},
                                layernorm_epsilon=epsilon)
     loads = {name: partial(_join_tensor, name, [part[name] for part in parts], version, heads, model.known_vocab_size)
              for name in parts[0]}
@@ -104,7 +105,7 @@ def _flatten_state_dict(value: object, path: str) -> Iterator[tuple[str, Tensor]
 
 
 def _infer_shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) -> dict[str, Any]:
-    """What the tensors themselves say."""
+    """Model fields that follow from the tensors' shapes."""
     try:
         rows, hidden = part["wte.weight"].shape
         return {"num_layers": 1 + max(int(name.split(".")[1]) for name in part if name.startswith("blocks.")),
@@ -116,7 +117,7 @@ def _infer_shape(part: Mapping[str, Tensor], tp: int, where: str, heads: int) ->
 
 
 def _join_tensor(name: str, pieces: list[Tensor], version: float, heads: int, tokens: int) -> Tensor:
-    """The whole tensor of the parts of all ranks."""
+    """Join the slices of all tensor-parallel ranks."""
     partition = next((cut for end, cut in PARTITIONS.items() if name.endswith(end)), None)
     if partition is None:
         return pieces[0]
@@ -127,9 +128,11 @@ def _join_tensor(name: str, pieces: list[Tensor], version: float, heads: int, to
 
 
 def _in_our_order(piece: Tensor, version: float, heads: int) -> Tensor:
-    """Rows of one rank's fused projection -> [q k v, head, width]."""
+    """Reorder the rows of one rank's fused projection to [qkv, head, width]."""
     if version >= 2:
+        # [head, qkv, width, ...] -> [qkv, head, width, ...]
         piece = piece.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     elif version >= 1:
+        # [head, width, qkv, ...] -> [qkv, head, width, ...]
         piece = piece.unflatten(0, (heads, -1, 3)).movedim(2, 0).flatten(0, 2)
     return piece

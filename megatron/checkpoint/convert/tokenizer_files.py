@@ -27,7 +27,7 @@ from megatron.config.tree import ModelConfig
 DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
 SPACE = "\u2581"
 NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
-"""Types of SentencePiece pieces: learned ones, the user's own symbols (never split), and those it makes no use of."""
+"""SentencePiece piece types: learned, user-defined (never split), unused."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class TokenizerFiles:
     files: Mapping[str, bytes] = field(default_factory=dict)
     eod: int | None = None
     note: str | None = None
-    """Why the files are not what AutoTokenizer loads."""
+    """Why AutoTokenizer cannot load the files."""
 
 
 def build_tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None
                           ) -> TokenizerFiles:
-    """`section` is the saved data configuration; `known` the tokenizer that the checkpoint records, if it does."""
+    """`section` is the saved data configuration; `known` is the tokenizer that the checkpoint records, if any."""
     kind = section["tokenizer_type"] or DEFAULT_TOKENIZER_TYPE
     path = section["tokenizer_path"] or section["vocab_file"]
     if kind == "SentencePieceTokenizer" and path is None and "default" in section["train_data"]:
@@ -69,25 +69,20 @@ def _gpt2_files(section: Mapping[str, Any], path: str | None, eod: int, length: 
 def _byte_level_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     vocabulary = byte_alphabet()
     step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return _fast_tokenizer_files({"type": "BPE", "vocab": vocabulary, "merges": []},
-                                 eod,
-                                 length,
-                                 pre_tokenizer=step,
+    return _fast_tokenizer_files({"type": "BPE", "vocab": vocabulary, "merges": []}, eod, length, pre_tokenizer=step,
                                  decoder=step)
 
 
 def _character_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     characters = sorted(set(read_flag_text(section["vocab_file"], "--vocab-file")))
-    if REPLACEMENT_CHARACTER in characters:  # it would be two tokens
+    if REPLACEMENT_CHARACTER in characters:  # it would mean two tokens
         return TokenizerFiles(eod=eod, note="no tokenizer files: the vocabulary holds U+FFFD, which also stands for "
                                             "every unknown character")
     vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT_CHARACTER])}
-    return _fast_tokenizer_files(
-        {"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER},
-        eod,
-        length,
-        pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-        decoder={"type": "Fuse"})
+    return _fast_tokenizer_files({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER},
+                                 eod, length, pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"},
+                                                             "behavior": "Isolated", "invert": False},
+                                 decoder={"type": "Fuse"})
 
 
 def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
@@ -99,22 +94,15 @@ def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int,
                               "is not BPE with byte fallback): load it with the sentencepiece package")
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
     return _fast_tokenizer_files(
-        {
-            "type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned), "byte_fallback": True,
-            "unk_token": pieces[0][0], "fuse_unk": False
-        },
-        eod,
-        length,
+        {"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned),
+         "byte_fallback": True, "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
         normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        decoder={
-            "type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                                             {"type": "ByteFallback"}, {"type": "Fuse"}]
-        })
+        decoder={"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                                                  {"type": "ByteFallback"}, {"type": "Fuse"}]})
 
 
 def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
-    """Pieces with their scores; those that are learned; whether it is a BPE with byte fallback that leaves the text as
-    it is."""
+    """(pieces with scores, learned pieces, whether it is BPE with byte fallback that leaves the text unchanged)."""
     model = parse_protobuf(proto)
     pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
     trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
@@ -131,8 +119,8 @@ def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
 
 
 def _merges(pieces: list[tuple[str, float]], learned: set[str]) -> list[list[str]]:
-    """Pairs in the order in which SentencePiece would join them: by the score of what they make. Bytes, `<unk>` and
-    the end of a document are never made of text, nor are they parts of it."""
+    """Merge pairs in SentencePiece's order, by the score of the result. Bytes, `<unk>` and end-of-document are neither
+    results nor parts of a merge."""
     place = {piece: i for i, (piece, _) in enumerate(pieces)}
     found = [(-score, place[piece[:cut]], place[piece[cut:]], piece[:cut], piece[cut:])
              for piece, score in pieces if piece in learned for cut in range(1, len(piece))
@@ -150,7 +138,7 @@ def _fast_tokenizer_files(model: Mapping[str, Any], eod: int, length: int, **par
 
 
 def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
-    """`split_special_tokens`: a text that says <|endoftext|> does not end the document."""
+    """tokenizer_config.json. `split_special_tokens`: the text "<|endoftext|>" does not end a document."""
     settings = {"tokenizer_class": kind, "model_max_length": length, "add_prefix_space": False,
                 "clean_up_tokenization_spaces": False, "split_special_tokens": True,
                 **{f"{role}_token": END_OF_TEXT for role in ("bos", "eos", "unk")}}
@@ -159,15 +147,14 @@ def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
 
 FILE_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
     "GPT2BPETokenizer": _gpt2_files, "ByteLevelTokenizer": _byte_level_files,
-    "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files
-}
+    "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files}
 
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def parse_protobuf(data: bytes) -> dict[int, list[Any]]:
-    """Of a protocol buffer, without its schema: field number -> integers, floats (32 bits) and bytes, in order."""
+    """Decode a protocol buffer without its schema: field number -> integers, 32-bit floats and bytes, in order."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(data):

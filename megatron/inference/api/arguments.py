@@ -22,11 +22,9 @@ from megatron.config.schema import require
 from megatron.errors import ConfigError
 
 DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-DTYPES = {
-    **DTYPE_NAMES, **{str(dtype): dtype
-                      for dtype in DTYPE_NAMES.values()}, "float32": torch.float32, "float": torch.float32,
-    "bfloat16": torch.bfloat16, "bfloat": torch.bfloat16, "float16": torch.float16, "half": torch.float16
-}
+DTYPES = {**DTYPE_NAMES, **{str(dtype): dtype for dtype in DTYPE_NAMES.values()}, "float32": torch.float32,
+          "float": torch.float32, "bfloat16": torch.bfloat16, "bfloat": torch.bfloat16, "float16": torch.float16,
+          "half": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class InferenceArguments:
 @dataclass(frozen=True)
 class AcceptedArgument:
     field_name: str
-    """Field of Asked."""
+    """Field of InferenceArguments."""
     expected: str
     convert: Callable[[Any], Any]
     """Raises ValueError for what is not `expected`."""
@@ -120,7 +118,7 @@ ARGUMENTS: dict[str, AcceptedArgument | FixedArgument] = {
     "tensor_parallel.tp_size": AcceptedArgument("tp_size", "a number of ranks, 1 or more", _positive_int),
     "tensor_parallel.mpu": AcceptedArgument("mpu", "an object with get_{model,data}_parallel_group()", _anything),
     "tensor_parallel.tp_group": AcceptedArgument("tp_group", "a process group of torch.distributed", _anything),
-    "tensor_parallel.enabled": FixedArgument((True, ), "tp_size 1 is a whole model; give that"),
+    "tensor_parallel.enabled": FixedArgument((True,), "tp_size 1 is a whole model; give that"),
     "tensor_parallel.tp_grain_size": FixedArgument((1, 64), "parts are equal; leave it out", warns_only=True),
     "dtype": AcceptedArgument("dtype", "torch.float32, torch.bfloat16, torch.float16 or torch.int8, or their names",
                               _dtype),
@@ -128,57 +126,50 @@ ARGUMENTS: dict[str, AcceptedArgument | FixedArgument] = {
                                    _checkpoint),
     "base_dir": AcceptedArgument("base_dir", "a folder", _path),
     "replace_with_kernel_inject": AcceptedArgument("fast", "true or false", _boolean),
-    "injection_policy": AcceptedArgument("policy",
-                                         "{LayerClass: names of its row-parallel layers}, or {LayerClass: Cut(...)}",
-                                         _mapping),
+    "injection_policy": AcceptedArgument("policy", "{LayerClass: names of its row-parallel "
+                                         "layers}, or {LayerClass: Cut(...)}", _mapping),
     "example_inputs": AcceptedArgument("example_inputs", "inputs that the model takes", _anything),
     "max_out_tokens": AcceptedArgument("max_out_tokens", "a number of tokens, 1 or more", _positive_int),
     "min_out_tokens": AcceptedArgument("min_out_tokens", "a number of tokens, 1 or more", _positive_int),
     "replace_method": FixedArgument((None, "auto", ""), "DeepSpeed ignores it too; leave it out", warns_only=True),
-    "training_mp_size": FixedArgument((None, 1),
-                                      "a checkpoint says itself over how many ranks it was trained",
+    "training_mp_size": FixedArgument((None, 1), "a checkpoint says itself over how many ranks it was trained",
                                       warns_only=True),
     "enable_cuda_graph": FixedArgument(_OFF, "graphs are not captured", warns_only=True),
     "use_triton": FixedArgument(_OFF, _PLAIN_KERNELS, warns_only=True),
     "triton_autotune": FixedArgument(_OFF, _PLAIN_KERNELS, warns_only=True),
     "return_tuple": FixedArgument((None, True, False), "layers return what they did"),
-    "triangular_masking": FixedArgument((True, ), "the mask is the model's own; leave it out"),
+    "triangular_masking": FixedArgument((True,), "the mask is the model's own; leave it out"),
     "transposed_mode": FixedArgument(_OFF, "the class of a layer says how its matrix lies; leave it out"),
-    "set_empty_params": FixedArgument(
-        _OFF, "with checkpoint= and no model, each rank makes and reads its part alone; leave it "
-        "out"),
-    "keep_module_on_host": FixedArgument(
-        _OFF, "a rank's part goes to its device; CUDA_VISIBLE_DEVICES= (empty) runs on the "
-        "CPU"),
-    "save_mp_checkpoint_path": FixedArgument((None, ),
+    "set_empty_params": FixedArgument(_OFF, "with checkpoint= and no model, each rank "
+                                      "makes and reads its part alone; leave it out"),
+    "keep_module_on_host": FixedArgument(_OFF, "a rank's part goes to its device; "
+                                         "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"),
+    "save_mp_checkpoint_path": FixedArgument((None,),
                                              "a checkpoint of ours loads at any tp_size: no copy for each is needed"),
     "checkpoint_config": FixedArgument((None, {}), "give checkpoint=, and base_dir= if it is relative"),
     "zero": FixedArgument((None, {}, {"stage": 0}, {"stage": 1}, {"stage": 2}),
                           "weights are split by tensor_parallel.tp_size; leave it out"),
-    "injection_policy_tuple": FixedArgument((None, ), "give injection_policy={LayerClass: (names,)}"),
+    "injection_policy_tuple": FixedArgument((None,), "give injection_policy={LayerClass: (names,)}"),
     "config": FixedArgument((None, {}), "give its keys directly"),
-    "quantization_setting": FixedArgument((None, ), _ROWS),
+    "quantization_setting": FixedArgument((None,), _ROWS),
     "quant.enabled": FixedArgument((True, False), ""),
     "quant.weight.enabled": FixedArgument((True, False), ""),
-    "quant.weight.num_bits": FixedArgument((8, ), "weights are int8 (dtype=torch.int8) or not quantised"),
-    "quant.weight.q_type": FixedArgument(("symmetric", ), _ROWS),
-    "quant.weight.q_groups": FixedArgument((1, ), _ROWS),
+    "quant.weight.num_bits": FixedArgument((8,), "weights are int8 (dtype=torch.int8) or not quantised"),
+    "quant.weight.q_type": FixedArgument(("symmetric",), _ROWS),
+    "quant.weight.q_groups": FixedArgument((1,), _ROWS),
     "quant.weight.quantized_initialization": FixedArgument((None, {}), _ROWS),
     "quant.weight.post_init_quant": FixedArgument((None, {}), _ROWS),
-    "quant.activation.enabled": FixedArgument((False, ), "activations are not quantised; leave it out"),
-    **{
-        f"quant.activation.{name}": FixedArgument(("symmetric", 1, 8), "activations are not quantised; leave it out")
-        for name in ("num_bits", "q_type", "q_groups")
-    },
-    "quant.qkv.enabled": FixedArgument((True, ),
+    "quant.activation.enabled": FixedArgument((False,), "activations are not quantised; leave it out"),
+    **{f"quant.activation.{name}": FixedArgument(("symmetric", 1, 8), "activations are not quantised; leave it out")
+       for name in ("num_bits", "q_type", "q_groups")},
+    "quant.qkv.enabled": FixedArgument((True,),
                                        "all matrices of a block are quantised, with dtype=torch.int8; leave it out"),
     "moe": FixedArgument((None, False, {}, {"enabled": False}), _NO_EXPERTS),
-    "moe_type": FixedArgument(("standard", ), _NO_EXPERTS),
-    "moe_experts": FixedArgument(([1], (1, )), _NO_EXPERTS),
-    "ep_size": FixedArgument((1, ), _NO_EXPERTS),
-    "ep_group": FixedArgument((None, ), _NO_EXPERTS),
-    "ep_mp_group": FixedArgument((None, ), _NO_EXPERTS),
-}
+    "moe_type": FixedArgument(("standard",), _NO_EXPERTS),
+    "moe_experts": FixedArgument(([1], (1,)), _NO_EXPERTS),
+    "ep_size": FixedArgument((1,), _NO_EXPERTS),
+    "ep_group": FixedArgument((None,), _NO_EXPERTS),
+    "ep_mp_group": FixedArgument((None,), _NO_EXPERTS)}
 ALIASES = {"mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "tp": "tensor_parallel",
            "kernel_inject": "replace_with_kernel_inject", "injection_dict": "injection_policy",
            "max_tokens": "max_out_tokens", "min_tokens": "min_out_tokens", "tm": "triangular_masking",
@@ -210,8 +201,7 @@ def _load_config(config: Any) -> Mapping[str, Any]:
     if config is None or isinstance(config, Mapping):
         return config or {}
     require(isinstance(config, (str, os.PathLike)),
-            f"init_inference: config is {_format_value(config)}: expected a dict or "
-            "the path of a JSON file")
+            f"init_inference: config is {_format_value(config)}: expected a dict or the path of a JSON file")
     name = os.fspath(config)
     try:
         text = Path(name).read_text(encoding="utf-8")

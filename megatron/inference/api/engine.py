@@ -63,8 +63,8 @@ class DecoderCache:
         """For so many texts, of up to so many positions. Whoever asks meanwhile gets another one. It is not kept where
         an answer breaks off: what is in its rows then may be anything."""
         made, self._cached = self._cached, None
-        weights, rows, length = _weight_locations(self.model), min(MAX_ROWS, next_power_of_two(
-            texts)), next_power_of_two(positions)
+        weights, rows, length = _weight_locations(self.model), min(
+            MAX_ROWS, next_power_of_two(texts)), next_power_of_two(positions)
         length = min(self.limit, max(MIN_GRAPH_POSITIONS, length))
         if made is None or not made.fits(weights, rows, length):
             if made is not None:
@@ -89,15 +89,13 @@ _OFF, _NONE = (None, False), (None,)
 NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
     "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE,
-    "guidance_scale": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
+    "guidance_scale": (None, 1.0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "max_time": _NONE, "stop_strings": _NONE,
     "bad_words_ids": _NONE, "suppress_tokens": _NONE, "begin_suppress_tokens": _NONE, "sequence_bias": _NONE,
     "forced_bos_token_id": _NONE, "forced_eos_token_id": _NONE, "cache_implementation": _NONE,
     "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
     "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
-    "stopping_criteria": (None, []), "token_type_ids": _NONE,
-}
+    "stopping_criteria": (None, []), "token_type_ids": _NONE}
 """Arguments of transformers' generate that may say what happens anyway."""
 
 HF_PIPELINE_NEW_TOKENS = 256
@@ -108,17 +106,16 @@ UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})
 """Of models that begin texts themselves."""
 
 ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"), (
-        lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
-    **dict.fromkeys(("min_length", "min_new_tokens"), (
-        lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")),
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"),
+                    (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
+    **dict.fromkeys(("min_length", "min_new_tokens"),
+                    (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")),
     "top_k": (lambda value: type(value) is int and value >= 0, "a whole number; 0: all"),
     "temperature": (lambda value: 0 < value < float("inf"), "more than 0; without do_sample, the likeliest token is "
                     "taken"),
     "top_p": (lambda value: 0 < value <= 1, "more than 0, at most 1"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < float("inf"), "more than 0; 1 changes nothing"),
-}
+    "repetition_penalty": (lambda value: 0 < value < float("inf"), "more than 0; 1 changes nothing")}
 
 
 @final
@@ -154,10 +151,9 @@ class GenerateArguments:
             problems.append(f"generate: {name} is unknown; " + (
                 f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
         for name in said.keys() & NEUTRAL_ARGUMENTS.keys():
-            problems.require(
-                any(said[name] is one or said[name] == one for one in NEUTRAL_ARGUMENTS[name]), f"generate: {name} "
-                f"is {said[name]!r:.60}, which our decoder does not do: leave it out (transformers' own "
-                "generate does, without replace_with_kernel_inject)")
+            problems.require(any(said[name] is one or said[name] == one for one in NEUTRAL_ARGUMENTS[name]),
+                             f"generate: {name} is {said[name]!r:.60}, which our decoder does not do: leave it out "
+                             "(transformers' own generate does, without replace_with_kernel_inject)")
         for name in said.keys() & ARGUMENT_RANGES.keys():
             fits, expected = ARGUMENT_RANGES[name]
             is_number = isinstance(said[name], (int, float)) and fits(said[name])
@@ -202,19 +198,16 @@ def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, ar
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if arguments.seed is None else arguments.seed, model.tp, 0)
     copies = arguments.num_return_sequences
     with cache.acquire(len(prompts) * copies, longest + most) as decoder:
-        generator = Generator(decoder,
-                              vocabulary=model.config.known_vocab_size,
-                              eod=None,
-                              should_stop=_stop_at_eos(arguments.eos_ids),
-                              banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
+        generator = Generator(decoder, vocabulary=model.config.known_vocab_size, eod=None, should_stop=_stop_at_eos(
+            arguments.eos_ids), banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
         several = [prompt for prompt in prompts for _ in range(copies)]
         texts = texts_of(generator, several, most, arguments.sampling(), seed)
     if any(text.finish_reason == "not finite" for text in texts):
         raise NumericsError("generate: the model gives logits that are no numbers, or infinite: give init_inference "
                             "dtype=torch.bfloat16 or torch.float32")
     new = max(len(text.tokens) for text in texts)
-    pad = arguments.pad_token_id if arguments.pad_token_id is not None else arguments.eos_ids[
-        0] if arguments.eos_ids else 0
+    pad = (arguments.pad_token_id if arguments.pad_token_id is not None else arguments.eos_ids[0] if arguments.eos_ids
+           else 0)
     rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]
     before = input_ids.repeat_interleave(copies, 0)
     return torch.cat([before, torch.tensor(rows, dtype=before.dtype, device=before.device)], 1)
@@ -226,10 +219,9 @@ def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, li
     least, most, room = arguments.min_new(width), arguments.max_new(width), limit - longest
     require(most >= 1, f"generate: max_length is {arguments.max_length}, and the prompt has {width} tokens: give "
             "max_new_tokens")
-    require(
-        most <= room or not arguments.insists and room >= 1, f"generate: a prompt of {longest} tokens and {most} new "
-        f"ones are more than the {limit} that the engine has room for: shorten the prompt, or give a smaller "
-        "max_new_tokens")
+    require(most <= room or not arguments.insists and room >= 1,
+            f"generate: a prompt of {longest} tokens and {most} new ones are more than the {limit} that the engine has "
+            "room for: shorten the prompt, or give a smaller max_new_tokens")
     if most > room and prints_notes:
         print(f"note: generate: after a prompt of {longest} tokens there is room for {room} new ones, not for the "
               f"default of {most}", file=sys.stderr, flush=True)
@@ -301,10 +293,8 @@ class InferenceEngine(nn.Module):
         if input_ids is not None and self._max_out_tokens is not None:
             length = input_ids.shape[1]
             total_length = given.get("max_length") or length + (given.get("max_new_tokens") or 0)
-            require(
-                max(length, total_length) <= self._max_out_tokens,
-                f"generate: {max(length, total_length)} tokens are more than "
-                f"max_out_tokens {self._max_out_tokens} of init_inference")
+            require(max(length, total_length) <= self._max_out_tokens, f"generate: {max(length, total_length)} tokens "
+                    f"are more than max_out_tokens {self._max_out_tokens} of init_inference")
         broadcast_rng_state(self.tp)
         said = {"attention_mask": mask} if mask is not None else {}
         return own(input_ids, **said, **given) if input_ids is not None else own(**said, **given)

@@ -34,8 +34,7 @@ def assert_weights_equal_across_ranks(model: nn.Module, tp: Group) -> None:
 
 def assert_tensors_equal_across_ranks(given: Iterable[Tensor], tp: Group, what: str) -> None:
     _assert_equal_across_ranks(
-        given, tp, f"rank {{}} of the tensor parallel group was given other {what} than rank 0: give the same to "
-        "all")
+        given, tp, f"rank {{}} of the tensor parallel group was given other {what} than rank 0: give the same to all")
 
 
 def _assert_equal_across_ranks(tensors: Iterable[Tensor], tp: Group, message: str) -> None:
@@ -98,15 +97,14 @@ def _random_inputs(model: nn.Module) -> Tensor | None:
 TOLERANCE_EPS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
 """By so many last bits of its largest number an output may differ: sums come in another order."""
 
-POLICY_HELP = (
-    "in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut names "
-    "both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")
+POLICY_HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut "
+               "names both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 @final
 class TPEquivalenceCheck:
-    """Made of the whole model; `check` is of the cut one."""
+    """Made of the whole model; `check_sharded` is of the cut one."""
 
     def __init__(self, model: nn.Module, plan: TPPlan, given: Any, tp: Group) -> None:
         self._plan, self._model, self._expected = plan, model, dict[str, list[Tensor]]()
@@ -189,7 +187,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _intercept_outputs(layers: Mapping[str, nn.Module], on_output: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Outputs of layers pass through `hear`."""
+    """Outputs of layers pass through `on_output`."""
     def intercept(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: on_output(path, forward(*args, **kwargs))
 

@@ -42,14 +42,12 @@ _TRANSFORMERS_POLICIES: dict[str, Cut | tuple[str, ...]] = {
     "gpt_neo.modeling_gpt_neo.GPTNeoBlock": ("attention.out_proj", "mlp.c_proj"),
     "gpt_neox.modeling_gpt_neox.GPTNeoXLayer": ("attention.dense", "mlp.dense_4h_to_h"),
     "gptj.modeling_gptj.GPTJBlock": ("attn.out_proj", "mlp.fc_out"),
-    "opt.modeling_opt.OPTDecoderLayer": ("self_attn.out_proj", "fc2"),
-}
+    "opt.modeling_opt.OPTDecoderLayer": ("self_attn.out_proj", "fc2")}
 KNOWN_POLICIES = {f"transformers.models.{name}": cut for name, cut in _TRANSFORMERS_POLICIES.items()}
 """Classes that need no policy."""
 
-HEAD_COUNT_NAMES = frozenset(
-    "num_heads n_heads n_head num_attention_heads num_attn_heads heads nheads num_key_value_heads "
-    "num_kv_heads n_kv_heads kv_n_heads num_kv n_kv_head".split())
+HEAD_COUNT_NAMES = frozenset("num_heads n_heads n_head num_attention_heads num_attn_heads heads nheads "
+                             "num_key_value_heads num_kv_heads n_kv_heads kv_n_heads num_kv n_kv_head".split())
 WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_size hidden_dim d_model dim".split())
 """Divided where they are the width of what a column layer beside them makes."""
 
@@ -77,10 +75,8 @@ class TPPlan:
 def make_tp_plan(model: nn.Module, policy: Mapping[Any, Any] | None) -> TPPlan:
     """What a policy, or what is known here, says of a model."""
     if policy is None:
-        policy = {
-            name: cut
-            for name, cut in KNOWN_POLICIES.items() if any(_matches_class(module, name) for module in model.modules())
-        }
+        policy = {name: cut for name, cut in KNOWN_POLICIES.items() if any(_matches_class(module, name)
+                                                                           for module in model.modules())}
     cuts = {key: _validate_policy(key, value) for key, value in policy.items()}
     places, numbers, layers = dict[str, TPLayer](), list[str](), dict[str, str]()
     for key, cut in cuts.items():
@@ -166,9 +162,8 @@ class _LayerMatcher:
         for path in found:
             module = self.modules[path]
             fits = is_linear(module) or side == "column" and type(module) is nn.Embedding
-            require(
-                fits, f"injection_policy: {path} of {self.location} is a {type(module).__name__}, which cannot be cut "
-                f"as a {side} layer: name linear layers (nn.Linear or transformers' Conv1D)")
+            require(fits, f"injection_policy: {path} of {self.location} is a {type(module).__name__}, which cannot be "
+                    f"cut as a {side} layer: name linear layers (nn.Linear or transformers' Conv1D)")
         return found
 
     def _require_attributes(self, name: str) -> list[str]:

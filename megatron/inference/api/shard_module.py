@@ -56,9 +56,8 @@ def check_divisible(model: nn.Module, plan: TPPlan, tp: Group) -> None:
         inside, outside = in_out_features(model.get_submodule(place.path))
         width, side = (outside // place.num_fused, "output") if place.side == "column" else (inside, "input")
         whole = outside % place.num_fused == 0
-        require(
-            whole, f"injection_policy: the {outside} output features of {place.path} are not {place.num_fused} equal "
-            "parts")
+        require(whole, f"injection_policy: the {outside} output features of {place.path} are not {place.num_fused} "
+                "equal parts")
         require(width % tp.size == 0, f"{place.path} has {width} {side} features, which {tp.size} ranks cannot share "
                 f"evenly: choose a tp_size that divides {width}")
     for number in plan.divided_attributes:
@@ -100,14 +99,8 @@ def _shard_layer(layer: nn.Module, place: TPLayer, tp: Group) -> nn.Module:
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
     made: ColumnParallelLinear | RowParallelLinear
     if place.side == "column":
-        made = ColumnParallelLinear(inside,
-                                    outside,
-                                    bias is not None,
-                                    gather_output=False,
-                                    stride=place.num_fused,
-                                    tp=tp,
-                                    dtype=weight.dtype,
-                                    device="meta")
+        made = ColumnParallelLinear(inside, outside, bias is not None, gather_output=False, stride=place.num_fused,
+                                    tp=tp, dtype=weight.dtype, device="meta")
     else:
         made = RowParallelLinear(inside, outside, bias is not None, input_is_parallel=True, tp=tp, dtype=weight.dtype,
                                  device="meta")
@@ -139,7 +132,7 @@ def int8_layers(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
 
 
 def check_scales(model: nn.Module, plan: TPPlan) -> None:
-    """What `quantise` would refuse, while the layers are whole."""
+    """What `quantize_layers` would refuse, while the layers are whole."""
     for path, layer in int8_layers(model, plan).items():
         least, most = layer.weight.detach().aminmax(dim=1)
         scales_from_maxima(torch.maximum(-least, most).float(), f"{path}.weight")
@@ -155,10 +148,8 @@ def quantize_layers(model: nn.Module, plan: TPPlan, groups: Groups, activations:
 
     def fill() -> None:
         arena = HugePageArena([layer.weight.shape for layer in layers.values()], device)
-        made = {
-            path: _quantize_layer(path, layer, maxima.get(path), arena, activations)
-            for path, layer in layers.items()
-        }
+        made = {path: _quantize_layer(path, layer, maxima.get(path), arena, activations)
+                for path, layer in layers.items()}
         model.to(device, activations)
         for path, weight in made.items():
             layers[path].weight = nn.Parameter(weight, requires_grad=False)

@@ -34,10 +34,8 @@ COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size
                    "max_position_embeddings", "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
 
-HF_NAMES = {
-    **{ours: theirs
-       for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner", "known_vocab_size": "vocab_size"
-}
+HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner",
+            "known_vocab_size": "vocab_size"}
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:

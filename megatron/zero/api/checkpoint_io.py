@@ -36,11 +36,10 @@ from megatron.distributed.collective_log import LOAD, SAVE
 from megatron.distributed.consistency import all_succeed_or_raise, find_differences_in_each, raise_if_arguments_differ
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
-from megatron.zero.api.checkpoint_state import (SCHEDULED_HYPER_PARAMETERS, check_error_feedback,
-                                                check_hyper_parameters, check_param_groups, check_shared_state,
-                                                error_feedback_kinds, error_feedback_pieces, error_feedback_tensors,
-                                                hyper_parameters, load_error_feedback, restore_param_groups,
-                                                shared_state_label)
+from megatron.zero.api.checkpoint_state import (
+    SCHEDULED_HYPER_PARAMETERS, check_error_feedback, check_hyper_parameters, check_param_groups, check_shared_state,
+    error_feedback_kinds, error_feedback_pieces, error_feedback_tensors, hyper_parameters, load_error_feedback,
+    restore_param_groups, shared_state_label)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
@@ -51,21 +50,20 @@ from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 from mpu.split import Partition
 
-RESERVED_CLIENT_KEYS = frozenset({
-    "module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state", "rng", "config", "layout",
-    "global_steps", "skipped_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size", "ds_config",
-    "ds_version", "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes",
-})
-"""Keys of `client_state` that would be mistaken for the engine's own."""
+RESERVED_CLIENT_KEYS = frozenset({"module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state",
+                                  "rng", "config", "layout", "global_steps", "skipped_steps", "global_samples",
+                                  "micro_steps", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+                                  "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes"})
+"""Keys that `client_state` must not use: the engine's own, or DeepSpeed's names for them."""
 
 LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")
-"""The counters of the loss scale, which belongs to one precision."""
+"""Specific to one precision."""
 
 SEED_STRIDE = 1_000_003
 
 
 class Stateful(Protocol):
-    """A learning rate scheduler, as far as it is saved."""
+    """The part of a learning rate scheduler that is saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -74,7 +72,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is used."""
+    """Which parts of a checkpoint to restore."""
 
     optimizer: bool = True
     scheduler: bool = True
@@ -82,14 +80,14 @@ class LoadOptions:
     strict: bool = True
     rng: bool = True
     loss_scale: bool = True
-    """With the counters: a loss scale belongs to the precision it was found in."""
+    """Together with `counters`. Switch it off when the precision changed."""
     hyper_parameters: bool = True
-    """Hyper-parameters of the param groups: the rates with the scheduler, the others with the optimizer."""
+    """Of the param groups: the learning rates with the scheduler, the others with the optimizer."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint says about the run it is of."""
+    """What a checkpoint records about its run."""
 
     run_id: str
     config: Mapping[str, Any]
@@ -98,8 +96,8 @@ class RunIdentity:
 
 
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
-    """The ranks save alike, and their client states can be saved; a warning where one of them has more in it than
-    rank 0's, which is the one that a checkpoint holds. Collective, one exchange where all is well."""
+    """Raise ConfigError if the ranks' arguments differ or a client state cannot be saved; warn about client keys that
+    only other ranks than 0 have. Collective: one exchange if all is well."""
     different, keys = find_differences_in_each([arguments, {"keys": sorted(map(str, client_state))}], world,
                                                check=lambda: check_client_state(client_state))
     raise_if_arguments_differ("save_checkpoint", different)
@@ -125,23 +123,13 @@ def _warn_dropped_keys(given: Sequence[Sequence[str]]) -> None:
               file=sys.stderr)
 
 
-def save_engine_protocol(engine: ZeroEngine,
-                         root: Path,
-                         tag: str,
-                         identity: RunIdentity,
-                         *,
-                         client_state: Mapping[str, Any],
-                         scheduler: Stateful | None,
-                         loop_state: Mapping[str, Any] = {},
-                         optimizer: bool = True,
-                         rng: bool = True,
-                         frozen: bool = True,
-                         keep: Keep = Keep(),
-                         snapshot: Snapshot | None = None,
-                         latest: bool = True,
-                         deleter: BackgroundDeleter | None = None) -> SaveSteps:
-    """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
-    Collective over the world."""
+def save_engine_protocol(engine: ZeroEngine, root: Path, tag: str, identity: RunIdentity, *,
+                         client_state: Mapping[str, Any], scheduler: Stateful | None,
+                         loop_state: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
+                         frozen: bool = True, keep: Keep = Keep(), snapshot: Snapshot | None = None,
+                         latest: bool = True, deleter: BackgroundDeleter | None = None) -> SaveSteps:
+    """The steps of saving checkpoint `tag` under `root`, for the caller to run. The client state must have been
+    checked. Collective over the world."""
     engine.assert_collective_call(SAVE)
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
@@ -159,29 +147,16 @@ def save_engine_protocol(engine: ZeroEngine,
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
         "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
         "loop": dict(loop_state),
-        "client_state": dict(client_state),
-    }
-    return save_protocol(root,
-                         tag,
-                         pieces=pieces,
-                         tensors=_tensor_entries(engine, kinds, frozen),
-                         place=_grid_index(engine.groups),
-                         rank_state={"rng": capture_rng()} if rng else {},
-                         shared_state=shared,
-                         config=identity.config,
-                         layout=identity.layout,
-                         world=engine.groups.world,
-                         run_id=identity.run_id,
-                         iteration=engine.global_steps,
-                         keep=keep,
-                         hold=snapshot,
-                         latest=latest,
-                         trash=deleter,
-                         lineage=identity.lineage)
+        "client_state": dict(client_state)}
+    return save_protocol(root, tag, pieces=pieces, tensors=_tensor_entries(engine, kinds, frozen),
+                         place=_grid_index(engine.groups), rank_state={"rng": capture_rng()} if rng else {},
+                         shared_state=shared, config=identity.config, layout=identity.layout, world=engine.groups.world,
+                         run_id=identity.run_id, iteration=engine.global_steps, keep=keep, hold=snapshot, latest=latest,
+                         trash=deleter, lineage=identity.lineage)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
-    """Names of parameters and buffers that are saved under another one -> that one."""
+    """Name of each tied parameter or buffer -> the name under which its tensor is saved."""
     saved = {id(buffer): name for name, buffer in module.named_buffers()}
     saved |= {id(parameter): slot.name for bucket in buckets
               for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)}
@@ -196,27 +171,26 @@ def _segment_data(segment: StateSegment) -> Tensor | LazyData:
 
 
 def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
-    """What all ranks together save. Where a bucket is not split, its replicas share the writing as if it were."""
+    """What all ranks together save. Replicas of an unsharded bucket divide the writing as if it were sharded."""
     groups = engine.groups
     for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
         layout = FlatLayout(bucket.layout.slots, groups.dp.size)
         for kind in kinds if bucket.trainable else ("weight",):
             for slot in layout.slots:
-                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.master_state.dtype],
-                                  tp_sharding_of(slot.shape, slot.partition, groups.tp.size),
-                                  DPSharding(slot.offset, layout.shard_numel))
+                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.master_state.dtype], tp_sharding_of(
+                    slot.shape, slot.partition, groups.tp.size), DPSharding(slot.offset, layout.shard_numel))
     if len(kinds) > 1:
         yield from error_feedback_tensors(engine)
 
 
 def _grid_index(groups: Groups) -> int:
-    """This rank's place in the grid, which names its files."""
+    """This rank's index in the (dp, tp) grid, used in its file names."""
     return groups.dp.rank * groups.tp.size + groups.tp.rank
 
 
 def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
-    """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
-    scale unless that is switched off. What does not fit is refused before anything is changed."""
+    """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
+    scale unless that is off. Mismatches raise before anything changes."""
     engine.assert_collective_call(LOAD)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
     all_succeed_or_raise(lambda: check_shared_state(found), engine.groups.world)
@@ -237,26 +211,24 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
                                engine.param_groups, where)
     _load_tensors(engine, found, optimizer)
     if options.counters:
-        own = {} if options.loss_scale else {
-            key: value
-            for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS
-        }
+        own = ({} if options.loss_scale
+               else {key: value for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS})
         with reraise_as_corrupt(f"{where}: field 'engine'"):
             engine.restore_scalar_state({**shared["engine"], **own})
     if not optimizer:
         all_succeed_or_raise(engine.reset_optimizer_state, engine.groups.world)
     elif engine.compressed_exchanges:
         all_succeed_or_raise(lambda: load_error_feedback(engine, found), engine.groups.world)
-    if wanted and groups is not None:  # one of an older version holds none
+    if wanted and groups is not None:  # None in checkpoints of older versions
         restore_param_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
         with reraise_as_corrupt(f"{where}: field 'lr_scheduler'"):
-            scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
+            scheduler.load_state_dict(shared["lr_scheduler"])  # ours also set the param groups' rates
 
 
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
-    known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: what is not there stays as it is
+    known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
     engine.load_segments(known, partial(_read_segment, engine, found),
                          partial(all_succeed_or_raise, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
@@ -267,19 +239,19 @@ def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 def _hyper_parameters_to_restore(shared: Mapping[str, Any], scheduler: Stateful | None,
                                  options: LoadOptions) -> frozenset[str]:
-    """Names of the hyper-parameters to take. The rates come with the state of the scheduler; where neither run has a
-    scheduler, and where only the saved one had, with the optimizer's. A scheduler that is new sets its own."""
+    """Names of the hyper-parameters to restore. Learning rates are restored with the scheduler's state; if this run has
+    no scheduler, with the optimizer's. A scheduler without saved state sets its own."""
     if not options.hyper_parameters:
         return frozenset()
     saved = {name for group in shared.get("param_groups", ()) for name in group}
     resumed = scheduler is not None and shared["lr_scheduler"] is not None and options.counters
     rates = options.scheduler and (resumed or scheduler is None and options.optimizer)
-    return frozenset((saved & SCHEDULED_HYPER_PARAMETERS if rates else set())
-                     | (saved - SCHEDULED_HYPER_PARAMETERS if options.optimizer else set()))
+    return frozenset((saved & SCHEDULED_HYPER_PARAMETERS if rates else set()) | (saved - SCHEDULED_HYPER_PARAMETERS
+                                                                                 if options.optimizer else set()))
 
 
 def load_external_weights(engine: ZeroEngine, found: ExternalCheckpoint) -> None:
-    """Initial weights from another program's checkpoint, which must hold those of this model."""
+    """Initial weights from another program's checkpoint of this model."""
     engine.assert_collective_call(LOAD)
     assert_same_weights(found, engine.groups.world)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
@@ -289,7 +261,7 @@ def load_external_weights(engine: ZeroEngine, found: ExternalCheckpoint) -> None
 
 def _read_segment(engine: ZeroEngine, found: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot, offset: int,
                   out: Tensor) -> None:
-    """This rank's run of a parameter, whatever layout or program wrote it."""
+    """out <- this rank's segment of a parameter, from any saved layout or format."""
     found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
                tp_size=engine.groups.tp.size, offset=offset, out=out)
 
@@ -308,7 +280,7 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
-    """The model and the checkpoint are made of the same parameters."""
+    """With `strict`, raise CheckpointError unless the model and the checkpoint have the same parameters."""
     model = {slot.name for bucket in (*engine.buckets, *engine.frozen_buckets) for slot in bucket.layout.slots}
     saved = set(found.names("weight"))
     for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
@@ -318,7 +290,8 @@ def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
 
 
 def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
-    """Buffers, weights, and the optimizer state of what is trained, have the shapes of the model's."""
+    """Raise CheckpointError unless buffers, weights and the optimizer state of trainable parameters have the model's
+    shapes."""
     where = f"{found.tag} of {found.folder.parent}"
     for name, buffer in engine.module.named_buffers():
         saved = found.shared_state["buffers"].get(name, buffer).shape
@@ -331,7 +304,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
             expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
             for kind in kinds if bucket.trainable else ("weight",):
                 if (kind, slot.name) not in found.tensors:
-                    if kind == "weight":  # not strict, or _check_names reports its absence
+                    if kind == "weight":  # not strict, or reported by _check_names
                         continue
                     raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
                                           "load_optimizer_states=False starts the optimizer anew")
@@ -341,7 +314,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 
 def restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    """Random streams of this rank; a note if they could not go on. Collective."""
+    """Restore this rank's random streams; a note if they cannot continue. Collective."""
     return all_succeed_or_raise(lambda: _restore_rng_streams(found, groups, layout, seed), groups.world)
 
 
@@ -352,7 +325,7 @@ def _restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str,
         if saved and not moved:
             restore_rng(saved["rng"])
             return None
-    # Another layout has other streams: derive them from what both know.
+    # Another layout has other streams: derive them from the seed and the step.
     model_parallel_cuda_manual_seed(seed + SEED_STRIDE * found.iteration, groups, vary_over_dp=True)
     if not found.rank_state(0):
         return " the checkpoint holds no random streams: they start anew"
@@ -363,13 +336,14 @@ def _restore_rng_streams(found: Checkpoint, groups: Groups, layout: Mapping[str,
 
 
 def has_same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
-    """Rank k of both runs does the same work, so its random streams carry over."""
+    """Rank k has the same role in both runs, so its random streams carry over."""
     return all(saved.get(axis) == present[axis] for axis in ("tp", "dp"))
 
 
 def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
-    (empty on the others). Collective; one bucket is whole at a time. The ranks have met, and want the same."""
+    (empty on the others). Collective; one bucket is gathered at a time. The caller has checked that arguments are
+    equal."""
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     collects = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
@@ -387,7 +361,8 @@ def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str,
 
 @contextmanager
 def _gathered_bucket(bucket: FlatBucket) -> Iterator[None]:
-    """Its parameters are whole inside, and only looked at; training goes on after Ctrl-C and a lack of memory, too."""
+    """The bucket's parameters are gathered inside, read-only. An interrupt or an OOM error reshards them without
+    communication."""
     try:
         bucket.gather_for_user()
         yield
@@ -406,7 +381,7 @@ def _join_tp_slices(local: Tensor, partition: Partition | None, tp: Group) -> Te
 
 
 def write_state_dict(state_dict: Mapping[str, Tensor], path: Path) -> None:
-    """One file: safetensors by its name (a tied tensor once per name), otherwise what `torch.load` reads."""
+    """Write one file: safetensors if its name ends so (a tied tensor once per name), otherwise torch.save."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         save_file({name: tensor.clone() for name, tensor in state_dict.items()}, path)

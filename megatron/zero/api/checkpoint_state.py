@@ -1,7 +1,8 @@
-"""Non-weight state of an engine checkpoint: hyper-parameters of param groups, validation of the shared state, 1-bit error feedback.
+"""Non-weight state of an engine checkpoint: hyper-parameters of param groups, validation of the shared state, 1-bit
+error feedback.
 
-Schedulers keep the learning rate in the param groups, so hyper-parameters are saved and restored with them. `check_shared_state`
-validates every field by type and range before anything changes, and names the field that is wrong.
+Schedulers keep the learning rate in the param groups, so hyper-parameters are saved and restored with them.
+`check_shared_state` validates every field by type and range before anything changes, and names the field that is wrong.
 
     worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, unsharded
     server_error    [...shape of the parameter]: each server writes its chunk
@@ -33,14 +34,14 @@ from mpu.split import Partition
 
 SCHEDULED_HYPER_PARAMETERS = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"})
-"""What schedulers move, or keep in a group for themselves."""
+"""Changed by schedulers, or stored by them in a group."""
 
 RUN_SPECIFIC_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""What a group is of, and how it is computed: never another run's."""
+"""Which parameters a group has and how it is computed: never restored from another run."""
 
 
 def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Those of each group that a checkpoint can hold: numbers, texts, tensors, and lists or tuples of them."""
+    """The serializable ones of each group: numbers, strings, tensors, and lists or tuples of them."""
     return [{name: value for name, value in group.items() if name not in RUN_SPECIFIC_KEYS and _is_serializable(value)}
             for group in groups]
 
@@ -59,7 +60,7 @@ def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[s
             if not should_restore(name):
                 continue
             current = group.get(name)
-            if isinstance(current, Tensor):  # a compiled step or a scheduler holds this very tensor
+            if isinstance(current, Tensor):  # in place: a compiled step or a scheduler may hold this tensor
                 current.fill_(value)
             else:
                 group[name] = value.item() if isinstance(value, Tensor) and isinstance(current, float) else value
@@ -80,7 +81,8 @@ def shared_state_label(found: Checkpoint) -> str:
 
 
 def check_shared_state(found: Checkpoint) -> None:
-    """All of it but the client's own, and what a scheduler or an optimizer makes of its part."""
+    """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
+    state and what a scheduler or an optimizer validates itself."""
     where = shared_state_label(found)
     state = StrictRecord(found.shared_state, where)
     state.take_field("run_id", str)
@@ -104,9 +106,8 @@ def check_shared_state(found: Checkpoint) -> None:
     for name, value in state.take_field("buffers", dict).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
-    if not all(
-            isinstance(name, str)
-            for name in (state.take_field("tied", dict) if "tied" in state.fields else {}).values()):
+    if not all(isinstance(name, str)
+               for name in (state.take_field("tied", dict) if "tied" in state.fields else {}).values()):
         raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
     loop = StrictRecord(state.take_field("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
     for name in LOOP_COUNTERS:
@@ -118,7 +119,7 @@ def check_shared_state(found: Checkpoint) -> None:
 
 
 def _check_quantisation(state: StrictRecord) -> None:
-    """Its counter, and one name, and one number of each kind, for every block; and the names of what is rounded."""
+    """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
     state.take_count("counter")
     if not all(
             isinstance(name, str) for name in (state.take_field("rounded", list) if "rounded" in state.fields else ())):
@@ -131,7 +132,7 @@ def _check_quantisation(state: StrictRecord) -> None:
 
 
 def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Hyper-parameters are what those of the groups are: numbers, texts, pairs of numbers."""
+    """Raise CheckpointError unless saved values have the types of the groups' values."""
     for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
         for name, value in values.items():
             if name in group and not _is_same_kind(group[name], value):
@@ -143,8 +144,8 @@ def _is_same_kind(current: Any, value: Any) -> bool:
     if current is None or value is None:
         return True
     if isinstance(current, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(current) and all(map(
-            _is_same_kind, current, value))
+        return isinstance(value, list | tuple) and len(value) == len(current) and all(map(_is_same_kind, current,
+                                                                                          value))
     if isinstance(current, str):
         return isinstance(value, str)
     if isinstance(value, Tensor):
@@ -153,7 +154,7 @@ def _is_same_kind(current: Any, value: Any) -> bool:
 
 
 def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
-    """This rank's."""
+    """Of this rank."""
     dp, tp = engine.groups.dp, engine.groups.tp
     for line in engine.compressed_exchanges:
         for slot in _nonempty_slots(line):
@@ -184,7 +185,7 @@ def error_feedback_kinds(engine: ZeroEngine) -> list[str]:
 
 
 def check_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
-    """What there is of this model's parameters has their shape."""
+    """Raise CheckpointError if a saved error has another shape than its parameter; missing ones are allowed."""
     for bucket in engine.buckets:
         for slot in (slot for slot in bucket.layout.slots if slot.numel):
             if (WORKER_ERROR, slot.name) in found.tensors:
@@ -192,12 +193,13 @@ def check_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
 
 
 def load_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
-    """After the rule has been told what travels. A run of which nothing but sums had travelled owed nothing."""
+    """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
+    began hold no errors."""
     tp = engine.groups.tp
     where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
     for line in engine.compressed_exchanges:
         for slot in _nonempty_slots(line):
-            if (WORKER_ERROR, slot.name) in found.tensors:  # not strict: who is new owes nothing
+            if (WORKER_ERROR, slot.name) in found.tensors:  # missing: a new parameter (strict=False)
                 _load_worker_error(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
@@ -212,23 +214,13 @@ def _load_worker_error(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: T
     ranks = _saved_ranks(engine, found, slot)
     shape, partition = _worker_error_shape(slot, ranks)
     if ranks == dp.size:
-        found.read(WORKER_ERROR,
-                   slot.name,
-                   shape=shape,
-                   partition=partition,
-                   offset=dp.rank * slot.numel,
-                   out=out,
+        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out,
                    **where)
         return
     out.zero_()
     for rank in range(ranks):
         one = out.new_empty(slot.numel)
-        found.read(WORKER_ERROR,
-                   slot.name,
-                   shape=shape,
-                   partition=partition,
-                   offset=rank * slot.numel,
-                   out=one,
+        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one,
                    **where)
         out.add_(one, alpha=1 / ranks)
 
@@ -248,6 +240,6 @@ def _nonempty_slots(line: CompressedBucketExchange) -> Iterator[Slot]:
 
 
 def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
-    """Shape and cut of one parameter's numbers of so many ranks."""
+    """Shape [ranks, ...parameter] and tensor parallel partition of one parameter's worker errors."""
     partition = slot.partition
     return (ranks, *slot.shape), partition and replace(partition, dim=partition.dim % len(slot.shape) + 1)

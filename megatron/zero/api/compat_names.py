@@ -1,4 +1,5 @@
-"""DeepSpeed engine names beyond the methods of `Engine`: name -> answer, no effect (and why), or unsupported (and what to do).
+"""DeepSpeed engine names beyond the methods of `Engine`: name -> answer, no effect (and why), or unsupported (and what
+to do).
 
     MethodName        a method that returns a setting or a known value
     AttributeName     an attribute
@@ -26,7 +27,7 @@ from mpu.groups import subgroup
 @dataclass(frozen=True)
 class MethodName:
     getter: Callable[[Any], Any]
-    """The answer, from the engine."""
+    """Engine -> the returned value."""
     description: str
 
 
@@ -50,11 +51,12 @@ CompatName = MethodName | AttributeName | NoEffectName | UnsupportedName
 
 
 class UnsupportedNameError(ConfigError, AttributeError):
-    """A name of DeepSpeed's engine that is refused: an error of usage, and to `hasattr` no attribute."""
+    """An unsupported DeepSpeed name. An AttributeError as well, so that `hasattr` is False."""
 
 
 def resolve_name(engine: Any, name: str) -> Any:
-    """What `name` is on the engine, by the table; LookupError where it is not in it."""
+    """The attribute `name` of the engine. Raises KeyError if the table lacks it, UnsupportedNameError if it is
+    unsupported."""
     row = COMPAT_NAMES[name]
     if isinstance(row, UnsupportedName):
         raise UnsupportedNameError(f"engine.{name} is not supported: {row.reason}")
@@ -64,7 +66,7 @@ def resolve_name(engine: Any, name: str) -> Any:
 
 
 def _setting_names(section: str, meaning: str, names: str) -> dict[str, CompatName]:
-    """`zero_x` -> the field x (or stage3_x) of a section."""
+    """`zero_x` or `zero_x=field` -> methods that return the field `x` or `field` of a section."""
 
     def reader(field: str) -> Callable[[Any], Any]:
         return lambda engine: getattr(getattr(engine.config, section), field)
@@ -86,7 +88,7 @@ def _no_effect_names(reason: str, names: str) -> dict[str, CompatName]:
 
 
 def _offload_device(engine: Any, kind: str) -> str | None:
-    """Where offloaded state lives; None is the device."""
+    """"cpu", "nvme", or None for the device."""
     device: str = getattr(engine.config.offload, f"offload_{kind}_device")
     return None if device == "none" else device
 
@@ -96,7 +98,7 @@ def _single_rank_group(engine: Any) -> ProcessGroup:
 
 
 def _as_submodule(engine: Any) -> nn.Module:
-    """The model as DeepSpeed's engine holds it: a child called `module`, which names begin with."""
+    """The model as a child named `module`, as DeepSpeed's engine holds it."""
     return nn.ModuleDict({"module": engine.module})
 
 
@@ -111,21 +113,25 @@ SETTINGS: dict[str, CompatName] = {
         zero_gather_16bit_weights_on_model_save=stage3_gather_16bit_weights_on_model_save
         zero_gather_fp16_weights_on_model_save=stage3_gather_16bit_weights_on_model_save"""),
     "zero_optimization": MethodName(lambda e: e.zero_optimization_stage() > 0, "the stage is above 0"),
-    "zero_optimization_partition_gradients": MethodName(lambda e: e.zero_optimization_stage() >= 2, "the stage is 2 or 3"),
+    "zero_optimization_partition_gradients": MethodName(lambda e: e.zero_optimization_stage() >= 2,
+                                                        "the stage is 2 or 3"),
     "zero_optimization_partition_weights": MethodName(lambda e: e.zero_optimization_stage() == 3, "the stage is 3"),
     "zero_offload_optimizer": MethodName(lambda e: _offload_device(e, "optimizer"), "`\"cpu\"`, `\"nvme\"` or None"),
     "zero_offload_param": MethodName(lambda e: _offload_device(e, "param"), "`\"cpu\"`, `\"nvme\"` or None"),
-    "zero_cpu_offload": MethodName(lambda e: _offload_device(e, "optimizer") == "cpu", "optimizer state is offloaded to the host"),
+    "zero_cpu_offload": MethodName(lambda e: _offload_device(e, "optimizer") == "cpu",
+                                   "optimizer state is offloaded to the host"),
     "zero_nvme_offload_optimizer": MethodName(lambda e: _offload_device(e, "optimizer") == "nvme",
                                               "optimizer state is offloaded to NVMe"),
-    "zero_has_nvme_offload": MethodName(lambda e: "nvme" in (_offload_device(e, "optimizer"), _offload_device(e, "param")),
-                                        "optimizer state or parameters are offloaded to NVMe"),
+    "zero_has_nvme_offload": MethodName(
+        lambda e: "nvme" in (_offload_device(e, "optimizer"), _offload_device(e, "param")),
+        "optimizer state or parameters are offloaded to NVMe"),
     "zero_use_cpu_optimizer": MethodName(lambda e: _offload_device(e, "optimizer") is not None,
                                          "optimizer state is offloaded, to the host or to NVMe"),
     "gradient_clipping": MethodName(lambda e: e.config.optim.clip_grad, "the largest gradient norm; 0 is no clipping"),
     "dynamic_loss_scale": MethodName(lambda e: e.config.precision.fp16 and e.config.precision.loss_scale is None,
                                      "fp16 with a loss scale that adapts"),
-    "initial_dynamic_scale": MethodName(lambda e: e.config.precision.initial_loss_scale, "the loss scale it starts from"),
+    "initial_dynamic_scale": MethodName(lambda e: e.config.precision.initial_loss_scale,
+                                        "the loss scale it starts from"),
     "dynamic_loss_scale_args": MethodName(lambda e: {
         "init_scale": e.config.precision.initial_loss_scale, "scale_window": e.config.precision.loss_scale_window,
         "delayed_shift": e.config.precision.hysteresis, "min_scale": e.config.precision.min_scale}, "as a dict"),
@@ -138,8 +144,8 @@ SETTINGS: dict[str, CompatName] = {
         flops_profiler_enabled=flops_profiler flops_profiler_profile_step=flops_profiler_step
         flops_profiler_module_depth flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file"""),
     "flops_profiler_recompute_fwd_factor": MethodName(lambda e: 0.0, "recomputation is counted as it runs"),
-    "flops_profiler": AttributeName(lambda e: e.profiled_step.profiler, "the FlopsProfiler of rank 0 where a profile is asked for, "
-                                    "or None"),
+    "flops_profiler": AttributeName(lambda e: e.profiled_step.profiler,
+                                    "the FlopsProfiler of rank 0 where a profile is asked for, or None"),
     **_setting_names("quantize", "the setting", """
         quantize_training eigenvalue_enabled=quantize_eigenvalue eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol
         eigenvalue_stability eigenvalue_layer_name eigenvalue_layer_num"""),
@@ -154,8 +160,7 @@ SETTINGS: dict[str, CompatName] = {
     "wall_clock_breakdown": MethodName(lambda e: e.monitor.config.times, "the setting"),
     "memory_breakdown": MethodName(lambda e: e.monitor.config.memory, "the setting"),
     "tensorboard_enabled": MethodName(lambda e: e.monitor.config.tensorboard_dir is not None, "the setting"),
-    "wandb_enabled": MethodName(lambda e: e.monitor.config.wandb is not None, "the setting"),
-}
+    "wandb_enabled": MethodName(lambda e: e.monitor.config.wandb is not None, "the setting")}
 
 RANKS_AND_GROUPS: dict[str, CompatName] = {
     "global_rank": AttributeName(lambda e: e.groups.world.rank, "this rank among all"),
@@ -176,21 +181,20 @@ RANKS_AND_GROUPS: dict[str, CompatName] = {
     "autotp_size": MethodName(lambda e: 0, "tensor parallelism is the model's, by `mpu`"),
     "pipeline_parallelism": AttributeName(lambda e: False, "there are no pipeline stages"),
     "has_moe_layers": AttributeName(lambda e: False, "there are no experts"),
-    "enable_backward_allreduce": AttributeName(lambda e: True, "`backward` sums gradients over ranks"),
-}
+    "enable_backward_allreduce": AttributeName(lambda e: True, "`backward` sums gradients over ranks")}
 
 MODULE: dict[str, CompatName] = {
     name: AttributeName(lambda e, name=name: getattr(_as_submodule(e), name),  # type: ignore[misc]
                         "as torch's; names begin with `module.`, as in DeepSpeed and DDP")
-    for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")
-}
+    for name in ("named_parameters", "named_buffers", "named_modules", "modules", "children", "named_children")}
 for _name, _dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32)):
     MODULE[_name] = AttributeName(lambda e, dtype=_dtype: lambda: e.to(dtype),  # type: ignore[misc]
                                   "accepted where it is the working precision; otherwise refused, as `to`")
 MODULE["cuda"] = AttributeName(lambda e: lambda device=None: e.to(torch.device("cuda") if device is None else device),
                                "accepted where the model is on that GPU; otherwise refused, as `to`")
 MODULE["cpu"] = AttributeName(lambda e: lambda: e.to("cpu"), "accepted on the CPU; otherwise refused, as `to`")
-_PARAMS_ARE_PLACED = "the engine has placed the parameters, in flat buffers; do this to the model before zero.initialize"
+_PARAMS_ARE_PLACED = (
+    "the engine has placed the parameters, in flat buffers; do this to the model before zero.initialize")
 MODULE |= _unsupported_names(_PARAMS_ARE_PLACED, "double type share_memory to_empty requires_grad_ xpu ipu")
 
 CONSTANTS: dict[str, CompatName] = {
@@ -240,7 +244,8 @@ UNSUPPORTED: dict[str, CompatName] = {
                          "scale coalesce_grad_reduction"),
     **_unsupported_names("gradients are dense here, and summed by `backward`", """
         sparse_allreduce_no_retain sparse_allreduce_bucket sparse_allreduce sparse_all_gather all_gather_scalar"""),
-    **_unsupported_names("samples are drawn in a fixed order and as they are: change them in the dataset or the collate_fn", """
+    **_unsupported_names("samples are drawn in a fixed order and as they are: change them in the dataset or the "
+                         "collate_fn", """
         set_data_post_process_func set_custom_curriculum_learning_schedule data_efficiency_config data_sampling_config
         curriculum_learning_config curriculum_params curriculum_params_legacy random_ltd_config random_ltd_initialize
         random_ltd_scheduler"""),
@@ -254,16 +259,18 @@ UNSUPPORTED: dict[str, CompatName] = {
         autotuning_metric autotuning_model_info"""),
     **_unsupported_names("`wall_clock_breakdown` prints times, and the monitors record them",
                          "timers engine_timers tput_timer get_wall_clock_timers fwd_duration"),
-    **_unsupported_names(_USE_WRITE_EVENTS, "summary_events get_summary_writer tensorboard_output_path tensorboard_job_name"),
+    **_unsupported_names(_USE_WRITE_EVENTS,
+                         "summary_events get_summary_writer tensorboard_output_path tensorboard_job_name"),
     **_unsupported_names("torch.compile compiles; call engine.compile()", """
         get_compile_time register_compile_pass get_autosp_backend get_autotp_backend get_deepcompile_backend
         get_deepspeed_compile_backend"""),
-    **_unsupported_names(_READ_CONFIGURATION, "scheduler_name scheduler_params aio_config log_level zero_multi_rank_bucket_allreduce "
-                         "dump_state cpuadam_cores_perc zero_parameter_alignment postscale_gradients gradient_predivide_factor "
-                         "communication_data_type"),
+    **_unsupported_names(_READ_CONFIGURATION, "scheduler_name scheduler_params aio_config log_level "
+                         "zero_multi_rank_bucket_allreduce dump_state cpuadam_cores_perc zero_parameter_alignment "
+                         "postscale_gradients gradient_predivide_factor communication_data_type"),
     **_unsupported_names("engine.config has the settings, by the names of docs/flags.md", "_config"),
     **_unsupported_names("call engine.train_batch_size()", "get_train_batch_size"),
-    **_unsupported_names("call engine.zero_offload_optimizer() and engine.zero_offload_param()", "is_zero_offload zero_offload"),
+    **_unsupported_names("call engine.zero_offload_optimizer() and engine.zero_offload_param()",
+                         "is_zero_offload zero_offload"),
     **_unsupported_names("the optimizer that was given became the engine's rule; engine.optimizer has its param groups",
                          "basic_optimizer client_optimizer"),
     **_unsupported_names("engine.lr_scheduler is the scheduler", "client_lr_scheduler"),
@@ -277,8 +284,7 @@ UNSUPPORTED: dict[str, CompatName] = {
     **_unsupported_names("it is internal to DeepSpeed", """
         engine_timers_cache flops gradient_average module_forward_post_hook module_forward_pre_hook
         optimized_linear_base_weight_sharding optimized_linear_lora_enabled scale_wrt_gas torch_autocast_z0_gradscaler
-        warn_unscaled_loss"""),
-}
+        warn_unscaled_loss""")}
 
-COMPAT_NAMES: dict[str,
-                   CompatName] = {**SETTINGS, **RANKS_AND_GROUPS, **MODULE, **CONSTANTS, **NO_EFFECT, **UNSUPPORTED}
+COMPAT_NAMES: dict[str, CompatName] = {**SETTINGS, **RANKS_AND_GROUPS, **MODULE, **CONSTANTS, **NO_EFFECT,
+                                       **UNSUPPORTED}

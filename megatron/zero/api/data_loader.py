@@ -1,9 +1,9 @@
 """Batch sizes of an engine, its sample counter, and the data loader it builds from a dataset.
 
-Batch sizes may change between two steps; each rank sets its own, and the step compares them. The loader yields micro-batches of
-this data-parallel rank. The order of an epoch depends on the seed and the epoch only, not on the number of ranks. An epoch ends
-when a loop that took optimizer steps reaches its end; a loop without steps, or one left early, repeats the same order.
-A checkpoint stores the epoch and resumes from its start.
+Batch sizes may change between two steps; each rank sets its own, and the step compares them. The loader yields
+micro-batches of this data-parallel rank. The order of an epoch depends on the seed and the epoch only, not on the
+number of ranks. An epoch ends when a loop that took optimizer steps reaches its end; a loop without steps, or one left
+early, repeats the same order. A checkpoint stores the epoch and resumes from its start.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mpu.groups import Group
 
 
 class BatchSizes:
-    """The batch sizes of one engine, and its count of samples."""
+    """The batch sizes of one engine, and its sample counter."""
 
     def __init__(self, core: ZeroEngine, config: Config) -> None:
         self._core, self._dp = core, core.groups.dp.size
         core.micro_batch = self.micro_batch_size = config.train.batch_size
         self.consumed_samples = 0
-        """Of all optimizer steps, also of those with another batch size."""
+        """Of all optimizer steps, whatever their batch size."""
         self._step_is_open = self._was_changed = False
-        # Buffers for sums in fp32 are made with the engine.
+        # fp32 accumulation buffers can only be allocated with the engine
         self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or DTYPES[config.precision.name] == torch.float32)
 
@@ -39,24 +39,21 @@ class BatchSizes:
         return self.micro_batch_size * self._core.accumulation_steps * self._dp
 
     def after_step(self, step_ended: bool) -> None:
-        """A call of `step`, which ended an optimizer step or did not."""
+        """After each call of `step`; `step_ended` if it was an optimizer step."""
         self._step_is_open = not step_ended
         self.consumed_samples += self.train_batch_size if step_ended else 0
 
     def discard_step(self) -> None:
-        """What has been accumulated was discarded."""
+        """The accumulated gradients were discarded."""
         self._step_is_open = False
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {
-            "global_samples": self.consumed_samples,
-            "train_batch_size": self.train_batch_size if self._was_changed else None
-        }
+        return {"global_samples": self.consumed_samples,
+                "train_batch_size": self.train_batch_size if self._was_changed else None}
 
     def restore(self, saved: Mapping[str, Any]) -> str | None:
-        """Count on from a checkpoint's samples. The sizes are those of this run, its configuration and its calls; a
-        note where the saved run had set another."""
+        """Restore the sample counter. The batch sizes stay those of this run; a note if the saved run had changed its
+        own."""
         self.consumed_samples = saved.get("global_samples", self._core.global_steps * self.train_batch_size)
         size = saved.get("train_batch_size")
         if size in (None, self.train_batch_size):
@@ -91,14 +88,15 @@ CollateFn = Callable[[list[Any]], Any]
 
 
 class EpochDataLoader(DataLoader[Any]):
-    """Goes to the next epoch by itself. `steps` counts the calls of `step`: it distinguishes training from looking."""
+    """Advances to the next epoch by itself. `count_steps` returns the optimizer's step calls: an epoch without any
+    (evaluation) repeats."""
 
     def __init__(self, samples: Dataset[Any], sampler: DistributedSampler[Any], count_steps: Callable[[], int],
                  **options: Any) -> None:
         super().__init__(samples, sampler=sampler, **options)
         self._epoch_sampler, self._count_steps = sampler, count_steps
         self._ended_at_step: int | None = None
-        """The steps there were when the epoch's last batch was handed out, where that was the last thing to happen."""
+        """Step count when the epoch's last batch was yielded; None if the iteration is not there."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, begun_at = self._epoch_sampler.epoch, self._count_steps()
@@ -109,30 +107,21 @@ class EpochDataLoader(DataLoader[Any]):
             self.set_epoch(epoch + 1)
 
     def epoch_to_resume(self) -> int:
-        """The one that a run continues with from here."""
+        """The epoch in which a run resumed from here begins."""
         is_over = self._ended_at_step is not None and self._count_steps() != self._ended_at_step
         return self._epoch_sampler.epoch + is_over
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch."""
         self._epoch_sampler.set_epoch(epoch)
         self._ended_at_step = None
 
 
-def build_data_loader(samples: Dataset[Any],
-                      dp: Group,
-                      batch_size: int,
-                      seed: int,
-                      device: torch.device,
-                      *,
-                      count_steps: Callable[[], int],
-                      collate_fn: CollateFn | None = None,
-                      shuffle: bool = True,
-                      sampler: Sampler[Any] | None = None,
-                      workers: int = 0,
+def build_data_loader(samples: Dataset[Any], dp: Group, batch_size: int, seed: int, device: torch.device, *,
+                      count_steps: Callable[[], int], collate_fn: CollateFn | None = None,
+                      shuffle: bool = True, sampler: Sampler[Any] | None = None, workers: int = 0,
                       pin_memory: bool = True) -> DataLoader[Any]:
-    """Each data parallel rank gets its share; where the shares would differ, samples are repeated. A `sampler` of the
-    caller's own decides for itself."""
+    """A loader of this data parallel rank's samples; samples repeat if they do not divide evenly. A given `sampler`
+    replaces the distribution over ranks."""
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "num_workers": workers,
                                "pin_memory": pin_memory and device.type == "cuda"}
     if sampler is not None:

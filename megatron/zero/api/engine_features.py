@@ -1,9 +1,9 @@
 """Optional features of an engine: progressive layer drop, eigenvalues for MoQ, and the flops profile of one step.
 
-Progressive layer drop: in training the forward gets `progressive_layer_drop=True, pld_theta=theta`, and `pld_step` if it has such
-a parameter. The model decides which layers to skip.
-Eigenvalues: before a bit width changes, the last micro-batch is run again on every rank with its random numbers; the forward must
-return the loss. Profile: rank 0 counts one step; the step before is timed for comparison. Compiled modules run uncompiled in it.
+Progressive layer drop: in training the forward gets `progressive_layer_drop=True, pld_theta=theta`, and `pld_step` if
+it has such a parameter. The model decides which layers to skip. Eigenvalues: before a bit width changes, the last
+micro-batch is run again on every rank with its random numbers; the forward must return the loss. Profile: rank 0 counts
+one step; the step before is timed for comparison. Compiled modules run uncompiled in it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class EigenvalueEstimator:
         self._last_forward: tuple[Sequence[Any], Mapping[str, Any], dict[str, object]] | None = None
 
     def record_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward of training begins, with these."""
+        """Keep the arguments and random state of a training forward, if a bit width may change soon."""
         self._last_forward = (args, kwargs, capture_rng()) if self._quantisation.bits_may_fall_soon else None
 
     def after_step(self) -> None:
-        """Find them, if they will be wanted by the next step. Collective."""
+        """Compute the eigenvalues if the next step uses them. Collective."""
         if self._last_forward is None or not self._quantisation.bits_fall_next_step(self._core.applied_steps):
             return
         core, (args, kwargs, streams) = self._core, self._last_forward
@@ -78,8 +78,8 @@ STEP_ARGUMENT = "pld_step"
 
 
 class ProgressiveLayerDrop:
-    """`engine.progressive_layer_drop`, with the names that DeepSpeed's has. It holds no state: the step is the
-    engine's, so that a resumed run goes on where it was."""
+    """`engine.progressive_layer_drop`, with DeepSpeed's names. Stateless: theta follows from the engine's step, so a
+    resumed run continues."""
 
     def __init__(self, config: LayerDropConfig, module: nn.Module, step: Callable[[], int]) -> None:
         schedule = config.schedule
@@ -89,26 +89,26 @@ class ProgressiveLayerDrop:
 
     @property
     def step(self) -> int:
-        """Optimizer steps before the one under way."""
+        """Finished optimizer steps."""
         return self._step()
 
     def get_theta(self, step: int | None = None) -> float:
-        """theta of the step under way, or of that one."""
+        """theta of `step`, by default the current one."""
         return self._schedule.theta_at(self.step if step is None else step)
 
     current_theta = property(get_theta)
 
     def get_state(self) -> dict[str, Any]:
-        """The keyword arguments of the forward."""
+        """Keyword arguments of the forward."""
         return dict(zip(FORWARD_ARGUMENTS, (True, self.get_theta()), strict=True))
 
     def forward_arguments(self) -> dict[str, Any]:
-        """Those, and the step for a forward that names it."""
+        """`get_state`, plus `pld_step` if the forward has that parameter."""
         return {**self.get_state(), **({STEP_ARGUMENT: self.step} if self._passes_step else {})}
 
 
 def check_forward_signature(module: nn.Module) -> bool:
-    """The forward takes what is given to it, or it is refused; whether it asks for the step as well."""
+    """Raise ConfigError if the forward lacks the layer drop arguments; True if it also takes `pld_step`."""
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     missing = [name for name in FORWARD_ARGUMENTS if name not in parameters and not takes_any]
@@ -128,7 +128,7 @@ class ProfiledStep:
         self._config, self._words, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
         self.profiler: FlopsProfiler | None = None
-        """On rank 0, where a profile is asked for."""
+        """On rank 0, if a profile is configured."""
         path = self._config.flops_profiler_output_file
         if self._config.flops_profiler and path:
             on_rank_0(lambda: _check_output_path(path), core.groups.world)
@@ -138,7 +138,7 @@ class ProfiledStep:
         self._is_due = self._config.flops_profiler
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """A part of a step: forward, backward or step. What the optimizer does is timed, not counted."""
+        """Context of forward, backward or step. The optimizer step is timed but its FLOPs are not counted."""
         if not self._is_due or not self._core.module.training:
             return nullcontext()
         ahead = self._config.flops_profiler_step - self._core.global_steps - 1
@@ -155,11 +155,10 @@ class ProfiledStep:
         if self.profiler is not None:
             print(self._words.translate(
                 f" note: nothing is profiled: --flops-profiler-step {self._config.flops_profiler_step} "
-                f"is over, the run goes on at step {self._core.global_steps + 1}"),
-                  flush=True)
+                f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
 
     def step_done(self) -> None:
-        """After an optimizer step; the profile is told once."""
+        """After an optimizer step; writes the report of the profiled one."""
         step = self._core.global_steps
         if self._is_due and step == self._config.flops_profiler_step:
             self._is_due = False
@@ -178,7 +177,7 @@ class ProfiledStep:
                 write_profile(found, path, *shown)
                 whole = ", every module" if includes_modules(path, asked.flops_profiler_detailed) else ""
                 print(f" profile of step {step}{whole}: {path}", flush=True)
-            except StorageError as error:  # not worth ending a job of many ranks
+            except StorageError as error:  # a failed profile must not end the job
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
 
     @contextmanager

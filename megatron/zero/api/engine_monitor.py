@@ -1,8 +1,9 @@
 """The engine's monitor: console lines, time and memory by phase, and scalars for TensorBoard, CSV and Weights & Biases.
 
-Each output exists if the configuration asks for it (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`, `tensorboard`,
-`csv_monitor`, `wandb`), on rank 0. Without any, nothing is computed and the host never waits for the device. A console line reads
-the loss from the device; on an accelerator scalars are written one step late, when the loss is on the host anyway.
+Each output exists if the configuration asks for it (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`,
+`tensorboard`, `csv_monitor`, `wandb`), on rank 0. Without any, nothing is computed and the host never waits for the
+device. A console line reads the loss from the device; on an accelerator scalars are written one step late, when the
+loss is on the host anyway.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from megatron.zero.step_result import HostScalars
 from mpu.device import on_accelerator
 
 DEFAULT_STEPS_PER_PRINT = 10
-"""Between two breakdowns, where the configuration says nothing."""
+"""If a breakdown is on and `steps_per_print` is not set."""
 TAG_PREFIX = "Train/Samples/"
 MAX_OPEN_FILES = 64
-"""Files of scalars at a time."""
+"""CSV files that are open at a time."""
 
 ScalarEvent = tuple[str, float, int]
-"""Name, value, and the samples seen by then."""
+"""(name, value, samples seen)."""
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What is asked for."""
+    """The outputs that the configuration asks for."""
 
     steps_per_print: int = 0
     times: bool = False
@@ -60,7 +61,7 @@ class MonitorConfig:
 
 
 def read_monitor_config(keys: Mapping[str, Any], log: LogConfig) -> MonitorConfig:
-    """From the values of a configuration file, by path, and what they amount to."""
+    """From the values of a configuration file by key path, and the log section they were parsed into."""
     project = WandbProject(log.wandb_project, log.wandb_group,
                            log.wandb_team) if log.wandb_project is not None else None
     return MonitorConfig(keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
@@ -68,7 +69,7 @@ def read_monitor_config(keys: Mapping[str, Any], log: LogConfig) -> MonitorConfi
 
 
 class MonitoredEngine(Protocol):
-    """What a monitor asks of an engine after a step."""
+    """What the monitor reads from an engine after a step."""
 
     @property
     def global_steps(self) -> int: ...
@@ -90,7 +91,7 @@ class MonitoredEngine(Protocol):
 
 
 class EngineMonitor:
-    """Of one engine; on ranks other than the first, one that is asked for nothing."""
+    """Monitor of one engine; inactive on ranks other than the first."""
 
     def __init__(self, config: MonitorConfig, device: torch.device, is_first_rank: bool,
                  read_nvme_stats: Callable[[], NvmeStats | None]) -> None:
@@ -98,16 +99,16 @@ class EngineMonitor:
         self._active_config = config if is_first_rank else MonitorConfig()
         self._device, self._read_nvme_stats = device, read_nvme_stats
         self._loss: Tensor | None = None
-        self._seconds: dict[str, float] = {}  # since the last line, by phase
-        self._bytes: dict[str, int] = {}  # the most after each phase, since the last line
-        self._nvme_stats: NvmeStats | None = None  # of drives, by the phases since the last line
+        self._seconds: dict[str, float] = {}  # by phase, since the last console line
+        self._bytes: dict[str, int] = {}  # maximum after each phase, since the last console line
+        self._nvme_stats: NvmeStats | None = None  # since the last console line
         self._steps_since_line = 0
         self._writers: list[EventWriter] = []
         self._pending_scalars: tuple[HostScalars, Callable[[float], list[ScalarEvent]]] | None = None
-        """The scalars of a step, once its loss is known."""
+        """The loss on its way to the host, and the events of its step once it is known."""
 
     def open(self) -> None:
-        """Before the first step: what cannot be written fails here, and leaves no other sink open."""
+        """Call before the first step. Output errors are raised here, and close the outputs opened so far."""
         with ExitStack() as opened:
             opened.callback(self.close)
             if self._active_config.tensorboard_dir is not None:
@@ -120,20 +121,20 @@ class EngineMonitor:
 
     @property
     def enabled(self) -> bool:
-        """Scalars are written somewhere."""
+        """Some scalar output is configured."""
         return self.config.writes_scalars
 
     def write_events(self, events: Sequence[ScalarEvent]) -> None:
-        """Further scalars, from rank 0: (name, value, samples seen)."""
+        """Write further scalars, on rank 0: (name, value, samples seen)."""
         for sink in list(self._writers):
             try:
                 sink.write(events)
-            except (OSError, StorageError) as error:  # not worth ending a job of many ranks
+            except (OSError, StorageError) as error:  # a failed log must not end the job
                 self._writers.remove(sink)
                 _warn(f"warning: {error}; training goes on without these scalars")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """One part of a step, to be timed and measured where that is asked for."""
+        """Context that times and measures one phase of a step, if configured."""
         return self._measure_phase(name) if self._active_config.times or self._active_config.memory else nullcontext()
 
     @contextmanager
@@ -152,17 +153,17 @@ class EngineMonitor:
         return time.perf_counter()
 
     def reset_loss(self) -> None:
-        """What has been accumulated was discarded."""
+        """The accumulated gradients were discarded."""
         self._loss = None
 
     def add_loss(self, part: Tensor) -> None:
-        """The share of one micro-batch in the step's loss; it stays on the device."""
+        """Add a micro-batch's share of the step's loss; it stays on the device."""
         if self._active_config.print_interval or self._writers:
             part = part.detach()
             self._loss = part if self._loss is None else self._loss + part
 
     def step_done(self, engine: MonitoredEngine) -> None:
-        """After an optimizer step: a line where one is due, and scalars."""
+        """After an optimizer step: write the scalars, and a console line if due."""
         self._steps_since_line += 1
         due = self._active_config.print_interval > 0 and engine.global_steps % self._active_config.print_interval == 0
         self._write_pending_scalars()
@@ -179,7 +180,7 @@ class EngineMonitor:
         self._loss = None
 
     def _write_scalars(self, engine: MonitoredEngine, loss: float | None, more: Iterable[ScalarEvent]) -> None:
-        """Of this step; where its loss is still on an accelerator, when the next one is done."""
+        """Of this step; if its loss is still on an accelerator, after the next step."""
         others = [*self._extra_events(engine), *more]
         if loss is None and self._loss is None:
             self.write_events(others)
@@ -203,7 +204,7 @@ class EngineMonitor:
             self.write_events(with_loss(*copy.values()))
 
     def close(self) -> None:
-        """What goes wrong is told: other ranks are about to take leave of this one together."""
+        """Warns about errors but raises none: the ranks are about to exit together."""
         self._write_pending_scalars()
         for sink in self._writers:
             try:
@@ -221,7 +222,7 @@ class EngineMonitor:
             yield f"{TAG_PREFIX}elapsed_time_ms_{name}", value, engine.global_samples
 
     def _phase_milliseconds(self) -> dict[str, float]:
-        """Of each phase of one optimizer step, on average since the last line."""
+        """Average per step of each phase since the last console line."""
         spent = self._seconds if self._active_config.times else {}
         return {name: seconds * 1e3 / self._steps_since_line for name, seconds in spent.items()}
 
@@ -238,7 +239,7 @@ class EngineMonitor:
 
 
 class EventWriter(Protocol):
-    """Where scalars go."""
+    """An output for scalars."""
 
     def write(self, events: Sequence[ScalarEvent]) -> None: ...
 
@@ -252,7 +253,7 @@ class TensorboardEventWriter:
         except ImportError as error:
             raise ConfigError(f"tensorboard.enabled needs the package tensorboard ({error}); install it, or use "
                               "csv_monitor") from None
-        atexit.register(self._writer.writer.close)  # its thread would take the last scalars along
+        atexit.register(self._writer.writer.close)  # else the writer thread drops the last scalars
 
     def write(self, events: Sequence[ScalarEvent]) -> None:
         with self._writer.storage_errors():
@@ -265,7 +266,7 @@ class TensorboardEventWriter:
 
 
 class CsvEventWriter:
-    """One file per scalar, its name with `_` for `/`; a later run goes on in it."""
+    """One file per scalar, `/` in its name replaced by `_`; a later run appends to it."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -278,17 +279,14 @@ class CsvEventWriter:
             self._file_of(name).append(format_csv_row((samples, value)))
 
     def _file_of(self, name: str) -> AppendOnlyFile:
-        """Open, as are those that were written last."""
+        """The open file, most recently used last; closes the least recently used one beyond the limit."""
         path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
         file = self._files.pop(path, None)
         if file is None:
             if len(self._files) == MAX_OPEN_FILES:
                 self._files.pop(next(iter(self._files))).close_without_sync()
-            file = AppendOnlyFile("csv_monitor.output_path:",
-                                  path,
-                                  _warn,
-                                  header=format_csv_row(("step", name.rpartition("/")[2])),
-                                  drops_partial_line=True)
+            file = AppendOnlyFile("csv_monitor.output_path:", path, _warn,
+                                  header=format_csv_row(("step", name.rpartition("/")[2])), drops_partial_line=True)
         self._files[path] = file
         return file
 
@@ -316,7 +314,7 @@ def _warn(text: str) -> None:
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    """Of the device's allocator, or on a CPU the peak of the process's resident memory."""
+    """Allocated device memory; on a CPU the process's peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return peak_resident_bytes()

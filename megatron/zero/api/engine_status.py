@@ -17,7 +17,7 @@ from mpu.groups import Groups
 
 
 class EngineStatus:
-    """The part of an `Engine` that only reads."""
+    """The read-only part of an `Engine`."""
 
     core: ZeroEngine
     config: Config
@@ -51,27 +51,26 @@ class EngineStatus:
 
     @property
     def global_samples(self) -> int:
-        """Number of samples in all optimizer steps so far, whatever the batch size was."""
+        """Number of samples in all optimizer steps so far, summed over changes of the batch size."""
         return self._batch_sizes.consumed_samples
 
     @property
     def local_rank(self) -> int:
-        """This rank's place on its node."""
         return read_environment().local_rank
 
     @property
     def working_dtype(self) -> torch.dtype:
-        """The precision of weights and activations."""
+        """The dtype of weights and activations."""
         return DTYPES[self.config.precision.name]
 
     @property
     def applied_steps(self) -> int:
-        """Optimizer steps that changed the weights: skipped ones are not among them."""
+        """Optimizer steps that changed the weights (skipped ones excluded)."""
         return self.core.applied_steps
 
     @property
     def backward_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
+        """The factor by which `backward` multiplies the loss."""
         return self.core.backward_scale
 
     @property
@@ -90,7 +89,7 @@ class EngineStatus:
         return None if self.core.last_report is None else self.core.last_report.grad_norm
 
     def get_type(self) -> list[str]:
-        """What kind of optimizer steps each param group."""
+        """The optimizer's name, for each param group."""
         return [self.core.rule.name] * len(self.core.param_groups)
 
     def fp16_enabled(self) -> bool:
@@ -109,31 +108,30 @@ class EngineStatus:
         return self._batch_sizes.train_batch_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        """(train batch size, micro-batch size, micro-batches per step)."""
         return self.train_batch_size(), self._batch_sizes.micro_batch_size, self.core.accumulation_steps
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
 
     def drive_use(self) -> NvmeStats | None:
-        """How long this rank's training thread has waited for its drives, and the bytes read and written, since the
-        engine began; None where nothing is on a drive."""
+        """Seconds the training thread waited for NVMe, and bytes read and written, since the engine was created. None
+        if no state is on NVMe."""
         return read_nvme_stats(self.core.engine_storage)
 
     @property
     def parameters_kept(self) -> int:
-        """Elements of parameters that this rank keeps between steps, with padding: at stage 3 its shards."""
+        """Parameter elements that this rank stores between steps, with padding: at stage 3 its shards."""
         return sum(bucket.layout.shard_numel if bucket.params_are_sharded else bucket.layout.numel
                    for bucket in (*self.core.buckets, *self.core.frozen_buckets))
 
     @property
     def layout(self) -> dict[str, int]:
-        """Tensor and data parallel size and ZeRO stage, as a checkpoint remembers them."""
+        """Tensor and data parallel size and ZeRO stage, as stored in checkpoints."""
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
 
 
 def read_nvme_stats(homes: EngineStorage) -> NvmeStats | None:
-    uses = [
-        home.stats for home in (homes.optimizer, homes.params) if isinstance(home, NvmeStorage) and home.has_nvme_shards
-    ]
+    uses = [home.stats for home in (homes.optimizer, homes.params)
+            if isinstance(home, NvmeStorage) and home.has_nvme_shards]
     return sum(uses, NvmeStats()) if uses else None

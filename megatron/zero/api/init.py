@@ -1,12 +1,13 @@
-"""Models larger than one rank's memory: `zero.Init` shards parameters as they are created, `zero.GatheredParameters` gathers them.
+"""Models larger than one rank's memory: `zero.Init` shards parameters as they are created, `zero.GatheredParameters`
+gathers them.
 
     with zero.Init():                          # at most one layer's parameters are gathered at a time
         model = Model()
     with zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
         model.head.weight.zero_()              # the edit of rank 0 reaches all ranks
 
-Inside `Init`, in-place initialization of a sharded parameter (`nn.init.xavier_uniform_(p)`) works. `Module.apply` gathers each
-module's own parameters for the function, until an engine exists.
+Inside `Init`, in-place initialization of a sharded parameter (`nn.init.xavier_uniform_(p)`) works. `Module.apply`
+gathers each module's own parameters for the function, until an engine exists.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ from mpu.parallel_state import current_groups
 from mpu.weight_init import initializer_of
 
 TRIM_AFTER_BYTES = 16 << 20
-"""Bytes of whole parameters that are let go before the system is given the memory back."""
+"""Bytes of full parameters to free before malloc_trim is called."""
 
 
 @contextmanager
 def GatheredParameters(  # noqa: N802 (the name that scripts know)
         params: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
-    """Parameters are whole inside; all data parallel ranks enter together. Ordinary tensors are left alone.
+    """Parameters are gathered inside; all data parallel ranks must enter together. Ordinary tensors are left alone.
 
-    Edits count where `modifier_rank` says whose; without it they are refused, since they would be lost. There are no
-    gradients inside of what is edited, and of what is split: its elements are gone when a backward asks for them."""
+    With `modifier_rank` that rank's edits are kept; without it edits raise, since they would be lost. Gradients are off
+    inside for parameters that may be edited or are sharded: a backward would find their elements freed.
+    """
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     for parameter in given:
         if not isinstance(parameter, nn.Parameter):
@@ -61,7 +63,7 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     if not enabled:
         yield
         return
-    holders: dict[int, ParamOwner] = {}  # in the order given, which is the same on every rank; each once
+    holders: dict[int, ParamOwner] = {}  # unique, in the given order, which is equal on all ranks
     names: list[str] = []
     for parameter in given:
         if (holder := param_owner(parameter)) is not None:
@@ -75,24 +77,23 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine with all its parameters gathered: forwards inside exchange nothing, and each rank may run as many as it
-    wants. Every rank enters and leaves."""
+    """Gather all parameters of an engine: forwards inside do not communicate, so each rank may run any number.
+    Collective."""
     with GatheredParameters(model.parameters()):
         yield model
 
 
 @contextmanager
 def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names: list[str]) -> Iterator[None]:
-    """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
+    """Gather inside, reshard afterwards. An error of one rank is raised on all, so that none waits for a rank that
+    left."""
     if not holders:
         yield
         return
     dp, engine = holders[0].dp, owning_engine(holders[0])
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        assert_collective_call(engine.log,
-                               dp,
-                               f"GatheredParameters of {names[0]}{more}",
+        assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}",
                                details=f"{modifier_rank} {names}")
     for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
         owner.finish_delayed_update()
@@ -105,7 +106,7 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
             yield
         except Exception as error:
             failure = error
-        if failure is None or not exit_reason_of(failure).is_peer_loss:  # nobody answers then
+        if failure is None or not exit_reason_of(failure).is_peer_loss:  # a lost peer would not answer
             if engine is not None:
                 engine.log.record_barrier("the end of GatheredParameters")
             all_succeed_or_raise(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
@@ -125,13 +126,13 @@ def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names
 
 
 def _reshard_all(holders: list[ParamOwner], modifier_rank: int | None) -> None:
-    """All of them, also after one that fails: the peers exchange the edits of the others."""
+    """Continue after an error: the peers still exchange the edits of the other owners. Raises the first error."""
     failure: TrainerError | None = None
     try:
         for holder in holders:
             try:
                 holder.reshard_after_user(modifier_rank)
-            except TrainerError as error:  # of a drive
+            except TrainerError as error:  # an NVMe error
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -155,13 +156,14 @@ def _check_before_reshard(holders: list[ParamOwner], modifier_rank: int | None, 
 
 
 class Init:
-    """Context: every parameter made inside is split over data parallel at once; or, with `module`, those it has. Of
-    nested ones the outermost counts.
+    """Context: each parameter created inside is sharded over data parallel ranks at once; or, with `module`, those it
+    has. The outermost of nested contexts counts.
 
-    Ranks keep parts of rank 0's values until `zero.initialize`, whose configuration says where they are then. `dtype`
-    is the precision of what is kept meanwhile (default: as made). `remote_device` says where: "cpu" is the host, "nvme"
-    the `zero_optimization.offload_param.nvme_path` of the configuration; without it that configuration's
-    `offload_param.device` does. `pin_memory` has no effect: nothing is computed with meanwhile."""
+    The shards hold rank 0's values until `zero.initialize`, whose configuration decides their later storage. `dtype` is
+    the precision until then (default: as created). `remote_device` is the storage until then: "cpu" or "nvme"
+    (`zero_optimization.offload_param.nvme_path` of the configuration); default is its `offload_param.device`.
+    `pin_memory` has no effect.
+    """
 
     def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
                  mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
@@ -174,9 +176,9 @@ class Init:
         self._dp = _data_parallel_group(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
         self._undo_patches = ExitStack()
         self._modules_without_values: list[nn.Module] = []
-        self._freed_bytes = 0  # bytes of whole parameters, since the system was given such memory back
+        self._freed_bytes = 0  # full parameters freed since the last malloc_trim
         if enabled:
-            setattr(nn.Module, "apply", _apply_gathered)  # for good: it differs where parameters wait for an engine
+            setattr(nn.Module, "apply", _apply_gathered)  # permanent: differs only for parameters without an engine
         if module is not None and enabled:
             self._start_partitioning()
             for child in module.modules():
@@ -208,14 +210,14 @@ class Init:
         for module in unfilled:
             self._partition_module(module)
         self._init_context.is_open = False
-        self._storage = None  # the drive's files go with the last parameter that is there
+        self._storage = None  # swap files are removed with their last parameter
 
     def _patch_class(self, cls: type) -> None:
         if "__init__" in vars(cls):
             self._patch_attribute(cls, "__init__", self._wrap_init(cls, vars(cls)["__init__"]))
 
     def _patch_new_classes(self) -> None:
-        """Those that are defined inside the block."""
+        """Also patch classes that are defined inside the context."""
         init = self
 
         def __init_subclass__(cls: type, /, **named: Any) -> None:
@@ -229,14 +231,14 @@ class Init:
 
     def _patch_attribute(self, cls: type, name: str, value: Any) -> None:
         before = vars(cls)[name]
-        setattr(cls, name, value)  # a class may refuse
+        setattr(cls, name, value)  # raises if the metaclass forbids it
         self._undo_patches.callback(setattr, cls, name, before)
 
     def _wrap_init(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def init_and_park(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
-            if _class_defining_init(type(module)) is cls:  # else a base class's part of it: there is more to come
+            if _class_defining_init(type(module)) is cls:  # in a base class's __init__ more parameters follow
                 self._partition_module(module)
 
         return init_and_park
@@ -251,15 +253,11 @@ class Init:
             elif source is not None:
                 LazyInitParam(parameter, source, self._dp, self._init_context)
             else:
-                self._modules_without_values.append(module)  # it is about to have a source
+                self._modules_without_values.append(module)  # its values are set later in the context
 
     def _partition_param(self, parameter: nn.Parameter) -> None:
         self._freed_bytes += parameter.nbytes
-        InitShardedParam(parameter,
-                         self._dp,
-                         self._init_context,
-                         dtype=self._dtype,
-                         storage=self._storage,
+        InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage,
                          remote_device=self._requested_device)
         if self._freed_bytes > TRIM_AFTER_BYTES:
             trim_malloc()
@@ -283,7 +281,7 @@ def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply`, where parameters wait for their engine: they are whole for `fn`, and rank 0's edits count."""
+    """`Module.apply` before an engine exists: parameters are gathered for `fn`, and rank 0's edits are kept."""
     for child in module.children():
         child.apply(fn)
     waiting = [parameter for parameter in module.parameters(recurse=False)
@@ -310,7 +308,7 @@ def groups_from_mpu(mpu: Any) -> Groups:
     if missing:
         raise ConfigError(f"mpu is {mpu!r:.80}, without {', '.join(missing)}; pass our `mpu` package, a Groups, or an "
                           "object with get_{model,data}_parallel_{rank,group,world_size}")
-    if mpu is sys.modules["mpu"]:  # whose groups of one need no process group
+    if mpu is sys.modules["mpu"]:  # its single-rank groups have no process group
         return current_groups()
     groups = mpu_groups.groups_from_process_groups(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
     found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
@@ -328,15 +326,14 @@ DEVICE_KEY, PATH_KEY = (f"zero_optimization.offload_param.{key}" for key in ("de
 
 def init_placement(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
                    ) -> tuple[str | None, str | None]:
-    """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
+    """(remote device "cpu", "nvme" or None; NVMe folder or None). Raises ConfigError if arguments contradict."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
     found = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
     device = None if found is None else found.keys.get(DEVICE_KEY)
     if found is not None and None not in (remote_device, device) and remote_device != device:
-        raise ConfigError(
-            f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {found.name} {device!r}; "
-            "leave one of them out")
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {found.name} "
+                          f"{device!r}; leave one of them out")
     asked = device if remote_device is None else remote_device
     if asked != "nvme":
         return (None if asked == "none" else asked), None
@@ -352,27 +349,25 @@ def init_placement(remote_device: str | None, source: str | os.PathLike[str] | M
 
 
 def open_nvme_arena(path: str) -> NvmeInitArena:
-    """A folder of this rank's own below it."""
+    """An arena in this rank's swap directory under `path`."""
     exit_codes.before_exit(close_all_swap_dirs)
     return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
 
 
 def trim_malloc() -> None:
-    """The C library keeps what is freed below something that is in use, and finds it unfit for the next large tensor:
-    what has gone would still be charged to us."""
+    """Return freed memory to the system: glibc keeps blocks below ones in use, and does not reuse them for the next
+    large tensor, so they would count as ours."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # of glibc
+    if hasattr(libc, "malloc_trim"):  # glibc only
         libc.malloc_trim(0)
 
 
 def init_placement_notes(model: nn.Module, config: Config, device: str) -> list[str]:
-    """Where `zero.Init` was asked to keep parameters, if they live elsewhere from now on. `device` is the engine's."""
+    """Notes if parameters move from where `zero.Init` stored them. `device` is the engine's."""
     home = config.offload.offload_param_device
     holders = [param_owner(parameter) for parameter in model.parameters()]
-    asked = {
-        holder.remote_device
-        for holder in holders if isinstance(holder, InitShardedParam) and holder.remote_device is not None
-    }
+    asked = {holder.remote_device for holder in holders if isinstance(holder, InitShardedParam)
+             and holder.remote_device is not None}
     place = device if home == "none" else home
     return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
             f"--offload-param-device {home} says" for other in sorted(asked - {place})]

@@ -1,4 +1,5 @@
-"""`zero.initialize` builds an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
+"""`zero.initialize` builds an engine for any model and loop from a DeepSpeed-style configuration;
+`zero.init_distributed`.
 
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -70,14 +71,15 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
                device: torch.device | None = None,
                ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, LRSchedulerProtocol | None]:
-    """The engine of a model, its optimizer, a loader of `training_data` and the learning rate scheduler.
+    """Build (engine, optimizer, loader of `training_data` or None, learning rate scheduler or None).
 
-    `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
-    callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
-    makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
-    only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
-    groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
-    (default: this rank's) one by one, and to the working precision."""
+    `config` is a path or dict with DeepSpeed's keys (or `args.deepspeed_config`). `optimizer` may be an optimizer or a
+    callable that takes the parameters, default the config's; `lr_scheduler` a scheduler or a callable that takes the
+    optimizer, default the config's. Without an optimizer, a scheduler and `model_parameters` the engine only evaluates:
+    it freezes the parameters and keeps no masters or optimizer state. `mpu` gives the groups of a tensor parallel
+    model. Parameters get the values of data parallel rank 0 and move one by one to `device` (default: this rank's) and
+    to the working precision. Collective; raises ConfigError.
+    """
     exit_codes.install_excepthook()
     check_argument("model", model, nn.Module, "an nn.Module")
     check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
@@ -88,7 +90,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         check_argument("lr_scheduler", lr_scheduler, Callable | None, "a scheduler, or a function that makes one")
     assert model is not None
     argument, source = _config_source(args, config, config_params)
-    if isinstance(source, Config):  # the trainer's: it has met already
+    if isinstance(source, Config):  # the trainer has initialized torch.distributed
         process_group.init()
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -104,14 +106,13 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
+        torch.cuda.set_device(device)  # control messages use the current device
     with config.key_names.translate_errors():
         check_parameters(model)
         evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
-        rule, param_groups, defaults, client = _build_rule_and_groups(settings, model,
-                                                                      () if evaluates else model_parameters, optimizer,
-                                                                      evaluates)
+        rule, param_groups, defaults, client = _build_rule_and_groups(
+            settings, model, () if evaluates else model_parameters, optimizer, evaluates)
         if not evaluates:
             _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
@@ -122,7 +123,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         placement_notes = init_placement_notes(model, config, device.type)
         storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
     with claim_model(model), ExitStack() as on_failure:
-        on_failure.callback(storage.close)  # of a full drive, which whoever tries again needs empty
+        on_failure.callback(storage.close)  # frees NVMe space for a retry
         if evaluates:
             model.requires_grad_(False)
         _move_buffers(model, device, DTYPES[config.precision.name])
@@ -149,7 +150,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
 
 
 def _optimizer_description(rule: UpdateRule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
-    """What an optimizer calculates with, and on which parameters: their order in a group is no difference."""
+    """For comparison between ranks: the rule, hyper-parameters and parameter names (in any order) of each group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {"the rule": type(rule).__name__}
     for number, group in enumerate(param_groups):
@@ -169,7 +170,7 @@ def _describe_names(names: list[str]) -> str:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags of a DeepSpeed script: --deepspeed, --deepspeed_config FILE. (`--local_rank` is the script's own.)"""
+    """Add --deepspeed and --deepspeed_config FILE. (`--local_rank` is left to the script.)"""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
     group.add_argument("--deepspeed_config", "--deepspeed-config", default=None, metavar="FILE",
@@ -178,7 +179,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _config_source(args: Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
-    """The one argument that the configuration is given in, and what it says."""
+    """(name, value) of the one argument that gives the configuration. Raises ConfigError unless it is exactly one."""
     by_name = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
                "config": config, "config_params": config_params}
     given = [name for name, value in by_name.items() if value is not None]
@@ -190,25 +191,25 @@ def _config_source(args: Namespace | None, config: Any, config_params: Any) -> t
 
 
 DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
-"""Where its defaults are not ours; the learning rate's depends on the optimizer."""
+"""Where DeepSpeed's defaults differ from ours; the default learning rate depends on the optimizer."""
 
 
 ENGINE_SECTIONS = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop",
                    "quantize")
-"""Sections of the configuration that are an engine's as a whole."""
+"""Config sections that belong to the engine entirely."""
 
 
 @dataclass(frozen=True)
 class _EngineSettings:
-    """A configuration, and what of it was really said."""
+    """A configuration, and which parts the user gave explicitly."""
 
     config: Config
     has_optimizer: bool = True
     has_scheduler: bool = True
     monitor_config: MonitorConfig = MonitorConfig()
-    """The trainer's Config asks for nothing: it has a log of its own."""
+    """Empty for the trainer's Config: the trainer has its own log."""
     ds_config: DsKeyValues | None = None
-    """The file or dict, where it is one."""
+    """The parsed file or dict; None for a Config."""
 
 
 def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSettings:
@@ -217,18 +218,13 @@ def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSetting
     draft, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
     found, _ = ds_json.parse_ds_json(source, argument)
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
-    config = ds_json.build_ds_config(source,
-                                     flags={"model_parallel_size": groups.tp.size},
+    config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
                                      fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr},
-                                     world_size=groups.world.size,
-                                     in_engine=True,
-                                     argument=argument,
-                                     collector=draft)
+                                     world_size=groups.world.size, in_engine=True, argument=argument, collector=draft)
     if found.keys.keys().isdisjoint(sizes) and found.invalid_keys.isdisjoint(sizes):
-        draft.add_errors([
-            f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has" +
-            ' ("auto" is for programs that do)' * any(key in found.auto_keys for key in sizes)
-        ], found.name)
+        draft.add_errors([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
+                          + ' ("auto" is for programs that do)' * any(key in found.auto_keys for key in sizes)],
+                         found.name)
     draft.raise_if_any()
     keys = {**found.keys, **found.engine_values}
     return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys,
@@ -238,7 +234,7 @@ def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSetting
 def _engine_notes(settings: _EngineSettings, core: ZeroEngine) -> Iterator[str]:
     config = settings.config
     splits = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
-    iters = config.train.train_iters if settings.ds_config is None else None  # a loop of the user's has its own
+    iters = config.train.train_iters if settings.ds_config is None else None  # unknown for a user's loop
     yield from (*offload_notes(config, core.engine_storage, params_are_sharded=splits), *config.layer_drop.notes(),
                 *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes())
     if isinstance(core.rule, Muon):
@@ -251,8 +247,8 @@ def _warn_empty_groups(param_groups: Sequence[ParamGroup]) -> None:
 
 
 def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> None:
-    """What a user should read once: keys that were understood in another way, or can do nothing here; with
-    `dump_state`, the whole configuration."""
+    """Print notes about keys that are read differently or have no effect, and with `dump_state` the whole
+    configuration."""
     config, found = settings.config, settings.ds_config
     if found is None:
         return
@@ -265,34 +261,32 @@ def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> Non
 
 
 def _in_terms_of_config(config: Config, name: str, line: str) -> str:
-    """A line about the engine, which speaks of flags; a note that is about keys says of which file."""
+    """Translate flag names in a line to config keys; prefix a translated note with the config's file name."""
     said, note = config.translate(line), line.startswith(" note: ")
     return f"{name}: " * (note and said != line) + said.removeprefix(" note: ")
 
 
 def _thread_notes(config: Config, device: torch.device) -> Iterator[str]:
-    """What a rank has of the node's cores, where the host computes and a launcher has divided them."""
+    """Threads per rank, if the host computes and the node has several ranks."""
     ranks, threads = process_group.read_environment().local_world_size, torch.get_num_threads()
     if ranks > 1 and (device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
         yield f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each (OMP_NUM_THREADS)"
 
 
 def _config_lines(settings: _EngineSettings, dp_size: int) -> Iterator[str]:
-    """What the engine was told, and what it made of it."""
+    """The effective configuration, one value per line."""
     config = settings.config
     sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-    tree = {
-        "batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)),
-        **config.as_dict(), "report": asdict(settings.monitor_config)
-    }
+    tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
+            "report": asdict(settings.monitor_config)}
     for section in ("batch", *ENGINE_SECTIONS, "report"):
         yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
 
 
 def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
                            ) -> tuple[UpdateRule, list[ParamGroup], dict[str, Any], Optimizer | None]:
-    """The client's optimizer, or the configuration's over the client's parameters (default: the model's); the
-    hyper-parameters of a group that names none come third, and the client's optimizer, where there is one, last."""
+    """(rule, param groups, defaults, client optimizer): the client's optimizer, or the config's over `parameters`
+    (default: the model's). Groups get the default hyper-parameters that they do not set."""
     given = list(model.parameters() if parameters is None else parameters)
     if client is not None and not isinstance(client, Optimizer):
         client = client(given)
@@ -311,7 +305,7 @@ def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, paramete
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Every trainable parameter of the model is in one group, and groups hold no others."""
+    """Raise ConfigError unless each trainable parameter is in exactly one group, and groups hold only the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     count = Counter(id(parameter) for group in groups for parameter in group["params"])
     strangers = len(count.keys() - names.keys())
@@ -330,7 +324,7 @@ def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
 
 
 def _tile_numel(sub_group_size: int) -> int:
-    """Tiles are cut where rows are, so that their size changes no bits."""
+    """Tiles end at row boundaries, so that their size does not change results."""
     return min(MAX_TILE_NUMEL, align(sub_group_size))
 
 
@@ -347,7 +341,8 @@ def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptim
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """To the device; numbers with a point to the working precision. (Parameters go with their buckets.)"""
+    """Move buffers to the device, floating point ones to the working precision. (Parameters move with their
+    buckets.)"""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
@@ -358,13 +353,13 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                      timeout: timedelta | float | None = None, init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
-    """Meet the other ranks that a launcher started; may be called again.
+    """Initialize torch.distributed; may be called again.
 
-    `rank` and `world_size` say it where no launcher does; `distributed_port` counts where MASTER_PORT is not set, and
-    `init_method` (torch's) in place of both. Slurm's and OpenMPI's variables count unless `auto_mpi_discovery` is off.
-    `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
-    the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
-    already."""
+    `rank` and `world_size` are for runs without a launcher. `distributed_port` applies if MASTER_PORT is not set, and
+    `init_method` (torch's) replaces both. Slurm's and OpenMPI's variables are read unless `auto_mpi_discovery` is off.
+    `timeout` (timedelta or seconds) is the limit for a silent peer. `verbose` and `config` are ignored.
+    `dist_init_required=False` means that the script has already initialized it.
+    """
     exit_codes.install_excepthook()
     if dist_init_required is False:
         return
@@ -379,14 +374,14 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
 
 
 def _export_environment(env: Environment) -> None:
-    """The place as torchrun's variables, where the launcher (or none) set others: `read_environment` finds the same."""
+    """Set torchrun's variables if another launcher (or none) was used, so that `read_environment` agrees."""
     for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
                          ("LOCAL_WORLD_SIZE", env.local_world_size)):
         os.environ.setdefault(name, str(number))
 
 
 def _resolve_environment(rank: int, world_size: int, accepts_any_launcher: bool) -> Environment:
-    """This rank's place: a launcher's, or the given one; both must agree."""
+    """This rank's environment from the launcher or the arguments. Raises ConfigError if they disagree."""
     environ = {name: value for name, value in os.environ.items()
                if accepts_any_launcher or not name.startswith(OTHER_LAUNCHER_PREFIXES)}
     given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}

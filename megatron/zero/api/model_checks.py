@@ -1,9 +1,9 @@
 """Checks whether an engine can take a model: equal on all ranks, owned by no other engine, and trainable.
 
-Buckets follow the order in which the model names its parameters. A model built from a set has another order in each process and
-is refused, because initialization and zero.Init followed that order already. Ranks with equal models exchange one number.
-If `zero.initialize` fails half way, the parameters may be sharded, rounded or freed: they are marked, and a later engine refuses
-them.
+Buckets follow the order in which the model names its parameters. A model built from a set has another order in each
+process and is refused, because initialization and zero.Init followed that order already. Ranks with equal models
+exchange one number. If `zero.initialize` fails half way, the parameters may be sharded, rounded or freed: they are
+marked, and a later engine refuses them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from megatron.zero.units import unit_name_by_param
 from mpu.groups import Group
 
 TensorDescription = Sequence[Any]
-"""Of a parameter or a buffer: its name, and what it is in words."""
+"""[name, dtype and shape as text] of a parameter or buffer."""
 
-UNORDERED_BUILD_HINT = (
-    "a model that is built from a set, or from a dict that is filled in another order on each rank, does "
-    "this; sort the names before it is built")
+UNORDERED_BUILD_HINT = ("a model that is built from a set, or from a dict that is filled in another order on each "
+                        "rank, does this; sort the names before it is built")
 
 
 def check_same_model(model: nn.Module, world: Group) -> None:
-    """A ConfigError on every rank that names the first parameter or buffer that differs."""
+    """Raise ConfigError on every rank, naming the first parameter or buffer that differs. Collective."""
     unit_of = unit_name_by_param(model)
     check_same_descriptions({"parameter": [[name, _describe_param(name, parameter, unit_of[parameter])]
                                            for name, parameter in model.named_parameters()], **_buffers(model)},
@@ -45,27 +44,28 @@ def check_same_model(model: nn.Module, world: Group) -> None:
 
 
 def check_same_buffers(model: nn.Module, world: Group, call: str) -> None:
-    """The same of buffers alone."""
+    """As `check_same_model`, for buffers only."""
     check_same_descriptions(_buffers(model), world, f"the ranks call {call} with different buffers in the model")
 
 
 def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
-    """By kind; each rank tells its own. Collective."""
+    """Compare this rank's descriptions, by kind, with the other ranks'. Collective; raises ConfigError."""
     if not world.is_solo and (per_rank := find_differences(mine, world)):
         raise ConfigError(f"{what}: {next(filter(None, (first_difference(per_rank, kind) for kind in mine)))}")
 
 
 def first_difference(per_rank: Sequence[Mapping[str, Sequence[TensorDescription]]], kind: str) -> str:
-    """The first of a kind in which ranks differ, and why they may; empty where they do not."""
+    """The first difference of a kind between ranks, with a likely reason; empty if there is none."""
     for number, rows in enumerate(zip_longest(*(one[kind] for one in per_rank))):
         names = [None if row is None else row[0] for row in rows]
         if len(set(names)) > 1:
             same = len({tuple(sorted(row[0] for row in one[kind])) for one in per_rank}) == 1
-            return (
-                f"{kind} {number} is {_values_with_ranks(['nothing' if name is None else repr(name) for name in names])}; "
-                + (UNORDERED_BUILD_HINT if same else "build the same model on every rank"))
+            return (f"{kind} {number} is "
+                    f"{_values_with_ranks(['nothing' if name is None else repr(name) for name in names])}; "
+                    + (UNORDERED_BUILD_HINT if same else "build the same model on every rank"))
         if len({tuple(row) for row in rows}) > 1:
-            return f"{kind} {names[0]!r} is {_values_with_ranks([row[1] for row in rows])}; build the same model on every rank"
+            return (f"{kind} {names[0]!r} is {_values_with_ranks([row[1] for row in rows])}; build the same model on "
+                    "every rank")
     return ""
 
 
@@ -81,7 +81,8 @@ def _buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
 
 
 def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:
-    """All that decides how it is laid out and how its values come; the unit, where its name does not say it."""
+    """Everything that affects its layout and initialization; the unit only if the parameter's name does not begin with
+    it."""
     text = describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
     text += " of zero.Init" * (param_owner(parameter) is not None)
     return text if name.startswith(f"{unit}.") else f"{text} in unit {unit}"
@@ -92,29 +93,28 @@ def describe_tensor(tensor: Tensor, shape: torch.Size) -> str:
 
 
 _FAILED_PARAMS = WeakTensorKeyDictionary()
-"""Parameter -> what went wrong."""
+"""Parameter -> the error of the engine that failed to build."""
 
 
 def check_argument(name: str, value: object, kind: Any, expected: str) -> None:
-    """An argument of the wrong kind is an error of usage."""
+    """Raise ConfigError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         given = "" if value is None else f" ({type(value).__name__})"
         raise ConfigError(f"{name} is {value!r:.80}{given}: expected {expected}")
 
 
 def to_folder(call: str, value: str | os.PathLike[str]) -> Path:
-    """Of a checkpoint: the empty name would be the working directory."""
+    """The checkpoint folder. An empty name raises, as it would mean the working directory."""
     check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder")
     return Path(value)
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Whether an engine can train the model, before anything of it is changed."""
+    """Raise ConfigError if an engine cannot train the model, before anything is changed."""
     for name, parameter in model.named_parameters():
         if parameter in _FAILED_PARAMS:
-            raise ConfigError(
-                f"{name} is of an engine that failed half way ({_FAILED_PARAMS[parameter]}), and may be split, "
-                "rounded or gone: build the model anew, with its weights")
+            raise ConfigError(f"{name} is of an engine that failed half way ({_FAILED_PARAMS[parameter]}), and may be "
+                              "split, rounded or gone: build the model anew, with its weights")
         holder = param_owner(parameter)
         if holder is not None and holder.is_engine_owned:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
@@ -135,7 +135,7 @@ def check_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def claim_model(model: nn.Module) -> Iterator[None]:
-    """An engine is made of it inside."""
+    """An engine is built inside; an error marks all parameters as unusable."""
     try:
         yield
     except BaseException as error:

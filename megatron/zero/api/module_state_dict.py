@@ -19,12 +19,12 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.state import broadcast_module_buffers
 
 MODULE_PREFIX = "module."
-"""What names begin with where the engine, not the model, is asked: as in DeepSpeed and DistributedDataParallel."""
+"""Prefix of names in the engine's (not the model's) state dict, as in DeepSpeed and DistributedDataParallel."""
 
 
 def build_module_state_dict(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
                             frozen: bool = True) -> dict[str, Any]:
-    """In the working precision. At stage 3 gathered: on rank 0's host, and nothing on the others."""
+    """In the working precision. At stage 3 gathered to rank 0's host, and empty on the others."""
     core.sync_delayed_update("engine.module_state_dict()")
     if zero.zero_stage == 3:
         if not zero.stage3_gather_16bit_weights_on_model_save:
@@ -40,8 +40,8 @@ def build_module_state_dict(core: ZeroEngine, zero: ZeroConfig, *, prefix: str =
 
 
 def load_module_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0.
-    Collective, one bucket at a time; what does not fit is an error on every rank, and changes nothing."""
+    """Load data parallel rank 0's weights and buffers by name, into the model and the masters. Collective, one bucket
+    at a time; mismatches raise on every rank before anything changes."""
     provides_values = core.groups.dp.rank == 0
     buckets = [*core.buckets, *core.frozen_buckets]
 
@@ -71,7 +71,7 @@ def load_module_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool
 
 
 def _check_state_dict(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """Torch's conditions on a state dict, before anything is written."""
+    """torch's checks of a state dict, before anything is written."""
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     if named and not state:
         raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
@@ -83,7 +83,7 @@ def _check_state_dict(core: ZeroEngine, state: Mapping[str, Any], strict: bool) 
                               "dict of this model, or strict=False")
     for name in named.keys() & state.keys():
         current, given = named[name], state[name]
-        if not isinstance(current, Tensor):  # what get_extra_state() gave
+        if not isinstance(current, Tensor):  # from get_extra_state()
             raise ConfigError(f"load_state_dict: {name} is not a tensor, and only tensors are loaded: give it to "
                               "set_extra_state() of its module, and leave it out, with strict=False")
         if not isinstance(given, Tensor) or given.shape != current.shape:

@@ -1,7 +1,8 @@
 """Where the state of an engine is stored (device, host, NVMe), and whether the host or the device updates it.
 
-A host update moves 16-bit gradients down and 16-bit weights up, 2 bytes each way; a device update moves all fp32 state, 12 bytes
-each way. Which is faster depends on cores, memory and bus, so both are timed on a small shard, on all ranks at once.
+A host update moves 16-bit gradients down and 16-bit weights up, 2 bytes each way; a device update moves all fp32 state,
+12 bytes each way. Which is faster depends on cores, memory and bus, so both are timed on a small shard, on all ranks at
+once.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from mpu.groups import Group, Groups
 UpdateSide = Literal["host", "device"]
 
 TRIAL_CHUNKS = 4
-"""On trial."""
+"""Chunks of the shard that is timed."""
 TRIAL_SECONDS = 0.4
-"""For each side."""
+"""Duration of the trial for each side."""
 DEVICE_MEMORY_DIVISOR = 4
-"""What stays on the device for its arithmetic may take one part in so many of the memory that is free there."""
+"""The buffers of a device update may use at most this fraction (1/4) of free device memory."""
 
 
 def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
                        copy_streams: CopyStreams | None) -> tuple[UpdateSide, list[str]]:
-    """And a line that says why, where there was a choice. Collective: all ranks do the same."""
+    """The side, and notes that give the reason if there was a choice. Collective: all ranks choose the same."""
     offload = config.offload
     if copy_streams is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
         return "device", []
@@ -80,31 +81,25 @@ def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, devic
 
 
 def _device_update_bytes(config: Config, numel: int, groups: Groups) -> int:
-    """Bytes: gradients, and the parts on the device."""
+    """Device memory of a device update: gradients, and the chunk buffers."""
     wide = config.accumulation(groups.dp.size) > 1 or config.precision.name == "fp32"
     return numel * (4 if wide else 2) + STEP_BUFFER_SETS * 3 * 4 * HOST_CHUNK_NUMEL
 
 
 def set_cpu_threads() -> None:
-    """An equal share of the cores for each rank of a node: launchers leave one thread to each. Who asks for another
-    number is heard."""
+    """Divide the cores equally among the ranks of a node, as launchers set one thread each. OMP_NUM_THREADS above 1
+    wins."""
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ranks = read_environment().local_world_size
-        is_bound = cores * ranks <= (os.cpu_count() or 1)  # each rank to its share already
+        is_bound = cores * ranks <= (os.cpu_count() or 1)  # the ranks are already bound to disjoint cores
         torch.set_num_threads(cores if is_bound else max(1, cores // ranks))
 
 
-def time_both_sides(rule: AdamW,
-                    device: torch.device,
-                    copy_streams: CopyStreams,
-                    work: torch.dtype,
-                    world: Group,
-                    *,
-                    pinned: bool,
-                    chunk: int = HOST_CHUNK_NUMEL) -> tuple[float, float]:
-    """Seconds a number takes, updated by the host, and on the device, on the slowest rank. Collective: all are at it at
-    the same time, as they will be."""
+def time_both_sides(rule: AdamW, device: torch.device, copy_streams: CopyStreams, work: torch.dtype, world: Group, *,
+                    pinned: bool, chunk: int = HOST_CHUNK_NUMEL) -> tuple[float, float]:
+    """Seconds per element of an update by the host and on the device, on the slowest rank. Collective: all ranks run at
+    once, as in training."""
     def prepare() -> tuple[HostStorage, HostShard]:
         host = HostStorage(torch.float32, chunk, pinned=pinned)
         shelf = host.allocate_shard("trial", chunk * TRIAL_CHUNKS)
@@ -123,7 +118,8 @@ def time_both_sides(rule: AdamW,
 
 def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBackend, shard: HostShard,
                     copy_streams: CopyStreams, on_device: Tensor, pinned: bool) -> None:
-    """One update of all parts, with the way of the new weights; gradients have come down before."""
+    """One update of all chunks, including the copy of new weights to the device, but not that of gradients to the host:
+    in training that one overlaps backward."""
     on_host = isinstance(storage, HostStorage)
     grads = page_aligned_zeros(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
     staging = StagingDoubleBuffer(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
@@ -142,7 +138,7 @@ def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBa
 
 
 def _best_seconds(action: Callable[[], None]) -> float:
-    """The shortest of some runs, after one that is not counted."""
+    """The shortest of several runs, after a warm-up run."""
     action()
     best, end = float("inf"), time.monotonic() + TRIAL_SECONDS
     while True:
@@ -155,7 +151,7 @@ def _best_seconds(action: Callable[[], None]) -> float:
 
 def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
                           ) -> tuple[EngineStorage, list[str]]:
-    """And what to say of them. Collective: what one rank cannot have is an error of all."""
+    """The storage, and notes for the user. Collective: an error of one rank is raised on all."""
     offload = config.offload
     places = offload.offload_optimizer_device, offload.offload_param_device
     copy_streams = create_copy_streams(device) if places != ("none", "none") else None
@@ -190,26 +186,20 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
 def _create_optimizer_storage(config: Config, rule: UpdateRule, device: torch.device, nvme_dirs: NvmeDirs,
                               copy_streams: CopyStreams | None,
                               update: UpdateSide) -> tuple[StorageBackend, int | None]:
-    """And how much of it a step takes at a time."""
+    """The backend, and how many elements a step updates at a time (None: the whole shard)."""
     offload, on_gpu = config.offload, device.type == "cuda"
     tile = min(MAX_TILE_NUMEL, align(config.zero.sub_group_size))
     if offload.offload_optimizer_device == "nvme":
         part = step_chunk_numel(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
-        return NvmeStorage(
-            nvme_dirs.swap_dir("optimizer"), "optimizer", rule.states,
-            NvmeSettings(chunk_numel=part,
-                         buffer_sets=STEP_BUFFER_SETS,
-                         keeps_shards_whole=not rule.elementwise,
-                         device_is_separate=copy_streams is not None,
-                         pinned=on_gpu and offload.offload_optimizer_pin_memory,
-                         pipeline_read=offload.offload_optimizer_pipeline_read,
-                         pipeline_write=offload.offload_optimizer_pipeline_write,
-                         aio=_aio_settings(offload))), part
+        return NvmeStorage(nvme_dirs.swap_dir("optimizer"), "optimizer", rule.states, NvmeSettings(
+            chunk_numel=part, buffer_sets=STEP_BUFFER_SETS, keeps_shards_whole=not rule.elementwise,
+            device_is_separate=copy_streams is not None, pinned=on_gpu and offload.offload_optimizer_pin_memory,
+            pipeline_read=offload.offload_optimizer_pipeline_read,
+            pipeline_write=offload.offload_optimizer_pipeline_write, aio=_aio_settings(offload))), part
     if offload.offload_optimizer_device == "none" or copy_streams is None:
         return DeviceStorage(device), None
     part = min(HOST_CHUNK_NUMEL, tile)
-    host = HostStorage(torch.float32,
-                       part if rule.elementwise else 0,
+    host = HostStorage(torch.float32, part if rule.elementwise else 0,
                        pinned=on_gpu and offload.offload_optimizer_pin_memory)
     return (StreamingHostStorage(host, copy_streams, device) if update == "device" else host), part
 
@@ -221,23 +211,17 @@ def _create_param_storage(config: Config, device: torch.device, nvme_dirs: NvmeD
     if offload.offload_param_device == "nvme":
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
         part = param_chunk_numel(size, step_chunk)
-        return NvmeStorage(
-            nvme_dirs.swap_dir("param"), "param", (),
-            NvmeSettings(chunk_numel=part,
-                         write_chunk_numel=step_chunk,
-                         buffer_sets=param_buffer_sets(size, buffers, part),
-                         dtype=work,
-                         device_is_separate=copy_streams is not None,
-                         host_numel=offload.offload_param_max_in_cpu,
-                         pinned=pinned,
-                         aio=_aio_settings(offload)))
+        return NvmeStorage(nvme_dirs.swap_dir("param"), "param", (), NvmeSettings(
+            chunk_numel=part, write_chunk_numel=step_chunk, buffer_sets=param_buffer_sets(size, buffers, part),
+            dtype=work, device_is_separate=copy_streams is not None, host_numel=offload.offload_param_max_in_cpu,
+            pinned=pinned, aio=_aio_settings(offload)))
     if offload.offload_param_device == "none" or copy_streams is None:
         return DeviceStorage(device, work)
     return HostStorage(work, 0, pinned=pinned)
 
 
 def _check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int) -> None:
-    """Of a rank's part, as far as it is to be on the host."""
+    """Raise ConfigError if this node's share of the state offloaded to the host does not fit."""
     offload, work = config.offload, DTYPES[config.precision.name].itemsize
     share = offload.offload_optimizer_ratio * (offload.offload_optimizer_device == "cpu")
     each = share * (4 * (1 + len(rule.states)) + work)
@@ -255,8 +239,8 @@ def _aio_settings(offload: OffloadConfig) -> AioSettings:
 
 
 def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded: bool) -> list[str]:
-    """Of an engine that is built: what a setting has come to, and a line for each that does less here than its name
-    says. `splits`: there are weights that come and go."""
+    """After the engine is built: the achieved offload ratio, and a note for each setting that has no or less effect
+    here. `params_are_sharded`: the engine has sharded parameters."""
     offload = config.offload
     found = [f" note: {sentence}" for sentence in unused_offload_settings(offload, config.key_names.keys_of_given)]
     for name in ("offload_optimizer_device", "offload_param_device"):
@@ -268,9 +252,8 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
                      "where the model is")
     ratio = f"{flag_name('offload_optimizer_ratio')} {offload.offload_optimizer_ratio}"
     if storage.device_optimizer is not None:
-        found.append(
-            f" offload: {storage.offload_ratio.achieved:.2f} of the optimizer's state leaves the device, by whole blocks "
-            f"({ratio})")
+        found.append(f" offload: {storage.offload_ratio.achieved:.2f} of the optimizer's state leaves the device, by "
+                     f"whole blocks ({ratio})")
     elif is_asked and offload.offload_optimizer_ratio != 1:
         found.append(f" note: {ratio} has no effect here: the optimizer's state is where the model is")
     if is_asked and offload.delayed_param_update and not storage.delays_update:
@@ -291,7 +274,7 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
 
 @dataclass(frozen=True)
 class _NvmeUsage:
-    """What of one rank is on a drive, in bytes, and those it reads and writes in a step."""
+    """Bytes of one rank's state on NVMe, and bytes read and written in a step."""
 
     contents: str
     kept: int
@@ -300,7 +283,7 @@ class _NvmeUsage:
 
 
 def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_size: int) -> dict[str, _NvmeUsage]:
-    """By kind of state, but for the padding of shards, and what a share of whole shards is beside it."""
+    """By kind of state. Ignores padding, and that the offload ratio applies to whole buckets."""
     sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
     numel = -(-sum(sizes) // dp_size)
     state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
@@ -311,7 +294,7 @@ def expected_nvme_usage(config: Config, rule: UpdateRule, model: nn.Module, dp_s
 
 
 class NvmeDirs:
-    """This rank's folders on drives, one for each path."""
+    """This rank's swap directories, one for each configured path."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._offload, self._run, self._rank = config.offload, _run_name(config), groups.world.rank
@@ -320,7 +303,7 @@ class NvmeDirs:
         self._kinds_by_path: dict[str, list[str]] = {}
 
     def swap_dir(self, kind: str) -> SwapDir:
-        """Of the setting of this kind of state."""
+        """The directory for a kind of state ("optimizer" or "param")."""
         name = f"offload_{kind}_nvme_path"
         path: str = getattr(self._offload, name)
         self._kinds_by_path.setdefault(path, []).append(kind)
@@ -331,19 +314,19 @@ class NvmeDirs:
         return self._folders[path]
 
     def close(self) -> None:
-        """There will be no engine."""
+        """Remove the directories: building the engine failed."""
         for folder in self._folders.values():
             folder.close()
 
     def probe(self, expected: Mapping[str, _NvmeUsage]) -> list[str]:
-        """What each drive is expected to do, measured by one rank of a node; the others wait for it."""
+        """One line per drive with its expected load, measured by local rank 0; empty on the others."""
         if self._node.local_rank != 0:
             return []
         return [self._probe_line(path, [expected[kind] for kind in kinds if expected[kind].kept], expected)
                 for path, kinds in self._kinds_by_path.items()]
 
     def _probe_line(self, path: str, uses: Sequence[_NvmeUsage], expected: Mapping[str, _NvmeUsage]) -> str:
-        """Of one folder, which keeps so much of each rank."""
+        """Probe one path, for all ranks of the node."""
         if not uses:
             return f" nvme {path}: nothing of this run will be there"
         ranks = self._node.local_world_size
@@ -351,19 +334,13 @@ class NvmeDirs:
                                  for what in ("kept", "read", "written"))
         beside = ranks * sum(expected[kind].kept for other, kinds in self._kinds_by_path.items() for kind in kinds
                              if other != path and os.stat(other).st_dev == os.stat(path).st_dev)
-        return str(
-            probe_nvme(path,
-                       contents=" and ".join(use.contents for use in uses),
-                       needed=needed,
-                       read_per_step=read,
-                       written_per_step=written,
-                       flag=self._folders[path].flag,
-                       other_needed=beside))
+        return str(probe_nvme(path, contents=" and ".join(use.contents for use in uses), needed=needed,
+                              read_per_step=read, written_per_step=written, flag=self._folders[path].flag,
+                              other_needed=beside))
 
 
 def _run_name(config: Config) -> str:
-    """The same for the next start of a run, which finds what a killed one left: by the folder it saves into, or the
-    command."""
+    """Hash of the save folder, or of the command: equal at the next start, which then finds what a killed run left."""
     return command_hash() if config.save.save is None else _hash_name(os.path.abspath(config.save.save))
 
 

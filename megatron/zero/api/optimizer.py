@@ -1,7 +1,7 @@
 """The optimizer and the learning rate scheduler of an engine, as torch's interfaces. The engine itself takes the steps.
 
-The optimizer's `param_groups` are the engine's: a scheduler that sets `group["lr"]` changes the learning rate of the next step.
-Not here: the schedule's formulas and DeepSpeed's scheduler classes (megatron/optim/schedulers.py).
+The optimizer's `param_groups` are the engine's: a scheduler that sets `group["lr"]` changes the learning rate of the
+next step. Not here: the schedule's formulas and DeepSpeed's scheduler classes (megatron/optim/schedulers.py).
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from megatron.zero.engine import ZeroEngine
 
 
 class LRSchedulerProtocol(Stateful, Protocol):
-    """A learning rate scheduler of torch's kind; ours are such too."""
+    """A scheduler with torch's interface."""
 
     def step(self) -> Any: ...
 
 
 class LRScheduleAdapter:
-    """A schedule, which is a pure function of the step, as a scheduler. All groups have its rate; with `own_floor` the
-    peak of each is the rate it has now, and its floor is this share of that."""
+    """An `LRSchedule` (a pure function of the step) as a scheduler. All groups get its rate; with `floor_ratio` each
+    group peaks at its initial rate and its floor is this ratio of the peak."""
 
-    def __init__(self,
-                 optimizer: torch.optim.Optimizer,
-                 schedule: LRSchedule,
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: LRSchedule,
                  floor_ratio: float | None = None) -> None:
         self._optimizer, self.schedule, self._floor_ratio = optimizer, schedule, floor_ratio
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups] if floor_ratio is not None else []
@@ -55,7 +53,7 @@ class LRScheduleAdapter:
         self._set_step(self.steps + 1)
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each param group in the next step."""
+        """Learning rate of each param group in the next step."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     get_lr = get_last_lr
@@ -68,12 +66,12 @@ class LRScheduleAdapter:
 
 
 def is_reversible(scheduler: LRSchedulerProtocol) -> bool:
-    """Its state is known to be small, and to be all that `step` changes beside the param groups."""
+    """Its state is small and is all that `step` changes besides the param groups."""
     return isinstance(scheduler, LRScheduleAdapter | Curve | torch.optim.lr_scheduler.LRScheduler)
 
 
 class ReversibleSchedulerStep:
-    """A step of a scheduler that can be taken back."""
+    """Steps a scheduler, and can undo it."""
 
     def __init__(self, scheduler: LRSchedulerProtocol, groups: Sequence[dict[str, Any]],
                  arguments: Mapping[str, Any]) -> None:
@@ -83,20 +81,20 @@ class ReversibleSchedulerStep:
         self._after = _scheduled_values(groups)
 
     def undo(self) -> None:
-        """What somebody else has set since then stays."""
+        """Restore the state; param group values that the user changed since then stay."""
         now = _scheduled_values(self._groups)
-        self._scheduler.load_state_dict(self._state)  # ours set the rates of that state, torch's set none
+        self._scheduler.load_state_dict(self._state)  # ours also set the rates; torch's do not
         for group, old, new, present in zip(self._groups, self._before, self._after, now, strict=True):
             group.update({name: old[name] if value == new[name] else value for name, value in present.items()})
 
 
 def _scheduled_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What schedulers set in param groups: the rate, and betas or a momentum."""
+    """Float and tuple hyper-parameters of each group: the ones that schedulers change (lr, betas, momentum)."""
     return [{name: value for name, value in group.items() if isinstance(value, float | tuple)} for group in groups]
 
 
 def build_lr_schedule(config: Config) -> LRSchedule:
-    """The one reading of the configuration's schedule: the trainer and `zero.initialize` both train by it."""
+    """The configured schedule, for the trainer and `zero.initialize` alike."""
     section = config.schedule
     low, high, growth = section.cycled_momentum or (None, 0.0, 0.0)
     return LRSchedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
@@ -105,14 +103,14 @@ def build_lr_schedule(config: Config) -> LRSchedule:
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """What `zero.initialize` returns beside the engine."""
+    """The optimizer that `zero.initialize` returns."""
 
     _is_built = False
 
     def __init__(self, engine: ZeroEngine, defaults: Mapping[str, Any] | None = None,
                  client: torch.optim.Optimizer | None = None) -> None:
-        """`defaults` are those of the optimizer behind it: torch's cyclic schedulers look there for momentum. `client`
-        is the one that the user gave; a scheduler may have been made for it."""
+        """`defaults` are the wrapped optimizer's (torch's cyclic schedulers look for momentum there); `client` is the
+        user's optimizer, for which a scheduler may have been built."""
         super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
         self.defaults, self.param_groups = {**(defaults or {})}, engine.param_groups
         self._engine, self._client, self._is_built = engine, client, True
@@ -143,7 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise ConfigError("the engine steps the optimizer: call engine.step() instead of optimizer.step()")
 
     def mark_step_taken(self) -> None:
-        """A step was taken: torch's schedulers warn where one of theirs comes before it, and look for this mark."""
+        """Set the flag that torch's schedulers read to warn about `scheduler.step` before `optimizer.step`."""
         for optimizer in (self, self._client):
             if optimizer is not None:
                 optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,9 +1,6 @@
 """Storage of optimizer state and parameters between their uses: on the device, on the host, or on an NVMe drive.
 
-    storage.py         the interface (`StorageBackend`, `StoredShard`), and storage on the device
-    host.py, nvme.py   storage in page-locked host memory, and in files on a drive
-    copy_streams.py    device-host copies that overlap computation; gradient offload; staging buffers
-    chunk_sizes.py     how large the chunks of a shard are (arithmetic without torch, shared with the planner)
-    swap_dir.py, async_file.py, direct_io.py   the swap directory of a rank, its files, O_DIRECT reads and writes
-    capacity_check.py  checks of host memory and NVMe before the model is built
+Begin with storage.py (the interface, and storage on the device), then host.py and nvme.py. copy_streams.py copies
+between device and host beside the computation, chunk_sizes.py is arithmetic without torch that the planner shares,
+swap_dir.py, async_file.py and direct_io.py are the files on a drive.
 """

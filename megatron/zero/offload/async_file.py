@@ -2,9 +2,9 @@
 
     file.write(3, buffer).wait()        file.read(3, buffer).wait()
 
-A request is split into blocks, each one system call. A checksum of each block is kept in memory and verified when the block is
-read. A read returns the last data written, or raises: after a failed write, for a tile that was never written, or if bytes
-changed on disk. Requests for one tile take effect in order; requests for different tiles run in parallel.
+A request is split into blocks, each one system call. A checksum of each block is kept in memory and verified when the
+block is read. A read returns the last data written, or raises: after a failed write, for a tile that was never written,
+or if bytes changed on disk. Requests for one tile take effect in order; requests for different tiles run in parallel.
 The caller must not touch the buffer before the request is done. Page-aligned buffers are not copied.
 """
 
@@ -33,17 +33,17 @@ IoKind = Literal["read", "write"]
 
 @dataclass(frozen=True, kw_only=True)
 class AioSettings:
-    """DeepSpeed's block `aio`, where one positioned call hands over what its queue would hold."""
+    """DeepSpeed's `aio` section. One positioned system call transfers what DeepSpeed's queue would hold."""
 
     block_size: int = 1 << 20
     queue_depth: int = 8
-    """Blocks a system call hands to the disk, which works on all of them at once."""
+    """Blocks in one system call; the disk works on all of them at once."""
     intra_op_parallelism: int = 1
-    """System calls under way at a time: of reads, and of writes."""
+    """Concurrent system calls, for reads and for writes each."""
     single_submit: bool = False
-    """One block a call, whatever the queue's depth."""
+    """One block per system call; `queue_depth` is ignored."""
     overlap_events: bool = True
-    """A further thread, so that the disk works on one stretch while another is checksummed."""
+    """One more thread, so that a block is checksummed while the disk works on another."""
 
     @property
     def bytes_per_call(self) -> int:
@@ -52,7 +52,7 @@ class AioSettings:
 
 @dataclass
 class SwapTraffic:
-    """What was asked to be read and written: requests, and their bytes without padding."""
+    """Requests so far, and their bytes without padding."""
 
     reads: int = 0
     writes: int = 0
@@ -68,31 +68,31 @@ class SwapTraffic:
 
 @final
 class SwapRequest:
-    """A read or write under way."""
+    """A pending or finished read or write of one tile."""
 
     def __init__(self, kind: IoKind, tile: _SwapTile, buffer: memoryview, num_blocks: int,
                  waits_for: Sequence[SwapRequest]) -> None:
         self._kind, self._tile, self._buffer = kind, tile, buffer
         self._waits_for = waits_for
-        """Earlier requests for the tile that this one waits for. Before a read: the write it finds."""
+        """Earlier requests for the tile that must finish first. For a read: the write whose data it returns."""
         self._checksums = [0] * num_blocks
         self._blocks_left = num_blocks
         self._started_blocks: set[int] = set()
-        """Stretches that a thread has taken."""
+        """Start offsets of blocks that a thread has taken."""
         self._error: Exception | None = None
         self._done_event = Event()
 
     def is_done(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """`wait` would return or raise at once."""
         return self._done_event.is_set()
 
     def wait(self) -> None:
-        """Until the bytes are where they belong. Raises what went wrong, each time."""
+        """Block until the transfer is done. Raises its error, on every call."""
         if (error := self.error()) is not None:
             raise error
 
     def error(self) -> Exception | None:
-        """The same; what went wrong is returned."""
+        """As `wait`, but return the error."""
         self._done_event.wait()
         return self._error
 
@@ -103,16 +103,17 @@ class _SwapTile:
     offset: int
     size: int
     last_write: SwapRequest | None = None
-    """The last write, under way or ended."""
+    """Pending or finished."""
     pending_reads: list[SwapRequest] = field(default_factory=list)
-    """Under way, since the last write."""
+    """Reads since the last write."""
     failure: Exception | None = None
-    """Of the last write that has ended: the tile is lost, until a later one."""
+    """Error of the last finished write: the tile is lost until a later write succeeds."""
 
 
 @dataclass
 class _SwapFileCleanup:
-    """What there is to stop: apart from the `AsyncSwapFile`, so that the folder can do it and does not keep that alive."""
+    """The resources that closing releases. Separate from `AsyncSwapFile`, so that the swap directory can hold it
+    without keeping the file object alive."""
 
     path: Path
     file: DirectIoFile
@@ -122,12 +123,12 @@ class _SwapFileCleanup:
     def stop(self, timeout: float) -> bool:
         if self.stopped:
             return True
-        self.stopped = True  # what is queued ends at once
+        self.stopped = True  # queued blocks fail instead of running
         with suppress(OSError):
             os.unlink(self.path)
         for request in list(self.pending):
             if not request._done_event.wait(timeout):
-                return False  # closed, the call under way could meet another file under the same number
+                return False  # closing now could let the running call hit a reused descriptor
         self.file.close()
         return True
 
@@ -136,41 +137,41 @@ class _SwapFileCleanup:
 class AsyncSwapFile:
     def __init__(self, swap_dir: SwapDir, name: str, sizes: Sequence[int], *,
                  settings: AioSettings = AioSettings()) -> None:
-        """A new file with room for a tile of each of the `sizes` in bytes."""
+        """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
         self.path = swap_dir.path / (name + SWAP_FILE_SUFFIX)
         self.traffic = SwapTraffic()
-        self._swap_dir, self._block_bytes = swap_dir, settings.bytes_per_call  # the folder goes with its object
+        self._swap_dir, self._block_bytes = swap_dir, settings.bytes_per_call  # the reference keeps the directory alive
         places = [0, *accumulate(map(round_up_to_page, sizes))]
         self._tiles = [_SwapTile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
-        self._submit_lock = RLock()  # never needed by the threads; Ctrl-C may come just before it is given back
+        self._submit_lock = RLock()  # the I/O threads never take it: an interrupt may leave it locked
         self._completion_lock = Lock()
         self._thread_pools = swap_dir.thread_pools(settings.intra_op_parallelism, int(settings.overlap_events))
         self._cleanup = _SwapFileCleanup(self.path, self._open(swap_dir, name, places[-1]))
         swap_dir.add_stop_callback(self._cleanup.stop)
 
     def read(self, tile: int, into: Tensor) -> SwapRequest:
-        """Fill the first bytes of a buffer of uint8 with the tile."""
+        """Start to read the tile into the first bytes of a uint8 buffer."""
         return self._submit("read", self._tiles[tile], into)
 
     def write(self, tile: int, source: Tensor) -> SwapRequest:
-        """Store the first bytes of a buffer of uint8 as the tile."""
+        """Start to write the first bytes of a uint8 buffer to the tile."""
         return self._submit("write", self._tiles[tile], source)
 
     def wait_for_requests(self) -> None:
-        """Wait for all that is under way; raise if a tile is lost, because its last write failed."""
+        """Wait for all pending requests; raise if a tile is lost because its last write failed."""
         under_way = list(self._cleanup.pending)
         for request in under_way:
             request._done_event.wait()
         self.raise_if_lost()
 
     def close(self) -> None:
-        """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a tile was lost."""
+        """Remove the file: running calls finish, queued requests fail. Raise if a tile is lost."""
         self._swap_dir.check_same_process()
         self._cleanup.stop(swap_dir.CLOSE_TIMEOUT_SECONDS)
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise if a tile is known to be lost."""
+        """Raise the error of the first lost tile, without waiting."""
         for tile in self._tiles:
             if tile.failure is not None:
                 raise tile.failure
@@ -180,16 +181,15 @@ class AsyncSwapFile:
             return DirectIoFile(swap_dir.create_file(name), size)
         except OSError as error:
             why, remedy = explain_os_error(error, swap_dir.path)
-            raise StorageError(
-                f"{self.path}: cannot make a file of {format_bytes(size)}: {why}; {self._remedy_text(remedy)}"
-            ) from error
+            raise StorageError(f"{self.path}: cannot make a file of {format_bytes(size)}: {why}; "
+                               f"{self._remedy_text(remedy)}") from error
 
     def _submit(self, kind: IoKind, tile: _SwapTile, buffer: Tensor) -> SwapRequest:
         self._swap_dir.check_same_process()
         assert buffer.dtype == uint8 and buffer.dim() == 1 and buffer.is_contiguous() and len(buffer) >= tile.size
         data = buffer.numpy().data[:tile.size]
         starts = range(0, max(tile.size, 1), self._block_bytes)
-        with self._submit_lock:  # until it is queued: who waits for another must stand behind it
+        with self._submit_lock:  # a request must be queued behind the ones that it waits for
             tile.pending_reads = [request for request in tile.pending_reads if not request.is_done()]
             before = [tile.last_write] if tile.last_write else []
             request = SwapRequest(kind, tile, data, len(starts),
@@ -197,25 +197,26 @@ class AsyncSwapFile:
             self.traffic.add_request(kind, tile.size)
             try:
                 self._enqueue(request, starts)
-            except BaseException:  # Ctrl-C: of some stretches it is not known whether they are queued
+            except BaseException:  # interrupted: some blocks may not be queued; queue all again
                 self._enqueue(request, starts)
                 raise
         return request
 
     def _enqueue(self, request: SwapRequest, starts: Iterable[int]) -> None:
-        """A request is its tile's, and its stretches are queued. May be done again."""
+        """Record the request in its tile and queue its blocks. Idempotent: `_run_block` skips a block that has
+        started."""
         tile = request._tile
         if request._kind == "write":
             tile.last_write, tile.pending_reads = request, []
         elif request not in tile.pending_reads:
             tile.pending_reads.append(request)
         pool = self._thread_pools.read if request._kind == "read" else self._thread_pools.write
-        self._cleanup.pending.add(request)  # without the lock: Ctrl-C may come before it is given back
+        self._cleanup.pending.add(request)  # not under the completion lock: an interrupt may leave that locked
         for start in starts:
             pool.submit(partial(self._run_block, request, start))
 
     def _run_block(self, request: SwapRequest, start: int) -> None:
-        """One stretch, in a thread, once."""
+        """Transfer one block in an I/O thread, at most once."""
         with self._completion_lock:
             if start in request._started_blocks:
                 return
@@ -231,7 +232,7 @@ class AsyncSwapFile:
             transfer(request, start, request._buffer[start:start + self._block_bytes])
         except OSError as problem:
             error = self._to_storage_error(request, problem)
-        except Exception as problem:  # for whoever waits
+        except Exception as problem:  # raised by `wait` in the training thread
             error = problem
         self._finish_block(request, error)
 
@@ -255,7 +256,7 @@ class AsyncSwapFile:
                                f"expected {expected:08x}; {self._remedy_text('check the drive')}")
 
     def _finish_block(self, request: SwapRequest, error: Exception | None) -> None:
-        """Of one piece; with the last one, of the request."""
+        """Record the result of a block; the last block completes the request."""
         with self._completion_lock:
             request._error = request._error or error
             request._blocks_left -= 1
@@ -272,9 +273,8 @@ class AsyncSwapFile:
 
     def _to_storage_error(self, request: SwapRequest, error: OSError) -> StorageError:
         tile, (why, remedy) = request._tile, explain_os_error(error, self.path.parent)
-        return StorageError(
-            f"{self.path}: cannot {request._kind} tile {tile.number} of {format_bytes(tile.size)}: {why}; "
-            f"{self._remedy_text(remedy)}")
+        return StorageError(f"{self.path}: cannot {request._kind} tile {tile.number} of {format_bytes(tile.size)}: "
+                            f"{why}; {self._remedy_text(remedy)}")
 
     def _remedy_text(self, first: str) -> str:
         return f"{first}, or choose another folder with {self._swap_dir.flag}, and resume from the last checkpoint"

@@ -3,8 +3,9 @@
     probe = probe_nvme("/nvme", contents="optimizer state", needed=..., read_per_step=..., written_per_step=...,
                        flag="--offload-optimizer-nvme-path")
 
-Without the memory check the kernel's OOM killer would end a process without a message. Bytes are those of all ranks of a node.
-Call it after the swap directories exist: they reclaim what a killed run left. The probe file is unlinked before it is written.
+Without the memory check the kernel's OOM killer would end a process without a message. Bytes are those of all ranks of
+a node. Call it after the swap directories exist: they reclaim what a killed run left. The probe file is unlinked before
+it is written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megatron.zero.offload.swap_dir import check_nvme_path, explain_create_error
 
 
 def check_host_memory(needed: int, ranks: int, flags: str) -> None:
-    """`needed` bytes for each of the ranks of a node. A system that does not tell what it has is not asked."""
+    """Raise ConfigError if the node's ranks, at `needed` bytes each, exceed the available host memory (if it is
+    known)."""
     available = host_memory.available_bytes()
     if available is not None and needed * ranks > available:
         free_text = f"{host_memory.describe_owner('it')} has {available / 2**30:.1f} GiB available"
@@ -31,58 +33,50 @@ def check_host_memory(needed: int, ranks: int, flags: str) -> None:
 
 
 PROBE_BLOCK_BYTES = 8 << 20
-"""Bytes of one system call, as tilefile.py makes them by default; fewer where the probe is smaller."""
+"""Bytes of one system call, the default of async_file.py; less if the probe is smaller."""
 
 PROBE_SECONDS = 0.4
 """Of writing, and of reading."""
 
 MAX_PROBE_BYTES = 256 << 20
-"""Bytes of the probe, at most; and at most what the run needs, and a quarter of what is free: a file system may take as
-long to give room back as a drive takes to fill it."""
+"""Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
+space takes as long as writing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeProbe:
     path: Path
     contents: str
-    """What of the run."""
+    """Which state of the run, for messages."""
     free: int
     needed: int
     read_rate: float
-    """Bytes a second."""
+    """Bytes per second."""
     write_rate: float
     read_per_step: int
     written_per_step: int
 
     @property
     def seconds_per_step(self) -> float:
-        """Reads and writes share the drive."""
+        """Sum of both: reads and writes share the drive."""
         return self.read_per_step / self.read_rate + self.written_per_step / self.write_rate
 
     def __str__(self) -> str:
-        return (
-            f" nvme {self.path} for {self.contents}: {format_bytes(self.free)} free, needs {format_bytes(self.needed)}; "
-            f"reads {format_bytes(self.read_rate)}/s, writes {format_bytes(self.write_rate)}/s: "
-            f"about {format_seconds(self.seconds_per_step)} of a step")
+        return (f" nvme {self.path} for {self.contents}: {format_bytes(self.free)} free, needs "
+                f"{format_bytes(self.needed)}; reads {format_bytes(self.read_rate)}/s, writes "
+                f"{format_bytes(self.write_rate)}/s: about {format_seconds(self.seconds_per_step)} of a step")
 
 
-def probe_nvme(nvme_path: str | os.PathLike[str],
-               *,
-               contents: str,
-               needed: int,
-               read_per_step: int,
-               written_per_step: int,
-               flag: str,
-               other_needed: int = 0) -> NvmeProbe:
-    """Takes about a second. `beside`: what the run needs in other folders of the drive. Raises ConfigError if there is
-    no such folder, and StorageError if it is read-only, too small or broken."""
+def probe_nvme(nvme_path: str | os.PathLike[str], *, contents: str, needed: int, read_per_step: int,
+               written_per_step: int, flag: str, other_needed: int = 0) -> NvmeProbe:
+    """Measure the drive in about a second. `other_needed`: bytes that the run needs in other folders of the drive.
+    Raises ConfigError if the folder does not exist, StorageError if it is read-only, too small or broken."""
     path = check_nvme_path(nvme_path, flag)
     free = free_space(path)
     if free < needed + other_needed:
         other = f" and {format_bytes(other_needed)} in other folders of that drive" if other_needed else ""
-        raise StorageError(
-            f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(needed)} there{other}; "
-            "free space or choose another folder")
+        raise StorageError(f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(needed)} "
+                           f"there{other}; free space or choose another folder")
     try:
         read_rate, write_rate = _measure_rates(path, min(MAX_PROBE_BYTES, free // 4, needed))
     except OSError as error:
@@ -93,7 +87,7 @@ def probe_nvme(nvme_path: str | os.PathLike[str],
 
 
 def _measure_rates(path: Path, size: int) -> tuple[float, float]:
-    """Of reading and of writing, by a probe of `size` bytes, in whole pages."""
+    """Read and write rate in bytes per second, with a probe of about `size` bytes in whole pages."""
     length = max(PAGE_SIZE, min(PROBE_BLOCK_BYTES, size) // PAGE_SIZE * PAGE_SIZE)
     block = page_aligned_bytes(length, pinned=False).numpy().data
     block[:] = os.urandom(length)  # a drive may compress
@@ -105,7 +99,7 @@ def _measure_rates(path: Path, size: int) -> tuple[float, float]:
             end += length
         os.fsync(disk.descriptor)
         write_rate = end / (time.perf_counter() - begin)
-        os.posix_fadvise(disk.descriptor, 0, end, os.POSIX_FADV_DONTNEED)  # where the page cache could not be passed
+        os.posix_fadvise(disk.descriptor, 0, end, os.POSIX_FADV_DONTNEED)  # if O_DIRECT was not available
         begin, at = time.perf_counter(), 0
         while at == 0 or (at < end and time.perf_counter() - begin < PROBE_SECONDS):
             disk.read(block, at)

@@ -4,9 +4,9 @@
     event.wait_on_device()                                  # work queued from now on runs after the copy
     event.wait_on_host()                                    # the host may read the result, or overwrite the source
 
-`GradOffloader` copies the reduced gradients of a bucket to the host while backward runs, and takes their row norms first.
-`StagingDoubleBuffer` is a pair of buffers for updated weights on their way to the other side.
-Tests give a CPU device copy streams too, which copy at once or as late as allowed.
+`GradOffloader` copies the reduced gradients of a bucket to the host while backward runs, and takes their row norms
+first. `StagingDoubleBuffer` is a pair of buffers for updated weights that are copied to the other side. Tests also give
+a CPU device copy streams, which copy at once or as late as allowed.
 """
 
 from __future__ import annotations
@@ -25,45 +25,44 @@ from mpu.device import on_accelerator
 from mpu.grads import NORM_ROW, row_norms
 
 MAX_UNJOINED_SOURCES = 2
-"""Copies from the device that a stream may be behind, before the device waits."""
+"""Device tensors that pending copies of a stream may hold; beyond this the device waits for the oldest copy."""
 
 
 class CopyEvent(Protocol):
-    """A copy under way."""
+    """The completion of a copy."""
 
     def wait_on_device(self) -> None:
-        """The device goes on after it; the host does not wait."""
+        """Work queued on the device from now on runs after the copy; the host does not block."""
 
     def wait_on_host(self) -> None:
-        """The host waits for it."""
+        """Block the host until the copy is done."""
 
     def is_done(self) -> bool:
-        """`wait` returns at once."""
+        """`wait_on_host` would return at once."""
 
 
 class CopyStream(Protocol):
-    """One of the ways; copies on it are made in the order they were asked for."""
+    """One direction; its copies run in the order they were requested."""
 
     def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
-        """out <- source, of one type, one of them on the host and best page-locked. It begins when the device has done
-        what it was asked so far, and those `after` have ended. Nobody touches `out`, or writes to `source`, until they
-        have joined or waited; `source` on the device may be freed."""
+        """out <- source, of equal dtype, one of them on the host (page-locked for speed). The copy starts after the
+        work queued on the device so far and after the events in `after`. Until `wait_on_device` or `wait_on_host`,
+        `out` must not be touched and `source` must not be written; a device `source` may be freed."""
 
     def collectives_after_copies(self) -> AbstractContextManager[None]:
-        """Inside, collectives come after the copies on this lane, and the device does not wait for those."""
+        """Collectives issued inside run after the copies of this stream; the device does not wait for the copies."""
 
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """Between one device and the host."""
+    """The two directions between one device and the host."""
 
     to_device: CopyStream
-    """To the device."""
     to_host: CopyStream
 
 
 def create_copy_streams(device: torch.device) -> CopyStreams | None:
-    """None where the device is the host."""
+    """None if the device is the host."""
     if device.type == "cuda":
         return CopyStreams(_CudaCopyStream(device), _CudaCopyStream(device))
     return CopyStreams(SynchronousCopyStream(), SynchronousCopyStream()) if on_accelerator(device) else None
@@ -73,8 +72,8 @@ def create_copy_streams(device: torch.device) -> CopyStreams | None:
 
 
 class _CudaCopyStream:
-    """What is copied from is held until the device has gone on after the copy: torch gives memory that was freed to
-    others, and `record_stream`, which keeps it from that, keeps it until the host looks."""
+    """Holds a reference to each source until the device has waited for its copy. The caching allocator would reuse
+    freed memory earlier, and with `record_stream` it would not reuse it until the host polls the event."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -96,7 +95,7 @@ class _CudaCopyStream:
         return mark
 
     def release_sources(self, event: _CudaCopyEvent) -> None:
-        """Of what the copies up to this one came from."""
+        """Drop the sources of all copies up to this event."""
         if any(mark is event for _, mark in self._held_sources):
             while self._held_sources.popleft()[1] is not event:
                 pass
@@ -126,7 +125,7 @@ class _CudaCopyEvent:
         return is_complete
 
 
-# -- the CPU, as an accelerator of its own -------------------------------------------------------------------------
+# -- a CPU treated as an accelerator (tests) -----------------------------------------------------------------------
 
 
 class SynchronousCopyStream:
@@ -162,13 +161,13 @@ class _StagingBuffer:
 @final
 class StagingDoubleBuffer:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | None, *, pinned: bool = False) -> None:
-        """From the device; or from the host, if that is None."""
+        """Buffers on `device`, copied to the host; or with None on the host, copied to the device."""
         self._from_host = device is None
         self._buffers = deque(_StagingBuffer(page_aligned_zeros(size, dtype, pinned=pinned) if device is None else
                                              torch.empty(size, dtype=dtype, device=device)) for _ in range(2))
 
     def acquire(self, count: int) -> Tensor:
-        """The buffer that left first, when it has: until it is `sent` it is the caller's."""
+        """[count] of the buffer that was sent first, after its copy is done. The caller owns it until `mark_sent`."""
         first = self._buffers[0]
         assert not first.is_acquired, "it would be given to two, who fill it with different numbers"
         first.is_acquired = True
@@ -195,13 +194,13 @@ class GradOffloader:
         self._version = self._sums._version
 
     def prefetch_sums(self) -> None:
-        """What comes next is added to what is here, which begins to go up."""
+        """The next `offload` adds to the sums on the host: start to copy them to the device."""
         before = torch.empty(len(self._sums), dtype=self._sums.dtype, device=self._row_norms.device)
-        self._prefetched = before, self._copy_streams.to_device.copy(before, self._sums, [self._last_copy]
-                                                                     if self._last_copy is not None else [])
+        self._prefetched = before, self._copy_streams.to_device.copy(
+            before, self._sums, [self._last_copy] if self._last_copy is not None else [])
 
     def offload(self, grads: Tensor) -> CopyEvent:
-        """The sums <- `part` of the device, added to what was `expect`ed. The device may write there after the mark."""
+        """sums <- grads, plus the prefetched sums. The device may overwrite `grads` after the event."""
         if self._prefetched is not None:
             (before, arrival), self._prefetched = self._prefetched, None
             arrival.wait_on_device()
@@ -212,13 +211,13 @@ class GradOffloader:
         return self._last_copy
 
     def cancel_prefetch(self) -> None:
-        """Nothing comes that was expected."""
+        """The prefetched sums are not needed: no gradients follow."""
         if self._prefetched is not None:
             self._prefetched[1].wait_on_device()
             self._prefetched = None
 
     def detach_sums(self) -> Tensor:
-        """The sums, which are the caller's until the next call; those of the next step have another place."""
+        """The sums, owned by the caller until the next call; the next step accumulates into the spare buffer."""
         sums = self.sums
         if self._spare_sums is None:
             self._spare_sums = page_aligned_zeros(len(sums), sums.dtype, pinned=self._pinned)
@@ -227,14 +226,14 @@ class GradOffloader:
 
     @property
     def sums(self) -> Tensor:
-        """On the host, once they are there; whoever changes them changes the gradients."""
+        """The host tensor, after its copy is done. Changing it changes the gradients."""
         if self._last_copy is not None:
             self._last_copy.wait_on_host()
         return self._sums
 
     def row_norms(self, out: Tensor) -> None:
-        """As mpu.grads.row_norms of the sums, on the device."""
-        if self._sums._version != self._version:  # the user has set some
+        """out <- `mpu.grads.row_norms` of the sums, on the device."""
+        if self._sums._version != self._version:  # the user edited gradients on the host
             self._row_norms.copy_(row_norms(self.sums))
             self._version = self._sums._version
         out.copy_(self._row_norms)

@@ -1,8 +1,9 @@
 """O_DIRECT file access, and the page-aligned host buffers that it and fast device copies need.
 
-`DirectIoFile` opens a file twice: with O_DIRECT, and normally for calls that O_DIRECT refuses. Offsets are multiples of a page,
-and a last partial page is padded. Buffers are private mappings (huge pages where available), not inherited by forked children,
-and optionally page-locked with cudaHostRegister, as torch's own pinned memory rounds sizes up to powers of two.
+`DirectIoFile` opens a file twice: with O_DIRECT, and normally for calls that O_DIRECT refuses. Offsets are multiples of
+a page, and a last partial page is padded. Buffers are private mappings (huge pages where available), not inherited by
+forked children, and optionally page-locked with cudaHostRegister, as torch's own pinned memory rounds sizes up to
+powers of two.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 4096
-"""Bytes. O_DIRECT wants addresses, lengths and places in a file to be multiples of a sector, which is at most this."""
+"""Bytes. O_DIRECT needs addresses, lengths and offsets that are multiples of a sector, which is at most this."""
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 PositionedCall = Callable[[int, Sequence[memoryview], int], int]
-"""preadv or pwritev: (descriptor, buffers, place) -> bytes."""
+"""preadv or pwritev: (descriptor, buffers, offset) -> bytes transferred."""
 
 
 @final
 class DirectIoFile:
     def __init__(self, descriptor: int, size: int) -> None:
-        """Takes over an empty file, and makes room for `size` bytes: a full disk is known now."""
+        """Take ownership of an empty file and reserve `size` bytes, so that a full disk is detected now."""
         self.descriptor = descriptor
         try:
             _preallocate(self.descriptor, size)
@@ -65,7 +66,7 @@ class DirectIoFile:
                 os.close(descriptor)
 
     def _transfer(self, call: PositionedCall, parts: list[memoryview], offset: int) -> None:
-        """Call until every byte has gone."""
+        """Repeat the call until all bytes are transferred."""
         while parts := [part for part in parts if len(part)]:
             count = self._call(call, parts, offset)
             if count == 0:
@@ -83,12 +84,11 @@ class DirectIoFile:
 
 
 def round_up_to_page(nbytes: int) -> int:
-    """The next multiple of a page."""
     return -(-nbytes // PAGE_SIZE) * PAGE_SIZE
 
 
 def _skip_bytes(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left when the first `count` bytes have gone."""
+    """The buffers without their first `count` bytes."""
     left = []
     for part in parts:
         skipped = min(count, len(part))
@@ -104,11 +104,11 @@ def _preallocate(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-        os.ftruncate(descriptor, size)  # the file system cannot promise room: it is missed when it is needed
+        os.ftruncate(descriptor, size)  # no reservation on this file system: a full disk shows at a write
 
 
 def _reopen_direct(descriptor: int) -> int:
-    """The same file opened past the page cache, or the descriptor itself where that cannot be."""
+    """A second descriptor with O_DIRECT, or the given one if that is not supported."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
     except OSError:
@@ -117,20 +117,21 @@ def _reopen_direct(descriptor: int) -> int:
 
 _LIVE_MAPPINGS: weakref.WeakSet[_HostMapping] = weakref.WeakSet()
 _PARENT_MAPPINGS: list[_HostMapping] = []
-"""In a forked child: where they were something else may be by now, which must not go with them."""
+"""In a forked child: keeps the parent's mappings from being unmapped, as their addresses may now hold something
+else."""
 
 os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
 
 _PIN_WARNINGS: list[str] = []
-"""Of the process, as its limit is: why it locks no memory."""
+"""Reasons why page-locking failed; the warning is printed once per process."""
 
 _CUDA_HOST_REGISTER_PORTABLE = 1
-"""Of cudaHostRegister: locked for every device of the process."""
+"""cudaHostRegister flag: page-locked for every device of the process."""
 
 
 def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """[nbytes] of uint8 whose first byte begins a page, all zero. `pinned`, of a process with a GPU, asks for
-    page-locked memory: where the system locks no more, one line says so and the memory is ordinary."""
+    """uint8 zeros [nbytes], page-aligned. `pinned` (needs a GPU) page-locks them; if the system refuses, a warning is
+    printed once and the memory is pageable."""
     memory = _map_pages(nbytes)
     if pinned and nbytes:
         try:
@@ -141,27 +142,27 @@ def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 def page_aligned_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """[count], all zero, in such a buffer."""
+    """Zeros [numel], page-aligned; see `page_aligned_bytes`."""
     return page_aligned_bytes(numel * dtype.itemsize, pinned=pinned).view(dtype)
 
 
 class _HostMapping(mmap.mmap):
     _registered_address = 0
-    """The address, where CUDA has to be told that it goes."""
+    """Nonzero if registered with CUDA."""
 
     def pin(self) -> None:
         all_bytes = torch.frombuffer(self, dtype=torch.uint8)
-        all_bytes.zero_()  # by all threads: CUDA would have the pages made one after the other
+        all_bytes.zero_()  # faults the pages in with all threads; cudaHostRegister would use one
         address, self._device = all_bytes.data_ptr(), _current_device()
         if int(error := _cudart().cudaHostRegister(address, len(self), _CUDA_HOST_REGISTER_PORTABLE)):
             _clear_cuda_error()
             raise RuntimeError(_cudart().cudaGetErrorString(error))
         self._registered_address = address
 
-    def __del__(self) -> None:  # before the memory goes
+    def __del__(self) -> None:  # unregister before the memory is unmapped
         if self._registered_address:
-            with suppress(Exception):  # at the end of the program CUDA may be gone
-                _synchronize(self._device)  # a copy may be under way
+            with suppress(Exception):  # at interpreter exit CUDA may be shut down
+                _synchronize(self._device)  # a copy may still be running
                 _cudart().cudaHostUnregister(self._registered_address)
 
 
@@ -178,7 +179,7 @@ def _synchronize(device: int) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """CUDA keeps the error of a call, and the next kernel would be blamed for it: one that is not needed."""
+    """Launch an unneeded kernel that consumes the sticky error; otherwise the next real kernel would report it."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -193,7 +194,7 @@ def _map_pages(nbytes: int) -> _HostMapping:
         try:
             memory.madvise(getattr(mmap, name))
         except (AttributeError, OSError):
-            pass  # not known to this system
+            pass  # not supported by this system
     return memory
 
 

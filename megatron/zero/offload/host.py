@@ -1,7 +1,7 @@
 """Offload to host memory: flat, page-locked tensors, updated by the host or streamed through the device.
 
-`HostStorage` is updated where it is, one chunk at a time. `StreamingHostStorage` copies each chunk to the device for the
-update and back: at most three chunks are on the device, one arriving, one in use and one leaving.
+`HostStorage` is updated where it is, one chunk at a time. `StreamingHostStorage` copies each chunk to the device for
+the update and back: at most three chunks are on the device, one arriving, one in use and one leaving.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.zero.offload.storage import WEIGHT, ChunkIterator, StateTensors, S
 
 @final
 class HostShard(StoredShard):
-    """Opened, it gives views. Whoever looks waits for what is on its way from here or to here."""
+    """A shard in host memory; `open` gives views. Reads wait for pending copies and updates first."""
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice], *, pinned: bool) -> None:
         super().__init__(numel, dtype)
         self._chunks, self._pinned = chunks, pinned
         self._tensors = {WEIGHT: page_aligned_zeros(numel, dtype, pinned=pinned)}
         self._pending_copies: dict[tuple[CopyStream, int, int], CopyEvent] = {}
-        """The last copy by each lane of each stretch that was copied."""
+        """(stream, start, stop) -> the last copy of that range on that stream."""
         self._pending_update: Future[None] | None = None
 
     @property
@@ -54,7 +54,7 @@ class HostShard(StoredShard):
         return self._tensors[kind]
 
     def lend_chunk(self, chunk: slice) -> StateTensors:
-        """For somebody whom others `wait_for`."""
+        """Views of a chunk for a background update; the caller registers it with `set_pending_update`."""
         self.wait_for_pending()
         return {kind: everything[chunk] for kind, everything in self._tensors.items()}
 
@@ -74,14 +74,14 @@ class HostShard(StoredShard):
 
     def copy_chunk_to_device(self, out: StateTensors, chunk: slice, stream: CopyStream,
                              after: Sequence[CopyEvent] = ()) -> CopyEvent:
-        """Of the kinds of `out`; after what came there, too."""
+        """Copy the kinds in `out` from the host, after `after` and after pending copies into this range."""
         after = [*after, *self._overlapping_copies(chunk, stream)]
         for kind, target in out.items():
             mark = stream.copy(target, self._tensors[kind][chunk], after)
         return self._record_copy(chunk, stream, mark)
 
     def copy_chunk_from_device(self, values: StateTensors, chunk: slice, stream: CopyStream) -> CopyEvent:
-        """After what left from there."""
+        """Copy `values` to the host, after pending copies out of this range."""
         after = self._overlapping_copies(chunk, stream)
         for kind, source in values.items():
             mark = stream.copy(self._tensors[kind][chunk], source, after)
@@ -100,14 +100,12 @@ class HostStorage:
     is_offloaded = updates_on_host = True
 
     def __init__(self, dtype: torch.dtype, chunk_numel: int, *, pinned: bool) -> None:
-        """`part` is how many numbers a step takes at a time; 0: all of a shelf."""
+        """`chunk_numel`: elements of a shard that a step updates at a time; 0 for the whole shard."""
         self._dtype, self._chunk_numel, self._pinned = dtype, chunk_numel, pinned
         self._shards: list[HostShard] = []
 
     def allocate_shard(self, name: str, numel: int) -> HostShard:
-        shelf = HostShard(numel,
-                          self._dtype,
-                          split_into_chunks(numel, self._chunk_numel or max(1, numel)),
+        shelf = HostShard(numel, self._dtype, split_into_chunks(numel, self._chunk_numel or max(1, numel)),
                           pinned=self._pinned)
         self._shards.append(shelf)
         return shelf
@@ -140,6 +138,7 @@ class StreamingHostStorage:
         sets = _DeviceBufferRing(self._device, max((part.stop - part.start for _, part in order), default=0))
         arriving: deque[tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]] = deque()
         for number, (shelf, part) in enumerate(order):
+            # keep one chunk ahead: the next copy overlaps this chunk's update
             for next_shard, next_chunk in order[number + len(arriving) : number + 2]:
                 arriving.append(self._copy_chunk_to_device(next_shard, next_chunk, sets.next()))
             buffers, kept, arrival = arriving.popleft()
@@ -161,13 +160,13 @@ class StreamingHostStorage:
 
 
 class _DeviceChunkBuffers:
-    """A buffer on the device for each kind."""
+    """Device buffers for one chunk, one for each kind."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device, self._size = device, size
         self._buffers: dict[str, Tensor] = {}
         self.copies_to_host: Sequence[CopyEvent] = ()
-        """What was in it has gone back then."""
+        """Copies of the last chunk back to the host; the buffers are free once these are done."""
 
     def views(self, shard: StoredShard, chunk: slice) -> StateTensors:
         for kind in shard.kinds:
@@ -177,13 +176,13 @@ class _DeviceChunkBuffers:
 
 
 class _DeviceBufferRing:
-    """In turns."""
+    """Device buffer sets that are used in rotation."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._ring = deque(_DeviceChunkBuffers(device, size) for _ in range(STEP_BUFFER_SETS))
 
     def wait_on_device(self) -> None:
-        """They may be freed."""
+        """After this the buffers may be freed."""
         for buffers in self._ring:
             for mark in buffers.copies_to_host:
                 mark.wait_on_device()

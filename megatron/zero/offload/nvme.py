@@ -1,9 +1,10 @@
 """Offload to NVMe (ZeRO-Infinity): one swap file for each bucket, behind a few staging buffers in host memory.
 
-A chunk holds as many elements of each kind as fit a buffer; in the file each kind of a chunk is one tile. A set of staging
-buffers (one buffer for each kind) serves one chunk at a time. A released set keeps its chunk until another chunk needs the
-buffers, so a chunk that was used last is not read again; `prefetch` acquires a set, starts the read and releases it.
-A step reads into one set, computes in a second and writes from a third. Tiles that were never written read as zeros.
+A chunk holds as many elements of each kind as fit a buffer; in the file each kind of a chunk is one tile. A set of
+staging buffers (one buffer for each kind) serves one chunk at a time. A released set keeps its chunk until another
+chunk needs the buffers, so a chunk that was used last is not read again; `prefetch` acquires a set, starts the read and
+releases it. A step reads into one set, computes in a second and writes from a third. Tiles that were never written read
+as zeros.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from megatron.zero.offload.swap_dir import SwapDir
 @dataclass(frozen=True, kw_only=True)
 class NvmeSettings:
     chunk_numel: int
-    """Numbers, at most."""
+    """Elements of a chunk, at most."""
     write_chunk_numel: int | None = None
-    """Parts of a step, which are written at a time."""
+    """Elements of a chunk that a step writes at a time; chunks do not cross its boundaries."""
     buffer_sets: int
-    """On the host, at most; one more than a step needs at a time is the least."""
+    """Staging buffer sets on the host, at most; at least one more than a step uses at a time."""
     dtype: torch.dtype = torch.float32
     keeps_shards_whole: bool = False
-    """A part is a whole shelf: for rules that look at whole parameters."""
+    """A chunk is a whole shard, for update rules that need full parameters."""
     host_numel: int = 0
-    """Numbers that stay on the host: the shelves that are made first."""
+    """Elements that stay in host memory: the shards that are allocated first."""
     pinned: bool = False
     device_is_separate: bool = False
-    """The device is not the host."""
+    """The device is an accelerator, not the host."""
     pipeline_read: bool = True
     pipeline_write: bool = True
     aio: AioSettings = AioSettings()
@@ -52,33 +53,33 @@ class NvmeSettings:
 
 @dataclass
 class _IoWaitTime:
-    """Of all sets of a home."""
+    """Seconds that the training thread waited for I/O, over all staging buffers of a storage."""
 
     seconds: float = 0.0
 
 
 @dataclass(eq=False)
 class _StagingBuffers:
-    """A buffer for each kind; those of one part at a time."""
+    """Host buffers for one chunk, one for each kind."""
 
     buffers: Mapping[str, Tensor]
     wait_time: _IoWaitTime
     chunk_key: tuple[int, int] | None = None
-    """Identity of the shelf and first number of the part."""
+    """(id of the shard, first element) of the chunk in the buffers."""
     valid_kinds: set[str] = field(default_factory=set)
-    """Kinds of it that are here, as they are, or will be, on the drive: they need not be read."""
+    """Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done."""
     pending_io: list[SwapRequest] = field(default_factory=list)
     pending_copy: CopyEvent | None = None
-    """It is on its way to the device."""
+    """Copy from the buffers to the device."""
 
     def wait_for_io(self) -> None:
-        """Until nothing is under way. After an error the set holds nothing."""
+        """Wait for pending I/O. After an error the buffers are invalid and the error is raised."""
         if (error := self.drain_io()) is not None:
             raise error
 
     def drain_io(self) -> Exception | None:
-        """The same for whoever has no use for what was under way: a tile that could not be written is lost until it is
-        written again, and says so itself."""
+        """As `wait_for_io`, but return the error. A caller that discards the content may ignore it: a tile whose write
+        failed raises by itself until it is written again."""
         first: Exception | None = None
         self.wait_for_copy()
         begin = time.perf_counter()
@@ -92,7 +93,7 @@ class _StagingBuffers:
         return first
 
     def wait_for_copy(self) -> None:
-        """Nothing comes from it any more."""
+        """Wait until no copy to the device reads from the buffers."""
         if self.pending_copy is not None:
             self.pending_copy.wait_on_host()
             self.pending_copy = None
@@ -157,7 +158,7 @@ class NvmeShard(StoredShard):
         return id(self), chunk.start
 
     def start_read(self, chunk: slice, kinds: Sequence[str], buffers: _StagingBuffers) -> StateTensors:
-        """Begin to read a part; it is there when the set has waited."""
+        """Start to read a chunk; the tensors are valid after `buffers.wait_for_io()`."""
         for kind in kinds:
             if kind in buffers.valid_kinds:
                 continue
@@ -169,7 +170,6 @@ class NvmeShard(StoredShard):
         return {kind: buffers.buffers[kind].view(self.dtype)[: chunk.stop - chunk.start] for kind in kinds}
 
     def start_write(self, chunk: slice, kinds: Iterable[str], buffers: _StagingBuffers) -> None:
-        """Begin to write it."""
         for kind in kinds:
             tile = self._tile_index(chunk, kind)
             buffers.pending_io.append(self.file.write(tile, buffers.buffers[kind]))
@@ -181,7 +181,7 @@ class NvmeShard(StoredShard):
 
 @final
 class NvmeStorage:
-    """Of one engine on one rank."""
+    """NVMe storage of one engine on one rank."""
 
     is_offloaded = True
 
@@ -191,10 +191,10 @@ class NvmeStorage:
         self._files: list[AsyncSwapFile] = []
         self._host_shards: list[HostShard] = []
         self._free_buffers: deque[_StagingBuffers] = deque()
-        """Those given back first are first."""
+        """Least recently released first."""
         self._chunks_in_use: set[tuple[int, int]] = set()
-        """Parts, each with a set. One that is left by an error is nobody's any more, and another takes its place: where
-        Ctrl-C came, a read into it may be on its way that nobody knows of."""
+        """Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
+        interrupt may have left a read into them that is not recorded in `pending_io`."""
         self._is_closed = False
         self._wait_time = _IoWaitTime()
         self._buffer_numel = 0
@@ -211,9 +211,7 @@ class NvmeStorage:
         parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
                                   self.settings.write_chunk_numel)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
-        file = AsyncSwapFile(self._swap_dir,
-                             f"{self._name}-{len(self._files)}-{name}",
-                             tiles,
+        file = AsyncSwapFile(self._swap_dir, f"{self._name}-{len(self._files)}-{name}", tiles,
                              settings=self.settings.aio)
         self._files.append(file)
         self._grow_buffers(largest_chunk(parts))
@@ -225,12 +223,12 @@ class NvmeStorage:
 
     @property
     def has_nvme_shards(self) -> bool:
-        """Some shelf is on the drive."""
+        """At least one shard is on NVMe (not all are on the host)."""
         return bool(self._files)
 
     @property
     def traffic(self) -> SwapTraffic:
-        """Since the beginning."""
+        """Total since the engine was created."""
         total = SwapTraffic()
         for file in self._files:
             for name, value in vars(file.traffic).items():
@@ -247,7 +245,8 @@ class NvmeStorage:
         acquired: deque[_StagingBuffers] = deque()
         try:
             for number, (shelf, part) in enumerate(order):
-                shelf.file.raise_if_lost()  # what has been lost needs no more work
+                shelf.file.raise_if_lost()  # fail early: an earlier write was lost
+                # with pipeline_read, one chunk ahead of the one that is yielded
                 for next_shard, next_chunk in order[number + len(acquired) : number + 1 + self.settings.pipeline_read]:
                     acquired.append(self._acquire_buffers(next_shard.chunk_key(next_chunk)))
                     next_shard.start_read(next_chunk, next_shard.kinds, acquired[-1])
@@ -271,15 +270,15 @@ class NvmeStorage:
         except BaseException:
             if buffers is not None:
                 buffers.wait_for_copy()
-            self._chunks_in_use.discard(key)  # what was changed in it is not written
+            self._chunks_in_use.discard(key)  # changes in the buffers are discarded
             raise
 
     def is_buffered(self, key: tuple[int, int]) -> bool:
-        """The part is here, or on its way."""
+        """The chunk is in released staging buffers, or being read into them."""
         return any(buffers.chunk_key == key for buffers in self._free_buffers)
 
     def _acquire_buffers(self, key: tuple[int, int]) -> _StagingBuffers:
-        """The set that has the part, or another one for it."""
+        """The buffers that hold the chunk, or others that are assigned to it. Raises ConfigError after `close`."""
         self._swap_dir.check_same_process()
         if self._is_closed:
             raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
@@ -299,7 +298,7 @@ class NvmeStorage:
         return found
 
     def _release_buffers(self, buffers: _StagingBuffers) -> None:
-        """Back; it holds what is, or will be, on the drive."""
+        """The buffers keep their chunk, which equals the disk's once pending writes are done."""
         assert buffers.chunk_key is not None
         self._chunks_in_use.discard(buffers.chunk_key)
         self._free_buffers.append(buffers)
@@ -310,7 +309,8 @@ class NvmeStorage:
                                self._wait_time)
 
     def _grow_buffers(self, numel: int) -> None:
-        """Sets are of the largest part; the root's bucket comes first, and mostly is the largest."""
+        """Buffers fit the largest chunk. The root's bucket is allocated first and is mostly the largest, so this rarely
+        repeats."""
         if numel > self._buffer_numel:
             self.wait_for_writes()
             self._buffer_numel = numel

@@ -4,10 +4,10 @@
         with shard.open(chunk, writes=True) as tensors:     # kind -> tensor, on the device or on the host
             tensors["weight"].mul_(0.5)
 
-A `StorageBackend` holds one `StoredShard` for each bucket: this rank's fp32 masters ("weight") and optimizer states, or its
-16-bit parameters. All kinds of a shard have equal length. A *chunk* is the slice of a shard that is accessed at a time.
-`open` gives views where the data is in memory; from NVMe it gives a host copy, which is written back. An optimizer step uses
-`StorageBackend.iter_chunks`, which prefetches the next chunk.
+A `StorageBackend` holds one `StoredShard` for each bucket: this rank's fp32 masters ("weight") and optimizer states, or
+its 16-bit parameters. All kinds of a shard have equal length. A *chunk* is the slice of a shard that is accessed at a
+time. `open` gives views where the data is in memory; from NVMe it gives a host copy, which is written back. An
+optimizer step uses `StorageBackend.iter_chunks`, which prefetches the next chunk.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron.zero.offload.chunk_sizes import OffloadRatio
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
 
 StateTensors = Mapping[str, Tensor]
-"""Kind -> the numbers of one part."""
+"""Kind ("weight", "exp_avg", ...) -> the elements of one chunk."""
 
 WEIGHT = "weight"
 
 HOST = torch.device("cpu")
 
 ChunkIterator = Generator[list[StateTensors], None, None]
-"""Of a step through its parts. Whoever leaves it half way closes it."""
+"""Yields the tensors of each chunk of a step. A caller that stops early must close the generator."""
 
 
 class StoredShard(ABC):
-    """Of `numel` numbers of each kind."""
+    """One bucket's shard in a storage backend: `numel` elements of each kind."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
@@ -48,20 +48,20 @@ class StoredShard(ABC):
     @property
     @abstractmethod
     def chunks(self) -> Sequence[slice]:
-        """In order, without gaps: what is opened at a time."""
+        """Slices that `open` accepts, in order and without gaps."""
 
     @abstractmethod
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
              writes: bool = False) -> AbstractContextManager[StateTensors]:
-        """One of the parts, all kinds of it or these. Without `reads` the content is of no interest; what is changed
-        lasts if `writes`."""
+        """Tensors of one chunk, of all kinds or of `kinds`. With `reads=False` the content is undefined; changes are
+        kept only with `writes=True`."""
 
     @abstractmethod
     def add_kinds(self, kinds: Sequence[str]) -> None:
-        """Keep these as well; they begin as zeros."""
+        """Add optimizer states, initialized with zeros."""
 
     def device_view(self, kind: str) -> Tensor | None:
-        """All numbers of a kind, to look at and to change, where they are on the device."""
+        """All elements of a kind as a writable view, or None if they are not on the device."""
         return None
 
     @property
@@ -69,31 +69,32 @@ class StoredShard(ABC):
         return False
 
     def memory_view(self, kind: str) -> Tensor | None:
-        """The same where they are on the device, or on the host beside it."""
+        """All elements of a kind as a view on the device or in host memory, or None if they are on NVMe."""
         return self.device_view(kind)
 
     def prefetch(self) -> None:
-        """All of it will be read soon."""
+        """Start to read the shard: it will be needed soon."""
 
     def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
-        """out, on the device, <- all weights, which are not there. The last copy under way, if there are several."""
+        """Copy all weights into `out` on the device; return the event of the last copy. For shards that are not on the
+        device."""
         raise NotImplementedError
 
     def read(self, kind: str, start: int, out: Tensor) -> None:
-        """out <- the numbers from `start` on."""
+        """out <- elements from `start` on."""
         for part, overlap in self._overlapping_chunks(start, start + len(out)):
             with self.open(part, [kind]) as kept:
                 out[part.start + overlap.start - start : part.start + overlap.stop - start] = kept[kind][overlap]
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
-        """The numbers from `start` on <- values."""
+        """Elements from `start` on <- values."""
         for part, overlap in self._overlapping_chunks(start, start + len(values)):
             everything = overlap == slice(0, part.stop - part.start)
             with self.open(part, [kind], reads=not everything, writes=True) as kept:
                 kept[kind][overlap] = values[part.start + overlap.start - start : part.start + overlap.stop - start]
 
     def _overlapping_chunks(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Parts, and where in them."""
+        """Chunks that overlap [start, stop), each with the overlap relative to the chunk's first element."""
         for part in self.chunks:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
@@ -102,7 +103,7 @@ class StoredShard(ABC):
 
 @dataclass(frozen=True)
 class StateSegment:
-    """Consecutive numbers of one kind."""
+    """A segment of one kind of a shard."""
 
     shard: StoredShard
     kind: str
@@ -111,12 +112,12 @@ class StateSegment:
 
     @property
     def device_view(self) -> Tensor | None:
-        """Themselves, where they need not be fetched."""
+        """The elements as a view, or None if they are not on the device."""
         everything = self.shard.device_view(self.kind)
         return None if everything is None else everything[self.start : self.start + self.count]
 
     def fetch(self) -> Tensor:
-        """Themselves, or a copy."""
+        """The elements: a view if they are in memory, or a copy read from NVMe."""
         if (everything := self.shard.memory_view(self.kind)) is not None:
             return everything[self.start : self.start + self.count]
         copy = torch.empty(self.count, dtype=self.shard.dtype)
@@ -125,54 +126,54 @@ class StateSegment:
 
 
 class StorageBackend(Protocol):
-    """Where the masters and states of all buckets of an engine are when they are not in use, or the parts that the
-    ranks have of weights at work."""
+    """Stores the masters and optimizer states of all buckets of an engine, or its 16-bit parameter shards."""
 
     is_offloaded: bool
-    """Not on the device: there are masters even where the weights at work are the same numbers, and a step takes one
-    part after the other."""
+    """State is not on the device. Masters then exist even if the parameters are fp32, and a step updates one chunk
+    after the other."""
 
     @property
     def updates_on_host(self) -> bool:
-        """The parts of a walk are on the host, and the device is not: that is where a step's arithmetic is."""
+        """`iter_chunks` yields host tensors although the device is an accelerator: the optimizer runs on the host."""
 
     def allocate_shard(self, name: str, numel: int) -> StoredShard:
-        """A new one; all numbers are zero."""
+        """A new shard of zeros."""
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
-        """The parts of each step, one after the other, to be changed; they are put back when the next are asked for."""
+        """Yield the chunks of each step for an in-place update; a chunk is written back when the next one is
+        requested."""
 
     def wait_for_writes(self) -> None:
-        """Everything that was put back is there; an error of that comes now."""
+        """Wait until all writes are done; raise their errors."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class EngineStorage:
-    """Of one engine."""
+    """The storage backends of one engine."""
 
     optimizer: StorageBackend
     params: StorageBackend
-    """Of weights that come and go."""
+    """Of sharded parameters (stage 3)."""
     copy_streams: CopyStreams | None = None
-    """Where the device is not its own host."""
+    """None if the device is the host."""
     pin_memory: bool = False
-    """What travels is page-locked on the host."""
+    """Host buffers of device copies are page-locked."""
     delays_update: bool = False
-    """The host updates beside the next forward and backward."""
+    """The host update overlaps the next forward and backward (`delayed_param_update`)."""
     device_optimizer: StorageBackend | None = None
-    """The device, where only a `share` of the masters and states goes to the home of the optimizer."""
+    """Holds the buckets that stay on the device, if `offload_ratio` offloads only some."""
     offload_ratio: OffloadRatio = field(default_factory=OffloadRatio)
 
     def storage_for_masters(self, numel: int) -> StorageBackend:
-        """For the next bucket, whose shard has so many numbers."""
+        """The backend of the next bucket, whose shard has `numel` elements."""
         return self.optimizer if self.device_optimizer is None or self.offload_ratio.offloads_next(
             numel) else self.device_optimizer
 
     @property
     def has_offloaded_state(self) -> bool:
-        """There is something that is not on the device."""
+        """Some state is not on the device."""
         return self.optimizer.is_offloaded or self.params.is_offloaded
 
     def wait_for_writes(self) -> None:
@@ -186,7 +187,7 @@ class EngineStorage:
 
 @final
 class DeviceShard(StoredShard):
-    """Tensors on the device; opened, they are themselves."""
+    """Tensors on the device; `open` yields the tensors themselves."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(len(weight), weight.dtype)
@@ -226,7 +227,7 @@ class DeviceStorage:
             yield [shelf.tensors for shelf, _ in step if isinstance(shelf, DeviceShard)]
 
     def wait_for_writes(self) -> None:
-        """It is."""
+        """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing is left anywhere."""
+        """Nothing to release."""

@@ -4,9 +4,9 @@
     <nvme_path>/<run>-rank<k>-2     if another process holds the first one
 
 A directory whose lock is free was left by a killed process; the next start of the same run empties and reuses it.
-`remove_stale_swap_dirs` reports those of other runs. Symbolic links and directories with other content are never followed or
-deleted. Normal exits clean up by themselves; before `os._exit` call `close_all_swap_dirs`.
-The directory also owns the I/O threads of its files (`IoThreadPools`).
+`remove_stale_swap_dirs` reports those of other runs. Symbolic links and directories with other content are never
+followed or deleted. Normal exits clean up by themselves; before `os._exit` call `close_all_swap_dirs`. The directory
+also owns the I/O threads of its files (`IoThreadPools`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Self, final
 from megatron.errors import ConfigError, StorageError, explain_os_error, format_bytes
 
 UNSUPPORTED_ERRNOS = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
-"""What a file system such as /proc says to a new folder in one that is there."""
+"""Errors of mkdir in an existing directory of a file system that takes no new files, such as /proc."""
 
 
 def format_seconds(seconds: float) -> str:
@@ -46,7 +46,7 @@ def free_space(folder: Path) -> int:
 
 
 def explain_create_error(error: OSError, folder: Path) -> str:
-    """Why nothing new could be made in a folder that is there, and what to do."""
+    """Why nothing could be created in an existing folder, and what to do."""
     if error.errno in UNSUPPORTED_ERRNOS:
         return "its file system takes no new files; choose a folder on a drive"
     why, remedy = explain_os_error(error, folder)
@@ -54,13 +54,13 @@ def explain_create_error(error: OSError, folder: Path) -> str:
 
 
 IoTask = Callable[[], None]
-"""Raises nothing: there is nobody to catch it."""
+"""Must not raise: the thread has no handler."""
 
 
 @final
 class IoThreadPool:
     def __init__(self, name: str, slots: int, extra_threads: int) -> None:
-        """So many pieces at the disk at a time, and so many more beside it."""
+        """`slots` tasks may be at the disk at once; `extra_threads` more may compute checksums."""
         self.io_slots = BoundedSemaphore(slots)
         self._name, self._num_threads = name, slots + extra_threads
         self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
@@ -72,16 +72,16 @@ class IoThreadPool:
             self._start_threads()
             if self._threads:
                 return self._queue.put(task)
-        return task()  # stopped, or no thread can be had: the interpreter is ending, for one
+        return task()  # stopped, or threads cannot start (interpreter shutdown): run it here
 
     def stop(self, timeout: float) -> bool:
-        """Let the threads end when the queue is empty; False if they have not within `patience` seconds or so. Pieces
-        that come later are worked off by whoever puts them."""
+        """End the threads once the queue is empty; False if they are still running after about `timeout` seconds. Tasks
+        that are submitted later run in the submitting thread."""
         with self._lock:
             threads, self._threads, self._num_threads = self._threads, [], 0
             for _ in threads:
                 self._queue.put(None)
-        others = [thread for thread in threads if thread is not current_thread()]  # the garbage collector runs anywhere
+        others = [thread for thread in threads if thread is not current_thread()]  # finalizers run on any thread
         for thread in others:
             thread.join(timeout)
             timeout = timeout if not thread.is_alive() else 0.0
@@ -99,7 +99,7 @@ class IoThreadPool:
 
 
 def _run_tasks(queue: SimpleQueue[IoTask | None]) -> None:
-    """Refers to nothing but the queue while it waits: what made the pieces may be let go meanwhile."""
+    """Hold no reference while waiting, so that owners of finished tasks can be collected."""
     while (piece := queue.get()) is not None:
         piece()
         del piece
@@ -107,7 +107,7 @@ def _run_tasks(queue: SimpleQueue[IoTask | None]) -> None:
 
 @final
 class IoThreadPools:
-    """One of each kind, for all files of a folder: a read that is waited for does not stand behind writes."""
+    """Separate pools for reads and writes: an awaited read does not queue behind writes."""
 
     def __init__(self, slots: int, extra_threads: int) -> None:
         self.read, self.write = IoThreadPool("tiles: reads", slots,
@@ -121,11 +121,11 @@ class IoThreadPools:
 SWAP_FILE_SUFFIX = ".tiles"
 
 CLOSE_TIMEOUT_SECONDS = 2.0
-"""Seconds that closing waits for a system call under way."""
+"""Seconds that closing waits for a running system call."""
 
 PrintLine = Callable[[str], None]
 StopCallback = Callable[[float], bool]
-"""Seconds to wait at most -> whether that was enough."""
+"""Timeout in seconds -> whether everything stopped in time."""
 
 
 def print_to_stderr(line: str) -> None:
@@ -134,17 +134,17 @@ def print_to_stderr(line: str) -> None:
 
 @dataclass(eq=False)
 class _LockedDir:
-    """What has to be undone: apart from its `SwapDir`, which may be gone by then."""
+    """The resources that closing releases. Separate from `SwapDir`, which may already be collected."""
 
     path: Path
     descriptor: int
-    """Of the folder. The lock is its."""
+    """Of the directory; holds the flock. -1 once closed."""
     is_closing: bool = False
     stop_callbacks: list[StopCallback] = field(default_factory=list)
     thread_pools: dict[tuple[int, int], IoThreadPools] = field(default_factory=dict)
 
     def close(self) -> None:
-        if self.descriptor < 0:  # left, or a forked child's copy
+        if self.descriptor < 0:  # closed, or a forked child's copy
             return
         _LOCKED_DIRS.discard(self)
         self.is_closing = True
@@ -159,11 +159,11 @@ class _LockedDir:
 
 
 _LOCKED_DIRS: weakref.WeakSet[_LockedDir] = weakref.WeakSet()
-"""Of the process, as its locks are."""
+"""All open swap directories of this process."""
 
 
 def _drop_locks_in_child() -> None:
-    """A forked child that outlives us must not hold our lock."""
+    """A forked child that outlives this process must not keep its lock."""
     for hold in _LOCKED_DIRS:
         os.close(hold.descriptor)
         hold.descriptor = -1
@@ -176,7 +176,8 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 @final
 class SwapDir:
     def __init__(self, nvme_path: str | os.PathLike[str], run: str, rank: int, *, flag: str) -> None:
-        """`run` names the run, and again the next start of it; `flag` is the setting that gave `nvme_path`."""
+        """`run` names the run and is the same at its next start; `flag` is the setting that gave `nvme_path`, for
+        messages."""
         assert re.fullmatch(r"[\w.-]+", run), run
         self.flag = flag
         self.path, descriptor = _claim_dir(check_nvme_path(nvme_path, flag), f"{run}-rank{rank}", flag)
@@ -191,21 +192,20 @@ class SwapDir:
         _LOCKED_DIRS.add(self._locked_dir)
         _close_at_exit()
         self.close = weakref.finalize(self, self._locked_dir.close)
-        """Removes folder and files. Called again, at the end of the process or with the object's, does nothing."""
+        """Remove the directory and its files. Idempotent; also runs when the object is collected or the process
+        exits."""
 
     def create_file(self, name: str) -> int:
-        """The descriptor of a new file `name`.tiles. Raises OSError."""
-        return os.open(name + SWAP_FILE_SUFFIX,
-                       os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-                       0o600,
-                       dir_fd=self._locked_dir.descriptor)
+        """The descriptor of the new file `name`.tiles. Raises OSError."""
+        return os.open(name + SWAP_FILE_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                       0o600, dir_fd=self._locked_dir.descriptor)
 
     def thread_pools(self, slots: int, extra_threads: int) -> IoThreadPools:
-        """The threads of all files that want so many."""
+        """I/O threads, shared by all files with the same numbers."""
         return self._locked_dir.thread_pools.setdefault((slots, extra_threads), IoThreadPools(slots, extra_threads))
 
     def check_same_process(self) -> None:
-        """A forked process has neither the threads, nor the memory, nor the lock."""
+        """Raise ConfigError in a forked process: it has neither the threads nor the memory nor the lock."""
         if os.getpid() != self._owner_pid:
             raise ConfigError(f"{self.path} belongs to process {self._owner_pid}, and this is a fork of it "
                               f"({os.getpid()}): what an engine keeps on a drive can be used only in the process that "
@@ -213,11 +213,11 @@ class SwapDir:
 
     @property
     def is_closing(self) -> bool:
-        """Its files are about to be removed."""
+        """The files are about to be removed."""
         return self._locked_dir.is_closing
 
     def add_stop_callback(self, stop: StopCallback) -> None:
-        """Ends what uses the files. `stop` must not refer to this object."""
+        """Call `stop` before the files are removed. It must not refer to this object."""
         self._locked_dir.stop_callbacks.append(stop)
 
     def __enter__(self) -> Self:
@@ -228,13 +228,13 @@ class SwapDir:
 
 
 def close_all_swap_dirs() -> None:
-    """Every folder of this process goes: for ends that run no atexit."""
+    """Close every swap directory of this process. For exits that run no atexit handlers."""
     for hold in list(_LOCKED_DIRS):
         hold.close()
 
 
 _PIDS_WITH_FINALIZER: set[int] = set()
-"""Processes that are to do so where `multiprocessing` ends them: this one, and those it was forked from."""
+"""Processes (this one and its ancestors) that registered a `multiprocessing` finalizer."""
 
 
 def _close_at_exit() -> None:
@@ -244,7 +244,7 @@ def _close_at_exit() -> None:
 
 
 def check_nvme_path(nvme_path: str | os.PathLike[str], flag: str) -> Path:
-    """The folder, which must exist: making it would hide a drive that is not mounted."""
+    """The resolved path. Raises ConfigError unless it exists: creating it would hide a drive that is not mounted."""
     path = Path(nvme_path)
     if not os.path.exists(path):
         raise ConfigError(f"{flag} {path}: there is no such folder; create it on the drive, or name one that exists")
@@ -253,12 +253,10 @@ def check_nvme_path(nvme_path: str | os.PathLike[str], flag: str) -> Path:
     return path.resolve()
 
 
-def remove_stale_swap_dirs(nvme_path: str | os.PathLike[str],
-                           run: str,
-                           ranks: Container[int],
+def remove_stale_swap_dirs(nvme_path: str | os.PathLike[str], run: str, ranks: Container[int],
                            warn: PrintLine = print_to_stderr) -> None:
-    """Once a node: remove what earlier, killed starts of this run left under names that none of this node's `ranks`
-    takes over, and tell of what other runs left."""
+    """Remove directories that killed starts of this run left and that none of `ranks` reuses; warn about those of other
+    runs. Call it once per node."""
     sizes_by_name: dict[str, int] = {}
     for path, owner, rank, again in _find_swap_dirs(Path(nvme_path)):
         descriptor = None if owner == run and rank in ranks and not again else _open_and_lock(path, is_new=False)
@@ -273,13 +271,12 @@ def remove_stale_swap_dirs(nvme_path: str | os.PathLike[str],
     if sizes_by_name:
         names = sorted(sizes_by_name)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warn(
-            f"warning: {nvme_path}: {format_bytes(sum(sizes_by_name.values()))} are left of other runs that have ended: "
-            f"{', '.join(names[:3])}{more}; remove what nobody needs")
+        warn(f"warning: {nvme_path}: {format_bytes(sum(sizes_by_name.values()))} are left of other runs that have "
+             f"ended: {', '.join(names[:3])}{more}; remove what nobody needs")
 
 
 def _find_swap_dirs(root: Path) -> Iterator[tuple[Path, str, int, bool]]:
-    """Folders with the run, the rank, and whether the name was a second choice."""
+    """(path, run, rank, whether the name has a numeric suffix) of each directory."""
     with os.scandir(root) as entries:
         for entry in entries:
             found = re.fullmatch(r"(.+)-rank(\d+)(-\d+)?", entry.name)
@@ -288,7 +285,7 @@ def _find_swap_dirs(root: Path) -> Iterator[tuple[Path, str, int, bool]]:
 
 
 def _claim_dir(root: Path, name: str, flag: str) -> tuple[Path, int]:
-    """The folder of the first name that nobody else has, and its descriptor."""
+    """Create or take over the first directory that no other process holds; its path and descriptor."""
     for number in count(1):
         path = root / (f"{name}-{number}" if number > 1 else name)
         descriptor = _open_and_lock(path, _create_dir(path, flag))
@@ -298,7 +295,7 @@ def _claim_dir(root: Path, name: str, flag: str) -> tuple[Path, int]:
 
 
 def _create_dir(path: Path, flag: str) -> bool:
-    """Whether the folder is new."""
+    """True if the directory is new."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -310,8 +307,8 @@ def _create_dir(path: Path, flag: str) -> bool:
 
 
 def _open_and_lock(path: Path, is_new: bool) -> int | None:
-    """Its descriptor, locked. None where somebody else has it, or may have: on a file system without locks only a
-    folder just made is surely ours."""
+    """The locked descriptor, or None if another process holds or may hold the directory: on a file system without locks
+    only a new directory is certainly ours."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
@@ -333,7 +330,7 @@ def _try_lock(descriptor: int, path: Path, is_new: bool) -> bool:
     except OSError:
         return is_new
     status = os.fstat(descriptor)
-    try:  # whoever had the lock before may have removed the folder
+    try:  # the previous holder of the lock may have removed the directory
         return status.st_uid == os.geteuid() and os.path.samestat(status, os.lstat(path))
     except OSError:
         return False
@@ -349,7 +346,7 @@ def _disk_usage(descriptor: int, path: Path) -> int:
 
 
 def _list_swap_files(descriptor: int, path: Path) -> list[str]:
-    """Only what a swap folder holds: anything else, and it is not one."""
+    """Names of the swap files. Raises StorageError if there is anything else: then it is not a swap directory."""
     names = []
     with os.scandir(descriptor) as entries:
         for entry in entries:

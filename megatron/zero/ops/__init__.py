@@ -1,4 +1,4 @@
-"""DeepSpeed's module of this name: adam.py, for `from megatron.zero.ops.adam import DeepSpeedCPUAdam`."""
+"""`deepspeed.ops` under this name: `from megatron.zero.ops.adam import DeepSpeedCPUAdam`."""
 
 from importlib import import_module
 from typing import Any, NoReturn

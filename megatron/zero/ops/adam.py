@@ -1,4 +1,4 @@
-"""DeepSpeed's module of this name; its class is in megatron/optim/torch_rule.py."""
+"""`deepspeed.ops.adam` under this name; the class is in megatron/optim/torch_rule.py."""
 
 from typing import NoReturn
 

@@ -29,8 +29,8 @@ def read_page(folder: Path, page: bytes,
               reading: WebReadOptions = WebReadOptions()) -> tuple[str, tuple[str, ...]] | DocumentError:
     """Text and repairs, or what is wrong with it."""
     (folder / "a.html").write_bytes(page)
-    (read, ) = (read for unit in plan_units(find_source_files([folder / "a.html"])[0], 1 << 20)
-                for read in read_unit(unit, reading))
+    (read,) = (read for unit in plan_units(find_source_files([folder / "a.html"])[0], 1 << 20)
+               for read in read_unit(unit, reading))
     return read.value if isinstance(read.value, DocumentError) else (read.value.text, read.repairs)
 
 
@@ -171,10 +171,8 @@ def test_no_page_takes_long(tmp_path: Path, hostile: bytes) -> None:
 # ------------------------------------------------------------------------------------------ bytes that do not fit
 
 
-@pytest.mark.parametrize("reading",
-                         [WebReadOptions(),
-                          WebReadOptions(on_error="skip"),
-                          WebReadOptions(on_error="replace")])
+@pytest.mark.parametrize("reading", [WebReadOptions(), WebReadOptions(on_error="skip"),
+                                     WebReadOptions(on_error="replace")])
 @pytest.mark.parametrize(("label", "codec", "text", "reason"), [
     ("utf-8", "utf-8", RUSSIAN, "not UTF-8"), ("Shift_JIS", "cp932", JAPANESE, "not shift_jis"),
     ("gb2312", "gbk", CHINESE, "not gbk"), ("euc-kr", "euc_kr", KOREAN, "not euc-kr"),

@@ -74,16 +74,14 @@ def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("change, found", [
-    (str.upper, True),
-    (lambda text: text.replace(" ", "\n\t"), True),
-    (lambda text: text.replace(",", " ,;- "), True),
+    (str.upper, True), (lambda text: text.replace(" ", "\n\t"), True), (lambda text: text.replace(",", " ,;- "), True),
     (lambda text: " ".join(text.split()[:NGRAM_WORDS]), True),
     (lambda text: " ".join(text.split()[:NGRAM_WORDS - 1]), False),
     (lambda text: " ".join(word if k % NGRAM_WORDS else "other" for k, word in enumerate(text.split())), False),
 ])
 def test_disguises(change, found: bool, evaluation: str) -> None:  # type: ignore[no-untyped-def]
-    result = make_decontaminate(DecontaminateOptions(
-        (evaluation, )))(Document("Before it. " + change(EVALUATION) + " After it."))
+    stage = make_decontaminate(DecontaminateOptions((evaluation,)))
+    result = stage(Document("Before it. " + change(EVALUATION) + " After it."))
     assert isinstance(result, DroppedDocument) == found
 
 

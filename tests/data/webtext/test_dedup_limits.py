@@ -35,7 +35,8 @@ for name in ("fsync", "replace", "pread", "open"):
     setattr(os, name, deadly(getattr(os, name)))
 real_lines = dedup.read_shard_lines
 dedup.read_shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
-dedup.run(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.Options(memory=1 << 16), 1, lambda _: None)
+dedup.run_dedup(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.DedupOptions(memory=1 << 16), 1,
+                lambda _: None)
 print(left[0])
 """
 
@@ -79,7 +80,7 @@ from data.webtext import documents
 from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
-documents.cut.__defaults__ = (int(range_bytes),)
+documents.split_into_ranges.__defaults__ = (int(range_bytes),)
 run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
 print(peak())
 """

@@ -174,8 +174,8 @@ def test_languages_are_kept_by_name_or_by_score(arguments: list[str], kept: list
                                                 "language_score": found.meta["language_score"]})
         assert found.meta["language"] == (name or "zxx") or name == "mixed"
     for name, reason in reasons.items():
-        assert isinstance(found := stage(Document(texts[name])),
-                          DroppedDocument) and found.reason == reason or reason is None
+        found = stage(Document(texts[name]))
+        assert isinstance(found, DroppedDocument) and found.reason == reason or reason is None
     mixed = stage(Document(MIXED))
     if arguments == ["--keep", "en:0.65,de:0.65", "ru"]:
         assert mixed in (DroppedDocument("language en: low score"), DroppedDocument("language de: low score"))

@@ -303,8 +303,8 @@ def test_other_files_in_the_folder_of_a_stage_are_left_out_and_named(raw: Path) 
 def test_stages_in_a_folder_of_files_are_read_as_they_are_listed(raw: Path) -> None:
     stage("read", "raw", "--output", "all/A")
     shutil.copy("raw/a.jsonl", "all/own.jsonl")
-    assert find_text_files(["all"
-                            ]).files == [*(shard.path for shard in shards_of_stage(Path("all/A"))), "all/own.jsonl"]
+    assert find_text_files(["all"]).files == [*(shard.path for shard in shards_of_stage(Path("all/A"))),
+                                              "all/own.jsonl"]
     Path("all/A/part-00000.jsonl").unlink()
     with pytest.raises(DataError, match="^all/A/part-00000.jsonl: expected"):
         find_text_files(["all"])

@@ -26,8 +26,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd.compress}
 
 
-def read_all(paths: list[Path],
-             reading: WebReadOptions = WebReadOptions(),
+def read_all(paths: list[Path], reading: WebReadOptions = WebReadOptions(),
              shard_bytes: int = 1 << 24) -> list[ReadResult]:
     sources, _ = find_source_files(paths, reading.format)
     return [read for unit in plan_units(sources, shard_bytes) for read in read_unit(unit, reading)]
@@ -118,8 +117,8 @@ def test_a_document_over_the_limit_is_passed_over_and_those_beside_it_are_not(tm
         for shard_bytes in (1 << 20, 7):
             assert reasons(read_all([tmp_path / name], reading, shard_bytes)) == expected, name
     assert reasons(read_all([tmp_path / "c.txt"], reading)) == ["too long"]
-    assert reasons(read_all([tmp_path / "a.jsonl"],
-                            WebReadOptions(max_bytes=len(long)))) == [""] * 5, "the limit itself fits"
+    read = read_all([tmp_path / "a.jsonl"], WebReadOptions(max_bytes=len(long)))
+    assert reasons(read) == [""] * 5, "the limit itself fits"
 
 
 def test_a_line_of_50_megabytes_is_read(tmp_path: Path) -> None:

@@ -495,7 +495,8 @@ def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_pa
         job_done = False
         with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
                                         for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
-                mock.patch.object(safetensors_io.ChecksummedWriter, "write", dying(safetensors_io.ChecksummedWriter.write, calls, last)):
+                mock.patch.object(safetensors_io.ChecksummedWriter, "write",
+                                  dying(safetensors_io.ChecksummedWriter.write, calls, last)):
             try:
                 saver.start(save_of(root, step, torch.full((16,), 5.0), HostSnapshot(CPU)), lambda report: None)
                 saver.wait_for_save()
@@ -552,10 +553,9 @@ import os, sys, threading, time
 import torch
 from torch import nn
 from megatron import zero
-from megatron.checkpoint import writer
-from megatron.checkpoint import safetensors_io
+from megatron.checkpoint import safetensors_io, writer
 
-safetensors_io.BLOCK = 4096  # of several blocks each but the first waits for a thread
+safetensors_io.WRITE_BLOCK_BYTES = 4096  # of several blocks each but the first waits for a thread
 write = writer._write_rank_files
 def slowly(*args):
     time.sleep(1)

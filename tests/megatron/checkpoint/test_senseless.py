@@ -192,7 +192,7 @@ def test_a_sparse_file_takes_no_memory(name: str, made: Path, tmp_path: Path) ->
     path = tmp_path / name if "latest" in name else tmp_path / TAG / name
     os.truncate(path if path.exists() else (path.write_bytes(b"") and path or path), 3 << 30)
     script = ("import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
-              "from megatron.checkpoint.cli import main\nfrom megatron.checkpoint.convert import zero_to_fp32\n"
+              "from megatron.checkpoint.cli import main\nfrom megatron.checkpoint import zero_to_fp32\n"
               f"print(main(['verify', {str(tmp_path)!r}]), main(['list', {str(tmp_path)!r}]),"
               f" zero_to_fp32.main([{str(tmp_path)!r}, {str(tmp_path / 'out.safetensors')!r}]))")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

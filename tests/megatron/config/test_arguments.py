@@ -467,8 +467,8 @@ def test_config_errors_end_in_one_line_without_importing_torch() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     probe = (
-        "import sys; from megatron.config import flags; from megatron.launch import exits, distributed; "
-        "flags.parse_args([]); "
+        "import sys; from megatron.config import cli; from megatron.distributed import exit_codes, process_group; "
+        "cli.parse_args([]); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)

@@ -66,8 +66,8 @@ def test_words_are_cut_off_by_the_rule_of_each_protocol(tmp_path: Path) -> None:
     def parts(protocol: str, strict: bool = False) -> tuple[str, str]:
         (piece,) = lambada.prepare(EvalRequest(task="lambada", protocol=protocol, data=str(data), strict=strict),
                                    SUBJECT).requests
-        return BYTES.decode(piece.tokens[:piece.first_target].tolist()), BYTES.decode(
-            piece.tokens[piece.first_target:].tolist())
+        return (BYTES.decode(piece.tokens[: piece.first_target].tolist()),
+                BYTES.decode(piece.tokens[piece.first_target :].tolist()))
 
     assert parts("megatron") == parts("openai") == ("He said\n no \n  way", " ")
     assert parts("megatron", strict=True) == ("He said\n no", " way")

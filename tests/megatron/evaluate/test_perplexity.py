@@ -74,11 +74,7 @@ def test_a_part_is_that_of_the_split_that_the_model_was_trained_with(lines: Path
         assert outcome(model, task="perplexity", protocol="lm-eval", data=lines, part=part) == (
             outcome(model, task="perplexity", protocol="lm-eval", data=only))
     with pytest.raises(ConfigError, match="does not say how its text was split"):
-        outcome(model,
-                task="perplexity",
-                protocol="megatron",
-                data=lines,
-                part="valid",
+        outcome(model, task="perplexity", protocol="megatron", data=lines, part="valid",
                 subject=EvalModelInfo(BYTES, LENGTH))
     with pytest.raises(DataError, match="leaves it no document"):
         outcome(model, task="perplexity", protocol="megatron", data=lines, part="test",

@@ -12,17 +12,9 @@ from megatron.evaluate.task import EvalResult
 
 
 def report(outcome: EvalResult) -> EvalReport:
-    return EvalReport(request=EvalRequest(task="perplexity", protocol="megatron", data="a.txt"),
-                      result=outcome,
-                      model="m",
-                      dtype="bf16",
-                      tokenizer=TokenizerFacts("Bytes", "0123", 257, 256),
-                      ranks=2,
-                      model_parallel_size=1,
-                      window=8,
-                      stride=8,
-                      truncated=None,
-                      seconds=1.25)
+    return EvalReport(request=EvalRequest(task="perplexity", protocol="megatron", data="a.txt"), result=outcome,
+                      model="m", dtype="bf16", tokenizer=TokenizerFacts("Bytes", "0123", 257, 256), ranks=2,
+                      model_parallel_size=1, window=8, stride=8, truncated=None, seconds=1.25)
 
 
 def test_what_is_too_large_for_a_number_is_null_in_json() -> None:

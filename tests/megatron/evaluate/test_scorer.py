@@ -59,11 +59,8 @@ def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
             with torch.no_grad():
                 ids.append(int(model.eval()(torch.tensor([ids]))[0].argmax()))
         wrong = [*ids[:-2], (ids[-2] + 1) % 257, ids[-1]]
-        pieces += [
-            ScoringRequest(np.array(ids), 2),
-            ScoringRequest(np.array(wrong), 2),
-            ScoringRequest(np.array(ids), 5)
-        ]
+        pieces += [ScoringRequest(np.array(ids), 2), ScoringRequest(np.array(wrong), 2),
+                   ScoringRequest(np.array(ids), 5)]
     assert [score.is_greedy for score in Scorer(model, Groups(), 4)(pieces)] == [True, False, True] * 5
 
 

@@ -256,7 +256,7 @@ def test_edits_reach_the_16_bit_weights() -> None:
 
 def broken_off(rank: int, world: int) -> bool:
     model = around(Net(), "torch")
-    with patch("megatron.fsdp.state_dict.masters", wraps=gather_masters, side_effect=[DEFAULT, MemoryError]):
+    with patch("megatron.fsdp.state_dict.gather_masters", wraps=gather_masters, side_effect=[DEFAULT, MemoryError]):
         with pytest.raises(MemoryError), summon_full_params(model):
             pass
     assert all(isinstance(parameter, ShardedParam) for parameter in model.parameters())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.tree import ModelConfig
-from megatron.inference import decoder, decoder as decoders
+from megatron.inference import decoder as decoders
 from megatron.inference.decoder import CudaGraphRunner, Decoder
 from megatron.inference.generation import Generator, texts_of
 from megatron.inference.request import Sampling
@@ -45,9 +45,8 @@ def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyP
         return [text.tokens for text in found]
     expected = texts()
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
-    monkeypatch.setattr(decoder, "MIN_GRAPH_POSITIONS", 8)
-    with patch.object(decoders,
-                      "CudaGraphRunner",
+    monkeypatch.setattr(decoders, "MIN_GRAPH_POSITIONS", 8)
+    with patch.object(decoders, "CudaGraphRunner",
                       side_effect=lambda *of: CudaGraphRunner(*of, capture=device_of_recordings)) as made:
         assert texts() == expected and made.called
 

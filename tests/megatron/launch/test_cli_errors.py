@@ -90,8 +90,8 @@ def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torc
     text = tmp_path / "a.txt"
     text.write_text("some text " * 99)
     program = (
-        "import sys, pretrain_gpt2; from megatron.launch import exits; code = exit_codes.run(pretrain_gpt2.main); "
-        "sys.exit('torch' if 'torch' in sys.modules else code)")
+        "import sys, pretrain_gpt2; from megatron.distributed import exit_codes; "
+        "code = exit_codes.run(pretrain_gpt2.main); sys.exit('torch' if 'torch' in sys.modules else code)")
     for kind, flag in (("sentencepiece", "--tokenizer-path"), ("gpt2", "--merge-file"), ("character", "--vocab-file")):
         done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
                                flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)

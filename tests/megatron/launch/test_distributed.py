@@ -225,15 +225,15 @@ from datetime import timedelta
 from megatron.fsdp import fully_shard, summon_full_params
 from megatron.distributed.watchdog import DesyncWatchdog
 
-look = DesyncWatchdog.look
-def slow_look(watch):
+compare_logs = DesyncWatchdog.compare_logs
+def slowly(watch):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.5))
     try:
         store.get("never")  # waits in C++, without Python's lock
     except dist.DistStoreError:
-        return look(watch)
-DesyncWatchdog.look = slow_look
+        return compare_logs(watch)
+DesyncWatchdog.compare_logs = slowly
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -97,7 +97,7 @@ def test_under_the_launcher_an_own_failure_is_told_from_a_lost_peer():
 
 
 def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
-    program = ("import atexit, os, sys; from megatron.launch import exits;"
+    program = ("import atexit, os, sys; from megatron.distributed import exit_codes;"
                "atexit.register(lambda: print('destructor'));"
                "os.environ.update(RANK='0', WORLD_SIZE='2'); print('flushed', end='');"
                "sys.exit(exit_codes.run(lambda: 6))")

@@ -210,7 +210,8 @@ def test_errors_that_are_listed_belong_to_the_line_above_them(start):
 
 
 def test_an_error_of_ours_on_every_rank_of_a_script_is_one_line_and_its_code(start):
-    body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.install_excepthook()\n"
+    body = ("from megatron.errors import NumericsError\nfrom megatron.distributed import exit_codes\n"
+            "exit_codes.install_excepthook()\n")
     code, _, lines = start(body + "raise NumericsError('nothing is finite')").end()
     line = PRELUDE.count("\n") + 4
     assert (code, lines) == (6, [f"error: nothing is finite (program.py, line {line})"])
@@ -223,8 +224,8 @@ def test_of_ranks_that_fail_alike_without_a_line_the_others_are_named_too(start)
 
 def test_a_rank_that_fails_slowly_is_named_and_not_its_victim(start):
     """An error of the script's own takes Python a while; its peer, whose error is ours, has ended before."""
-    body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.launch import exits\n"
-            "exits.install_excepthook()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
+    body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.distributed import exit_codes\n"
+            "exit_codes.install_excepthook()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
             "time.sleep(1)\nraise ValueError('mine')")
     code, _, lines = start(body).end()
     assert code == 5 and lines[-1].startswith("error: rank 1 (pid ") and "ValueError: mine" in lines

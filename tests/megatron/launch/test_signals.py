@@ -161,10 +161,10 @@ def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
 def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path, port):
     """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
     script = tmp_path / "program.py"
-    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.launch import distributed\n"
-                      "meet = distributed._store\n"
+    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.distributed import process_group\n"
+                      "meet = process_group._open_store\n"
                       "def waits(*args):\n    pathlib.Path('waits').touch()\n    return meet(*args)\n"
-                      "distributed._store = waits\nsys.exit(pretrain_gpt2.program())\n")
+                      "process_group._open_store = waits\nsys.exit(pretrain_gpt2.program())\n")
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "MEGATRON_DEBUG": debug}
     process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,
@@ -177,7 +177,7 @@ def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(num
         how = "interrupted" if number == SIGINT else f"interrupted by {number.name}"
         stacks, _, said = err.partition("error: ")
         assert process.returncode == 130
-        assert ("distributed.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
+        assert ("process_group.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
         assert said == f"{how} before the first step, so that nothing was lost: start the same command again\n"
     finally:
         process.kill()

@@ -358,9 +358,8 @@ def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tupl
     low, high = cut
     parts = [SlotRange(slot, max(start, low) - low, min(stop, high) - low)
              for slot, (start, stop) in enumerate(SLOTS) if max(start, low) < min(stop, high)]
-    return UpdateSegment(0, master[low:high], grad[low:high], {name: flat[low:high]
-                                                               for name, flat in states.items()}, parts, len(SLOTS),
-                         total)
+    return UpdateSegment(0, master[low:high], grad[low:high],
+                         {name: flat[low:high] for name, flat in states.items()}, parts, len(SLOTS), total)
 
 
 @pytest.mark.parametrize("change", [

@@ -426,7 +426,7 @@ LIMITED = """
 import resource, sys
 import pretrain_gpt2, torch
 from megatron.distributed import exit_codes
-from megatron.train import build, sample as generate, loop as training  # what is imported counts as well
+from megatron.train import build, evaluation, loop as training  # what is imported counts as well
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (600 << 20),) * 2)
 sys.exit(exit_codes.run(pretrain_gpt2.main))

@@ -177,17 +177,8 @@ class Served:
 
         def work() -> None:
             try:
-                run_server(loaded,
-                           world,
-                           rows=2,
-                           name="x",
-                           listener=listener,
-                           host="127.0.0.1",
-                           key=None,
-                           allowed_hosts=(),
-                           limits=ServerLimits(),
-                           log=lambda line: None,
-                           on_ready=ready.set,
+                run_server(loaded, world, rows=2, name="x", listener=listener, host="127.0.0.1", key=None,
+                           allowed_hosts=(), limits=ServerLimits(), log=lambda line: None, on_ready=ready.set,
                            stop_requested=self.stop.is_set)
                 self.ended.put(None)
             except BaseException as error:

@@ -89,8 +89,8 @@ def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
             next(events)
             events.close()  # type: ignore[attr-defined]
             server.wait_for("texts_running", 0)
-            time.sleep(1.2 * scheduler.HEARTBEAT_SECONDS *
-                       (ranks - 1))  # with nothing to do, ranks hear that they go on
+            # With nothing to do, ranks hear that they go on.
+            time.sleep(1.2 * scheduler.HEARTBEAT_SECONDS * (ranks - 1))
             assert server.complete(prompt="x", max_tokens=1)
             assert server.stop() == 0
     assert texts[0] == texts[1]

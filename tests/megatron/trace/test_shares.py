@@ -36,9 +36,8 @@ def test_each_moment_belongs_to_the_first_kind_that_has_it(seed: int) -> None:
     (PRODUCTS, "aten::mm aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise aten::_scaled_mm"),
     (ATTENTION, "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu_backward "
      "aten::_flash_attention_forward aten::_efficient_attention_backward"),
-    (LOSS,
-     "_LinearCrossEntropyMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax_loss"
-     ),
+    (LOSS, "_LinearCrossEntropyMean _LinearCrossEntropyMeanBackward _VocabParallelCrossEntropyBackward "
+     "aten::cross_entropy_loss aten::_log_softmax"),
     ("", "aten::add aten::native_layer_norm aten::gelu aten::mmean aten::addcmul_ aten::t aten::copy_ aten::_softmax"),
 ])
 def test_operations_are_known_by_name(kind: str, names: str) -> None:
@@ -113,7 +112,8 @@ def test_on_an_accelerator_the_device_is_looked_at() -> None:
     """The host launches ahead; backwards are in a thread of their own, and Adam's kernel is launched by Python."""
     said = recorded(activity=[(0, READING), (5, TRAINING)], phase=[(5, FORWARD), (30, OPTIMIZER_STEP), (40, "")],
                     exchanging=[(6, "exchange"), (9, "")])
-    events = [op("aten::linear", 6, 2), op("aten::addmm", 6.5, 1, number=1), op("_LinearMeanBackward", 8, 4, thread=9),
+    events = [op("aten::linear", 6, 2), op("aten::addmm", 6.5, 1, number=1),
+              op("_LinearCrossEntropyMeanBackward", 8, 4, thread=9),
               op("aten::mm", 9, 1, thread=9, number=2), op("aten::add", 12, 1, number=3),
               {**op("detached", 3, 1), "args": {}},
               op("aten::copy_", 34, 1, number=5), op("c10d::_allgather_base_", 32, 1, number=77),

@@ -164,9 +164,9 @@ def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = ("from pathlib import Path; from megatron.tune import command, trial; "
+    program = ("from pathlib import Path; from megatron.tune import cli, trial; "
                f"run = cli.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
-               f"trial.Trials(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
+               f"trial.TrialRunner(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as tuner:
         _until(lambda: len(_processes(tmp_path / "trials")) == 1 + 1 + 2)  # itself, the launcher, its ranks
@@ -353,8 +353,8 @@ def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(
 
 @pytest.mark.slow
 def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    program = ("import sys; from megatron.tune import command, trial; "
-               f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(cli.main())")
+    program = ("import sys; from megatron.tune import cli, trial; "
+               f"trial.TrialRunner.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(cli.main())")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
     begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
     with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

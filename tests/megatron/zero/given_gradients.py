@@ -76,10 +76,8 @@ def all_state(engine: Engine) -> list[Tensor]:
     kept = [
         bucket.master_state.device_view(kind) for bucket in engine.core.buckets for kind in bucket.master_state.kinds
     ]
-    owed = [
-        owed for line in engine.core.compressed_exchanges
-        for owed in (line.one_bit_mean.worker_error, line.one_bit_mean.server_error)
-    ]
+    owed = [owed for line in engine.core.compressed_exchanges
+            for owed in (line.one_bit_mean.worker_error, line.one_bit_mean.server_error)]
     return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
 
 

@@ -36,10 +36,8 @@ def table(*kinds: type) -> str:
 
 def page(text: str) -> str:
     """The page with its tables as the code has them."""
-    tables = {
-        "methods": methods(), "answers": table(MethodName, AttributeName), "idle": table(NoEffectName),
-        "refused": table(UnsupportedName)
-    }
+    tables = {"methods": methods(), "answers": table(MethodName, AttributeName), "idle": table(NoEffectName),
+              "refused": table(UnsupportedName)}
     for name, made in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda match: match[1] + made + match[2], text,
                       flags=re.S)

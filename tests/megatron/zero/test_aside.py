@@ -106,7 +106,8 @@ def check(folder: Path, world: int, numbers: slice) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
 
 
-NEEDED = [place for place in waits("megatron.zero.state", {"join"}) if place.function != "Aside._take"]
+NEEDED = [place for place in waits("megatron.zero.state", {"wait_on_device"})
+          if place.function != "StateOffloader._offload_state"]
 """The lane holds what it copies to the host, so a join there only frees memory."""
 
 

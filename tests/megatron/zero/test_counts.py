@@ -83,8 +83,7 @@ def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_mor
     riders = (2.0, torch.full((), 3.0), 0, 5.0)
     square = torch.full((), 7.0, dtype=torch.float64)
     with patch("megatron.zero.step_result.all_reduce_into") as travels, Launches() as counted:
-        row = all_reduce_step_scalars(square, Group(1, 3, (0, 1, 2)), digest=11, has_veto=True,
-                                      scalars=riders)
+        row = all_reduce_step_scalars(square, Group(1, 3, (0, 1, 2)), digest=11, has_veto=True, scalars=riders)
     assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and travels.call_count == 1
     assert counted.kernels == {"copy_": 3}
 
@@ -138,7 +137,7 @@ def test_a_wait_is_counted_however_it_is_made() -> None:
 class Kernel:
     """Plays adam_kernel.py, which needs Triton; tests/megatron/optim/test_adam_kernel.py has what it computes."""
 
-    Places = object
+    SegmentTable = object
     groups: list[int] = []
 
     @staticmethod

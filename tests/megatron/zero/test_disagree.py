@@ -495,9 +495,10 @@ def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
 def what_comes_first(rank: int, world: int) -> list[str]:
     engine, order = engine_of(0), list[str]()
     engine.backward(engine(rows(rank, 0)))
-    square, look = GradNorm.norm_squared, step_result.HyperparamDigest.__call__
+    digest = step_result.HyperparamDigest
+    square, look = GradNorm.norm_squared, digest.__call__
     with patch.object(GradNorm, "norm_squared", lambda self: (order.append("norm"), square(self))[1]), \
-            patch.object(step_result.HyperparamDigest, "__call__", lambda self: (order.append("settings"), look(self))[1]):
+            patch.object(digest, "__call__", lambda self: (order.append("settings"), look(self))[1]):
         engine.step()
     return order
 

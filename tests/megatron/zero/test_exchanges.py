@@ -155,10 +155,8 @@ def test_the_places_of_thousands_of_ranks_are_a_line() -> None:
 
 
 def test_what_ranks_that_contradict_each_other_have_set_differently_is_told() -> None:
-    records = [
-        CollectiveLogSnapshot(rank, 0, [], accumulation_setting=f"accumulation {1 + rank // 2}")
-        for rank in (3, 0, 2, 1)
-    ]
+    records = [CollectiveLogSnapshot(rank, 0, [], accumulation_setting=f"accumulation {1 + rank // 2}")
+               for rank in (3, 0, 2, 1)]
     assert describe_setting_differences(
         records) == "; they have set accumulation 1 on ranks 0-1, accumulation 2 on ranks 2-3"
     assert describe_setting_differences(records[1:2] + records[3:]) == ""

@@ -197,10 +197,9 @@ FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies
-    (test_aside.py, homes/test_ferry.py). Nothing here looks for eigenvalues (test_curvature.py)."""
-    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
-        yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "curvature")
+    """In the mechanism; api/ waits for threads, not ranks. Nothing here looks for eigenvalues (test_curvature.py)."""
+    for path in sorted(FOLDER.glob("*.py")):
+        yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "eigenvalue")
     yield from waits("mpu.compressed_all_reduce")
 
 

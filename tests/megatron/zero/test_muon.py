@@ -253,7 +253,8 @@ def _two_sides(rank: int, world: int, home: dict[str, Any]) -> list[str]:
 def test_matrices_are_made_orthogonal_on_the_device_wherever_state_is() -> None:
     assert run_ranks(_two_sides, 2, {}) == [[], []]
     on_host = run_ranks(_two_sides, 2, {"offload_optimizer_device": "cpu", "offload_update": "host"})
-    there_and_back = ["megatron/zero/update.py:_run: to the host", "megatron/zero/update.py:wholes: to the device"]
+    there_and_back = ["megatron/zero/update.py:_take_segment: to the host",
+                      "megatron/zero/update.py:gather_full_params: to the device"]
     assert on_host == [there_and_back] * 2
 
 

@@ -79,7 +79,7 @@ def test_every_name_of_deepspeed_is_answered(engine: Engine) -> None:
             with pytest.raises(ConfigError, match=rf"^engine.{name} is not supported: [^\n]+$"):
                 getattr(engine, name)
             continue
-        assert hasattr(engine, name), f"{name} is unknown: give it a row in names.py"
+        assert hasattr(engine, name), f"{name} is unknown: give it a row in compat_names.py"
         if isinstance(row, (MethodName, NoEffectName)):
             getattr(engine, name)()
 

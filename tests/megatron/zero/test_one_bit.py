@@ -296,11 +296,8 @@ class Wider(Net):
 def _grows(rank: int, world: int, folder: str) -> bool:
     engine = engine_around(Wider(), configure(**{**SETTINGS, "zero_stage": 0}), groups.build(1), 1)
     engine.load_checkpoint(folder, tag="kept", load_module_strict=False)
-    by_name = {
-        slot.name: line.one_bit_mean.worker_error[slot.offset:slot.end]
-        for line in engine.core.compressed_exchanges
-        for slot in line.layout.slots
-    }
+    by_name = {slot.name: line.one_bit_mean.worker_error[slot.offset:slot.end]
+               for line in engine.core.compressed_exchanges for slot in line.layout.slots}
     return bool(by_name["body.weight"].any()) and not by_name["more.weight"].any()
 
 

@@ -175,7 +175,8 @@ def whole_numbers(rank: int) -> nn.Module:
 
 MODELS: dict[Callable[[int], nn.Module], str] = {
     swapped: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {UNORDERED_BUILD_HINT}",
-    swapped_last: f"parameter 1 is 'layers.beta.weight' on rank 0, 'layers.gamma.weight' on rank 1; {UNORDERED_BUILD_HINT}",
+    swapped_last: "parameter 1 is 'layers.beta.weight' on rank 0, 'layers.gamma.weight' on rank 1; "
+                  f"{UNORDERED_BUILD_HINT}",
     a_layer_more: "parameter 3 is nothing on rank 0, 'layers.delta.weight' on rank 1; build the same model",
     another_name: "parameter 2 is 'layers.gamma.weight' on rank 0, 'layers.delta.weight' on rank 1; build the same",
     another_shape: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [2, 8]",
@@ -185,13 +186,14 @@ MODELS: dict[Callable[[int], nn.Module], str] = {
     tied: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on rank 1",
     of_another_module: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on",
     tiles_swapped: f"on rank 1; {UNORDERED_BUILD_HINT}",
-    split_at_once: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {UNORDERED_BUILD_HINT}",
+    split_at_once: "parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; "
+                   f"{UNORDERED_BUILD_HINT}",
     split_on_one_rank: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] of "
-    "zero.Init in", buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {UNORDERED_BUILD_HINT}",
+                       "zero.Init in",
+    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {UNORDERED_BUILD_HINT}",
     another_buffer: "buffer 2 is nothing on rank 0, 'more' on rank 1; build the same model on every rank",
     longer_buffer: "buffer 'std' is float32 [2] on rank 0, float32 [3] on rank 1; build the same model on every rank",
-    whole_numbers: "buffer 'std' is int64 [2] on rank 0, int32 [2] on rank 1; build the same model on every rank"
-}
+    whole_numbers: "buffer 'std' is int64 [2] on rank 0, int32 [2] on rank 1; build the same model on every rank"}
 
 
 def refused(rank: int, world: int, stage: int) -> dict[str, str]:

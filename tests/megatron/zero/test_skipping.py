@@ -60,7 +60,8 @@ def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, cap
     assert (engine.skipped_steps, engine.applied_steps) == (1, STRICT_FIRST_STEPS)
     engine.conclude()
     said = capsys.readouterr().err
-    assert f"gradient norm is nan at step {STRICT_FIRST_STEPS + 1}: first in " in said and "the step was skipped" in said
+    assert f"gradient norm is nan at step {STRICT_FIRST_STEPS + 1}: first in " in said
+    assert "the step was skipped" in said
     step(engine)
     assert engine.applied_steps == STRICT_FIRST_STEPS + 1 and not torch.equal(before[0], weights(engine)[0])
 

@@ -37,7 +37,7 @@ def test_an_error_about_the_host_names_keys_alone(monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> None:
         raise ConfigError("--offload-optimizer-device cpu: there is no room")
 
-    monkeypatch.setattr("megatron.zero.api.initialize.homes_of", full)
+    monkeypatch.setattr("megatron.zero.api.initialize.create_engine_storage", full)
     with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device cpu: there is no room$"):
         initialized()
 

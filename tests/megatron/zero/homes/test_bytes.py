@@ -51,10 +51,8 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
 
 def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
     engine.engine_storage.wait_for_writes()
-    return {
-        name: asdict(home.traffic)
-        for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)
-    }
+    return {name: asdict(home.traffic)
+            for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)}
 
 
 @pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])

@@ -90,16 +90,17 @@ def check(folder: Path, world: int, numbers: Sequence[int], steps: int) -> None:
 
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
-MODULES = ["bucket", "renewal", "turns", "update", "homes.descent", "homes.host", "homes.passing", "homes.streamed"]
+MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.host"]
 
 
-ONLY_MEMORY = {"FlatBucket.prefetch", "Descent.forget", "Streamed.walk", "_Sets.join"}
+ONLY_MEMORY = {"FlatBucket.prefetch", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
+               "StreamingHostStorage.iter_chunks", "_DeviceBufferRing.wait_on_device"}
 """There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
 
 
 def places() -> Iterator[Place]:
     for module in MODULES:
-        for place in waits(f"megatron.zero.{module}", {"join"} if module == "bucket" else {"join", "wait"}):
+        for place in waits(f"megatron.zero.{module}", {"wait_on_device", "wait_on_host"}):
             if place.function not in ONLY_MEMORY:
                 yield place
 
@@ -149,10 +150,8 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
 
 
 ORDERS = {
-    "a set comes before it has gone": lambda: patch.object(host._DeviceChunkBuffers,
-                                                           "copies_to_host",
-                                                           property(lambda self: (), lambda self, value: None),
-                                                           create=True),
+    "a set comes before it has gone": lambda: patch.object(
+        host._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None), create=True),
     "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
     "a sum goes up before it came": lambda: patch.object(
         GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)

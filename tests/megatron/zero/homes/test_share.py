@@ -57,10 +57,8 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
     grid = groups.build(1)
     with accelerator_side(), late_copy_streams():
         core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
-        away = [
-            bucket for bucket in core.buckets
-            if bucket.storage is core.engine_storage.optimizer and bucket.storage.is_offloaded
-        ]
+        away = [bucket for bucket in core.buckets
+                if bucket.storage is core.engine_storage.optimizer and bucket.storage.is_offloaded]
         run = PlannedRun(config, 1, "cuda", StatePlacement(optimizer=home))
         assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
         assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)

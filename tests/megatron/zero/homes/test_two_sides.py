@@ -37,10 +37,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
 RULES = ("adamw", "lamb", "lion", "nadam")
 
 REASONS = {
-    "megatron/zero/step_result.py:HostCopy.values: tolist": "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
-    "megatron/zero/offload/storage.py:Shelf.write: copy_ from device to host": "updated on the device, and at work from a drive: its tiles are written from the host",
-    "megatron/zero/update.py:Update._reduce_slot_values: to the device": "Lamb's sums over ranks, by the wire of the device",
-    "megatron/zero/update.py:Update._reduce_slot_values: to the host": "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/step_result.py:HostScalars.values: tolist":
+        "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
+    "megatron/zero/offload/storage.py:StoredShard.write: copy_ from device to host":
+        "updated on the device, and at work from a drive: its tiles are written from the host",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the device":
+        "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the host":
+        "Lamb's sums over ranks, by the wire of the device",
 }
 """What may make somebody wait in a forward, a backward or a step."""
 
