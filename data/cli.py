@@ -23,23 +23,23 @@ from typing import Any, NoReturn
 from data.storage import DataError, StorageFault, UsageError, escape_to_one_line
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""What would end a program without a word: from people, terminals that close and batch systems."""
+"""Signals from users, closing terminals and batch systems that would otherwise end a program without an error line."""
 
 EXIT_CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
 
 SYSTEM_LIMIT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""What a system says that gives no more processes or open files."""
+"""Errnos of limits on processes and open files."""
 
 
 def command_name(default: str) -> str:
-    """The command as it was typed: one of an installation's, or else `default`."""
+    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
     name = os.path.basename(sys.argv[0])
     return name if name.startswith("gpt2-") else default
 
 
 def normalize_flag_names(arguments: Sequence[str]) -> list[str]:
-    """Dashes and underscores are the same in the name of a flag; after a `--` of its own there are no flags."""
+    """Replace underscores by dashes in flag names, up to a `--` argument."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     names = (word.partition("=") for word in arguments[:end])
     return ["".join((name.replace("_", "-"), *rest)) if name.startswith("--") else "".join((name, *rest))
@@ -59,7 +59,7 @@ def suggest_spelling(word: str, known: Iterable[str]) -> str:
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Letters to insert, remove, replace or swap with the next in one text to get the other."""
+    """Number of insertions, deletions, replacements and swaps of neighbouring letters."""
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one):
         rows.append([i + 1])
@@ -72,10 +72,10 @@ def _edit_distance(one: str, other: str) -> int:
 
 
 class StrictArgumentParser(argparse.ArgumentParser):
-    """argparse whose usage errors are one line, and whose flags have dashes or underscores and no abbreviations."""
+    """argparse with one-line usage errors, dashes or underscores in flags, and no abbreviations."""
 
     def __init__(self, prog: str, description: str | None = None, **more: Any) -> None:
-        if prog.startswith("data."):  # otherwise a command of a command, whose prog argparse makes
+        if prog.startswith("data."):  # a sub-command's prog is set by argparse
             prog = command_name(f"python -m {prog}")
         super().__init__(prog=prog, description=description, allow_abbrev=False, **more)
 
@@ -89,7 +89,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
         return args_found
 
     def flag_names(self) -> set[str]:
-        """All names of flags, those of its commands as well."""
+        """All flag names, including those of sub-commands."""
         inner = [parser for action in self._actions if isinstance(action, argparse._SubParsersAction)
                  for parser in action.choices.values()]
         return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flag_names())}
@@ -112,7 +112,7 @@ SIZE_SUFFIX_BITS = {"k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def size(text: str) -> int:
-    """Bytes: `67108864` or `64M`."""
+    """Parse bytes: `67108864` or `64M`."""
     unit = SIZE_SUFFIX_BITS.get(text[-1:].lower())
     return positive(text) if unit is None else positive(text[:-1]) << unit
 
@@ -123,25 +123,25 @@ def format_count(number: int, what: str) -> str:
 
 
 def _prepare_streams() -> None:
-    """UTF-8 whatever the locale says. A stream that was closed before the start (`2>&-`) goes nowhere; otherwise the
-    next file to be opened gets its number, and error lines."""
+    """Switch the standard streams to UTF-8. A stream closed before the start (`2>&-`) is opened on /dev/null: otherwise
+    the next opened file would get its descriptor, and the error lines."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors=errors))
-            os.set_inheritable(getattr(sys, name).fileno(), True)  # for programs that it starts
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # for child processes
         elif isinstance(stream, io.TextIOWrapper) and (stream.encoding, stream.errors) != ("utf-8", errors):
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def _interrupt_on_stop_signals() -> None:
-    """These signals are as Ctrl-C from now on; one is enough, and what is tidied up then is not interrupted."""
+    """Treat these signals like Ctrl-C. Further ones are ignored, so that cleanup is not interrupted."""
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for other in handled_signals:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
 
-    if threading.current_thread() is threading.main_thread():  # no other can listen
+    if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
         ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
         handled_signals = [number for number in STOP_SIGNALS if not (ignores_hangup and number == signal.SIGHUP)]
         for number in handled_signals:
@@ -149,7 +149,7 @@ def _interrupt_on_stop_signals() -> None:
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run a command and leave with its exit code."""
+    """Run a command and exit with its exit code."""
     _interrupt_on_stop_signals()
     _prepare_streams()
     code = 0
@@ -160,7 +160,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             code = leaving.code if isinstance(leaving.code, int) else 0
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter would try once more to write what is left in the buffer.
+        # The interpreter would flush the rest of the buffer again and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
@@ -180,17 +180,17 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 
 class DocumentProgress:
-    """Counts documents and bytes, and says how fast they go."""
+    """Counts documents and bytes, and reports their rate."""
 
     def __init__(self, interval: int, documents: int = 0, size: int = 0) -> None:
-        """`documents` and `size` were made before, by another process."""
+        """`documents` and `size` were done before by an interrupted process."""
         self._interval, self._next = interval, documents + interval
         self._start = time.monotonic()
         self._before = documents, size
         self.documents, self.bytes = documents, size
 
     def add(self, documents: int, size: int) -> None:
-        """Prints a line whenever another `interval` documents are complete (0: never)."""
+        """Print a line whenever another `interval` documents are complete (0: never)."""
         self.documents += documents
         self.bytes += size
         if self._interval and self.documents >= self._next:

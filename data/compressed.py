@@ -41,11 +41,10 @@ def _zstandard() -> ModuleType | None:
 
 ZSTD = _zstandard()
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, *((ZSTD.ZstdError,) if ZSTD else ()))
-"""What a decompressor raises."""
 
 
 class CorruptStreamError(OSError):
-    """A compressed file cannot be read on. The message says where, in the file and in what is in it, and why."""
+    """A compressed file is damaged. The message gives the position in the file and in its content, and the reason."""
 
 
 def is_compressed(path: str) -> bool:
@@ -53,13 +52,13 @@ def is_compressed(path: str) -> bool:
 
 
 def strip_compression_suffix(name: str) -> str:
-    """The name in lower case, without the suffix of its compression."""
+    """The name in lower case, without a compression suffix."""
     name = name.lower()
     return name[:name.rindex(".")] if name.endswith(COMPRESSED_SUFFIXES) else name
 
 
 class Decompressor(Protocol):
-    """Of one stream, as `lzma` and `zstd` have them."""
+    """A decompressor of one stream, with the interface of `lzma` and `zstd`."""
 
     @property
     def eof(self) -> bool: ...
@@ -71,7 +70,7 @@ class Decompressor(Protocol):
 
 
 class _GzipDecompressor:
-    """`zlib`, which keeps no input for the next call."""
+    """`zlib` with that interface: it keeps unconsumed input for the next call."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(wbits=31)
@@ -92,19 +91,20 @@ class _GzipDecompressor:
 
 
 class _MultiStreamReader(io.RawIOBase):
-    """The streams of a file, with zeros between and after them: any number for gzip, fours for xz, none for zstd."""
+    """Decompresses all streams of a file. Zero padding between and after them: any number of bytes for gzip, multiples
+    of 4 for xz, none for zstd."""
 
     def __init__(self, file: io.RawIOBase, begin: Callable[[], Decompressor], zeros: int) -> None:
         self._file, self._new_decompressor, self._padding_unit = file, begin, zeros
         self._decompressor = begin()
         self._stream_start = 0
-        """Of the present stream in the file."""
+        """Offset of the current stream in the file."""
         self._block_start = self._block_end = 0
-        """Where the last block that was read begins and ends in the file."""
+        """Offsets of the last block read from the file."""
         self._unread_input = b""
-        """The end of that block, as far as it was not given to the decompressor."""
+        """The rest of that block, not passed to the decompressor yet."""
         self._earlier_output_bytes = self._output_bytes = 0
-        """Bytes decompressed from the streams before, and from the present one."""
+        """Bytes decompressed from earlier streams, and from the current one."""
         self._is_at_end = False
         self._salvaged = b""
         self._corruption: CorruptStreamError | None = None
@@ -123,7 +123,7 @@ class _MultiStreamReader(io.RawIOBase):
         return len(data)
 
     def _next_output(self, most: int) -> bytes:
-        """At least one byte; none at the end, or where there is damage."""
+        """At least one byte; b"" at the end or at damage."""
         while not self._is_at_end and (not self._decompressor.eof or self._next_stream()):
             if self._decompressor.needs_input and not self._unread_input and not self._read_block():
                 self._corruption = self._corrupt_at(self._block_end, self._output_bytes, "it ends too early")
@@ -145,7 +145,7 @@ class _MultiStreamReader(io.RawIOBase):
         return bool(self._unread_input)
 
     def _next_stream(self) -> bool:
-        """Begin the one after the present one, if there is one."""
+        """Start the next stream; False if there is none."""
         self._unread_input = self._decompressor.unused_data
         end, zeros = self._block_end - len(self._unread_input), 0
         while self._unread_input or self._read_block():
@@ -170,8 +170,8 @@ class _MultiStreamReader(io.RawIOBase):
                                   f"{self._earlier_output_bytes + given} bytes of what is in it): {why}")
 
     def _salvage(self, error: Exception) -> None:
-        """What the call that was refused had decompressed by then is lost. Another decompressor is given the same bytes
-        one by one, so that only what belongs to the last of them can be."""
+        """Recover the output of the failed call: a new decompressor gets the stream again, the last block byte by byte,
+        so that only output of its last byte can be lost."""
         place, found = self._block_end - len(self._unread_input), 0
         if self._file.seekable():  # a pipe gives nothing twice
             again, salvaged = self._new_decompressor(), bytearray()
@@ -196,7 +196,7 @@ class _MultiStreamReader(io.RawIOBase):
 
 @contextmanager
 def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed by its name."""
+    """Open a file, decompressed according to its name."""
     file: io.RawIOBase = open(path, "rb", buffering=0)
     with file:
         name = path.lower()
@@ -213,7 +213,7 @@ def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
 
 
 def read_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
-    """`file.read(size)` of an `open_decompressed` file; with less than that before damage comes the damage."""
+    """`file.read(size)` of an opened file, and the damage if it ended the read early."""
     parts: list[bytes] = []
     try:
         while size > 0 and (part := file.read1(size)):
@@ -225,7 +225,7 @@ def read_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Corrup
 
 
 def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
-    """`file.readline(size)` of one, in the same way."""
+    """`file.readline(size)` in the same way."""
     parts, last = [], b""
     try:
         while size > 0 and not last.endswith(b"\n") and (ahead := file.peek(1)[:size]):
@@ -238,8 +238,8 @@ def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Co
 
 
 def find_damage(path: str) -> CorruptStreamError | None:
-    """For whoever found nonsense in a file: what is wrong with its compression, of which the checksums at the end may
-    know first. All of it is read for that, to the end or the damage. None: nothing, or nobody can tell."""
+    """The damage of a compressed file, for a caller that found invalid content: checksums come last, so the damage may
+    not have shown yet. Reads the whole file. None: no damage, or unknown."""
     if not is_compressed(path) or not os.path.isfile(path):  # a pipe gives nothing twice
         return None
     try:
@@ -249,13 +249,13 @@ def find_damage(path: str) -> CorruptStreamError | None:
     except CorruptStreamError as damage:
         return damage
     except OSError:
-        pass  # the drive's: what was found stands
+        pass  # an I/O error: report what was found before
     return None
 
 
 @contextmanager
 def read_errors_for(path: str) -> Iterator[None]:
-    """Any failure to read in the block is a DataError that names the file."""
+    """Turn an OSError in the block into a DataError that names the file."""
     try:
         yield
     except OSError as error:

@@ -35,37 +35,37 @@ from data.storage import DataError, make_folder, staged_file, wait_for_lock, wri
 
 _ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"
-"""Of the repository; an installation keeps it in the current folder, as it does its runs."""
+"""In the repository; an installed package uses the current folder, as for its runs."""
 
 PACKAGES = ("python", "numpy", "torch")
 VOCAB_SIZE = 8192
 REVISION = 1
-"""Raised whenever the same packages would give other documents."""
+"""Increment it when the same packages would give other documents."""
 
 MIN_CHARACTERS = 80
-"""Characters; shorter docstrings hold little but the name again."""
+"""Minimum length in characters; shorter docstrings mostly repeat the name."""
 
 SKIPPED_FOLDERS = {"test", "tests", "testing", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class CorpusOrigin:
-    """All that the files depend on."""
+    """Everything that the files depend on."""
 
     revision: int
     packages: dict[str, str]
-    """Name to version."""
+    """Name -> version."""
     vocab_size: int
 
 
 def installed_origin(packages: Sequence[str], vocab_size: int) -> CorpusOrigin:
-    """What a build would be made from now."""
+    """The origin of a build with the installed packages."""
     versions = {name: platform.python_version() if name == "python" else metadata.version(name) for name in packages}
     return CorpusOrigin(REVISION, versions, vocab_size)
 
 
 def source_files(package: str) -> list[tuple[str, Path]]:
-    """The modules of an installed package in the order of their names, tests left out."""
+    """(module name, path) of an installed package, sorted, without tests."""
     prefix: tuple[str, ...] = ()
     if package == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -83,10 +83,10 @@ def source_files(package: str) -> list[tuple[str, Path]]:
 
 
 def documents_in(module: tuple[str, Path]) -> list[str]:
-    """The documents of one source file: its docstring, then each definition's, methods with their class."""
+    """The documents of one source file: the module docstring, then one per definition, methods with their class."""
     name, path = module
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in other people's strings
+        warnings.simplefilter("ignore")  # deprecated escapes in third-party strings
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and samples that are not Python
@@ -100,7 +100,7 @@ def documents_in(module: tuple[str, Path]) -> list[str]:
 
 
 def _help_topics(tree: ast.Module) -> Iterator[str]:
-    """The language reference that `help()` shows: one dict of strings."""
+    """The language reference of `help()`: one dict of strings."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             yield from (text for text in ast.literal_eval(node.value).values() if isinstance(text, str))
@@ -120,7 +120,7 @@ def _docstring_entry(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDe
 
 
 def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
-    """All documents, each once, in the order of their hashes."""
+    """All distinct documents, ordered by hash."""
     modules = [module for package in packages for module in source_files(package)]
     by_hash: dict[bytes, str] = {}
     for documents in ordered_map(documents_in, modules, workers):
@@ -131,14 +131,14 @@ def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
 
 
 def paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    """Training sentences: what is between blank lines, line ends kept so that their tokens are learnt."""
+    """Training sentences: paragraphs with their line ends, so that newline tokens are learnt."""
     for text in texts:
         yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
 
 
 def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE,
                          packages: Sequence[str] = PACKAGES, workers: int = 2) -> Path:
-    """Build the corpus unless it is there and made from the same packages. Returns its prefix."""
+    """Build the corpus unless it exists and was made from the same packages; returns its prefix."""
     folder = make_folder(folder)
     source = installed_origin(packages, vocab_size)
     with wait_for_lock(folder / ".lock"):
@@ -156,7 +156,7 @@ def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = 
 
 
 def is_complete(folder: Path, source: CorpusOrigin) -> bool:
-    """Whether everything is there and was made from `source`."""
+    """Whether all files exist and were made from `source`."""
     try:
         made_from = json.loads((folder / "source.json").read_text())
     except (OSError, ValueError):

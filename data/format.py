@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer a corpus was made with."""
+    """The tokenizer of a corpus."""
 
     name: str
     fingerprint: str
@@ -41,21 +41,21 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Counts, checksum and origin of the tokens."""
+    """Counts, checksum and origin of the tokens: the content of PREFIX.json."""
 
     documents: int
     tokens: int
     crc32: str
-    """Of the whole .bin, 8 hexadecimal digits."""
+    """CRC-32 of the whole .bin, 8 hexadecimal digits."""
     max_token: int
     tokenizer: TokenizerFacts | None = None
-    """None: not known."""
+    """None: unknown."""
     identity: str | None = None
     """Of both files (`corpus_identity`). None: written before there was one."""
 
 
 def read_corpus_facts(path: str) -> CorpusFacts | None:
-    """The facts in a file, or None when there is no such file."""
+    """The facts in a file; None if it does not exist."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
@@ -74,7 +74,7 @@ def read_corpus_facts(path: str) -> CorpusFacts | None:
 
 
 def tokenizer_facts_of_state(state: Mapping[str, Any]) -> TokenizerFacts | None:
-    """What a saved state says under `tokenizer`; None where that is nothing, or something of another's."""
+    """The tokenizer recorded in a saved state; None if there is none, or it is not ours."""
     try:
         return _tokenizer_facts(state["tokenizer"])
     except (KeyError, TypeError):
@@ -103,7 +103,7 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<i1"
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 UINT16_VOCABULARY = 65_500
-"""Below this Megatron stores ids as uint16; part of the format, as readers compare files byte for byte."""
+"""Below this size Megatron stores ids as uint16. Part of the format: files are compared byte for byte."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -113,7 +113,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """The first 34 bytes of an index, and where its arrays begin."""
+    """The first 34 bytes of an index, and the offsets of its arrays."""
 
     dtype: np.dtype[Any]
     sequences: int
@@ -134,7 +134,7 @@ class IndexHeader:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole index (without the modes of multimodal corpora)."""
+        """Bytes of the index, without the modes of multimodal corpora."""
         return INDEX_HEADER.size + 12 * self.sequences + 8 * self.boundaries
 
     def pack(self) -> bytes:
@@ -142,7 +142,7 @@ class IndexHeader:
 
 
 def parse_index_header(start: bytes, file_size: int, name: str) -> IndexHeader:
-    """Check the first bytes of an index of `file_size` bytes called `name`. Nothing is allocated before this passed."""
+    """Check the first bytes of an index of `file_size` bytes, before anything is allocated. Raises DataError."""
     if start.startswith(b"TNTIDX"):
         raise DataError(f"{name}: magic: the old TNTIDX format (not memory-mapped); preprocess the text again")
     if len(start) < INDEX_HEADER.size:
@@ -158,7 +158,7 @@ def parse_index_header(start: bytes, file_size: int, name: str) -> IndexHeader:
     if dtype.kind == "f":
         raise DataError(f"{name}: dtype code: {code} ({dtype.name}) cannot hold token ids; expected an integer type")
     header = IndexHeader(dtype, sequences, boundaries)
-    # Python integers: counts near 2**64 give a large number here, never a wrapped one.
+    # Python integers do not wrap: counts near 2**64 give a large number here.
     if file_size not in (header.size, header.size + sequences):
         raise DataError(f"{name}: size: {sequences} sequences and {boundaries} document boundaries "
                         f"need {header.size} bytes, found {file_size}")

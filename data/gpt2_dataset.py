@@ -27,36 +27,34 @@ from data.storage import DataError, make_folder, prefix_data_errors, prefix_stor
 
 BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16
-"""Smaller epochs are computed faster than their files are opened; they are not stored."""
+"""Smaller epochs are not stored: computing them is faster than opening their files."""
 
 MAX_CACHED_EPOCHS = 2
-"""An epoch and its neighbour: ranks and prefetching readers cross the border a little apart."""
+"""An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times."""
 
 SAMPLES_BEFORE_EVICTION = 4096
-"""Samples of one epoch after which its neighbour has been left behind, and goes."""
+"""Samples read from one epoch after which its neighbour is evicted."""
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
-    """How many samples of seq_length + 1 tokens a stream holds, neighbours sharing one token."""
+    """Number of samples of seq_length + 1 tokens in a stream; neighbouring samples share one token."""
     return max(0, tokens - 1) // seq_length
 
 
 def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
-    """[samples, 2]: position in `order` and offset in that document of the first token of each sample.
-
-    Block by block, so the working memory stays small for any corpus.
-    """
+    """[samples, 2]: position in `order` and offset in that document of each sample's first token. Works in blocks, so
+    memory stays small for any corpus."""
     total = int(
         sum(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK_DOCUMENTS)))
     samples = count_samples(total, seq_length)
     starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
-    before, done = 0, 0  # tokens in the blocks before this one; samples that begin in them
+    before, done = 0, 0  # tokens in earlier blocks; samples that begin in them
     for at in range(0, len(order), BLOCK_DOCUMENTS):
         lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
         ends = before + np.cumsum(lengths)
         stop = min(samples, -(-int(ends[-1]) // seq_length))
         tokens = np.arange(done, stop) * seq_length
-        # "right" steps over zero-length documents and over one that ends exactly here.
+        # "right" skips zero-length documents, and one that ends exactly here.
         where = np.searchsorted(ends, tokens, side="right")
         starts[done:stop, 0] = at + where
         starts[done:stop, 1] = tokens - (ends[where] - lengths[where])
@@ -66,12 +64,12 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
 
 @dataclass(frozen=True)
 class EpochIndex:
-    """One epoch, ready to be served."""
+    """The order of one epoch."""
 
     documents: NDArray[np.integer] | RowFile
-    """Document numbers in the shuffled order."""
+    """Document numbers in shuffled order."""
     starts: NDArray[np.integer] | RowFile
-    """[samples, 2]: position in `documents` and offset of the first token, in the order of serving."""
+    """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
 
 
 def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int,
@@ -83,13 +81,9 @@ def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_
 
 
 class EpochCache:
-    """Epochs by number: one in memory, two while the border is crossed, and all of them as files when there is a folder
-    for it.
-
-    Files are named after everything they depend on and appear by rename; what was damaged since then, or has come from
-    elsewhere, is refused (stable_file.py). Of the processes that share the folder one builds an epoch, and the others
-    wait for it and read its files.
-    """
+    """Epochs by number. Holds one in memory, two around an epoch's end, and stores all as files if a folder is given.
+    Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
+    (stable_file.py). One of the processes that share the folder builds an epoch; the others wait and read its files."""
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
                  samples: int, folder: str | None = None) -> None:
@@ -102,7 +96,7 @@ class EpochCache:
     def __getitem__(self, epoch: int) -> EpochIndex:
         index = self._cached.get(epoch)
         if index is None:
-            while len(self._cached) >= MAX_CACHED_EPOCHS:  # before the new one comes
+            while len(self._cached) >= MAX_CACHED_EPOCHS:  # before the new one is built
                 self._cached.popitem(last=False)
             index = self._build(epoch) if self._folder is None else self._load_or_build(epoch, self._folder)
             self._cached[epoch] = index
@@ -115,7 +109,7 @@ class EpochCache:
 
     @cached_property
     def _content_name(self) -> str:
-        """Of what all epochs are made from."""
+        """Digest of everything that all epochs depend on."""
         return content_digest([self._sizes.tobytes(), self._documents.tobytes(),
                                repr((self._seq_length, self._seed)).encode()])
 
@@ -141,7 +135,7 @@ class EpochCache:
 
 
 def content_digest(parts: Iterable[bytes]) -> str:
-    """16 hexadecimal digits that name a sequence of byte strings."""
+    """16 hexadecimal digits that identify a sequence of byte strings."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
@@ -152,7 +146,7 @@ Sample = NDArray[np.int64]
 
 
 class Dataset(ABC):
-    """What a trainer reads. Equal fingerprints mean equal samples at every index."""
+    """What the trainer reads. Equal fingerprints mean equal samples at every index."""
 
     name: str
     seq_length: int
@@ -161,20 +155,20 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def distinct_samples(self) -> int | None:
-        """So many samples from index 0 on show no text twice; None where there is no such limit."""
+        """Number of samples from index 0 on before text repeats; None if unlimited."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
-        """seq_length + 1 token ids of sample `index`, 0 or more."""
+        """seq_length + 1 token ids of sample `index` >= 0."""
 
 
 @final
 class GPT2Dataset(Dataset):
-    """Samples of some documents of one corpus, joined across documents."""
+    """Samples from a range of documents of one corpus, concatenated across documents."""
 
     def __init__(self, corpus: IndexedCorpus, documents: Sequence[int] | ArrayLike, seq_length: int, seed: int,
                  name: str, cache_path: str | None = None, vocab_size: int | None = None, flag: str = "") -> None:
-        """`flag`: where the name of the corpus is from, for errors."""
+        """`flag` is the flag that named the corpus, for errors."""
         self.name, self.seq_length, self._flag = name, seq_length, flag
         self._corpus, self._vocab_size = corpus, vocab_size
         chosen = np.arange(documents.start, documents.stop, documents.step) if isinstance(documents, range) \
@@ -212,7 +206,7 @@ class GPT2Dataset(Dataset):
             sample[filled:filled + len(ids)] = ids
             filled += len(ids)
             position, offset = position + 1, 0
-        # As unsigned numbers the negative ids are large too: one comparison finds both.
+        # Viewed as unsigned, negative ids are large too: one comparison finds both.
         if self._vocab_size is not None and sample.view(np.uint64).max() >= self._vocab_size:
             self._corpus.raise_for_invalid_token(self._vocab_size)
         return sample
@@ -232,7 +226,7 @@ class BlendedDataset(Dataset):
 
     @property
     def distinct_samples(self) -> int | None:
-        # The first part to run out ends it; its share of the blend says when.
+        # The dataset that runs out first limits the blend.
         limits = [part.distinct_samples * self._blend.period // int(count)
                   for part, count in zip(self._datasets, self._blend.counts) if part.distinct_samples is not None]
         return min(limits, default=None)
@@ -246,7 +240,7 @@ class BlendedDataset(Dataset):
 
 @final
 class MockDataset(Dataset):
-    """Uniformly random ids: for measuring and for tests, nothing can be learnt from it."""
+    """Uniformly random ids, for benchmarks and tests; nothing can be learnt from it."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, name: str = "mock") -> None:
         self.name, self.seq_length = name, seq_length

@@ -32,29 +32,28 @@ from data.tokenizer import Tokenizer
 from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter, corpus_files
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
-"""No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""
+"""No GPT-2 file of nanoGPT begins like this: 55448, the lower half of the magic, is not a GPT-2 id."""
 
 TOKEN_DTYPE = np.dtype("<u2")
 
 COMPARED_BYTES = 1 << 16
-"""Bytes at either end of files of one size that are compared before all of them are."""
+"""Bytes at both ends of equally long files that are compared before all of them."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file that may be one of tokens, by its size and header."""
+    """A token file, by its size and header."""
 
     path: str
     tokens_offset: int
-    """Of the first token: after a header, or at 0."""
+    """Offset of the first token: after a header, or 0."""
     num_tokens: int
     first_token: int
     last_token: int
-    """Token ids."""
 
     @property
     def has_header(self) -> bool:
-        """Of llm.c."""
+        """Whether it has llm.c's header."""
         return self.tokens_offset > 0
 
 
@@ -64,10 +63,10 @@ def print_warning(line: str) -> None:
 
 def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: Tokenizer,
                   warn: Callable[[str], None] = print_warning) -> str:
-    """Write the corpus of some token files, one after the other; says what became of it."""
+    """Write the corpus of token files, in order; returns a summary."""
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     check_unchanged = change_detector(inputs)
-    files = [inspect_token_file(path) for path in inputs]  # every file is looked at before anything is written
+    files = [inspect_token_file(path) for path in inputs]  # check every file before anything is written
     _check_distinct(files)
     for line in order_warnings(files, tokenizer.eod):
         warn(line)
@@ -79,7 +78,7 @@ def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.Pat
 
 
 def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
-    """Refuses what cannot be a token file."""
+    """Size and header of a token file; DataError if it cannot be one."""
     name = os.fspath(path)
     check_is_file(name)
     if kind_of(name) or is_compressed(name):
@@ -95,7 +94,7 @@ def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
 
 
 def _token_extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
-    """Where the tokens of a file begin, and how many there are, at least one."""
+    """(offset of the first token, number of tokens >= 1)."""
     if len(head) and head[0] == LLMC_MAGIC:
         what = f"{name}: a header of llm.c"
         if len(head) < LLMC_HEADER:
@@ -114,7 +113,7 @@ def _token_extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, i
 
 
 def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
-    """What shows that the files are hardly the stream that was meant, a line each."""
+    """Warnings that the files may not be one stream in order."""
     return [line for line in (_starts_inside_document(files[0], eod), _mixed_conventions(files, eod),
                               _out_of_order(files)) if line]
 
@@ -129,7 +128,8 @@ def _starts_inside_document(file: TokenFile, eod: int) -> str | None:
 
 
 def _mixed_conventions(files: Sequence[TokenFile], eod: int) -> str | None:
-    """Two conventions in one stream: which documents are cut at the wrong side follows from the first file."""
+    """A warning if end-of-document ids precede documents in one file and follow them in another: the first file decides
+    where documents are cut."""
     for before, after in pairwise(files):
         if before.has_header != after.has_header:
             which = ("has a header of llm.c, and {} has none" if before.has_header else
@@ -144,7 +144,7 @@ def _mixed_conventions(files: Sequence[TokenFile], eod: int) -> str | None:
 
 
 def _out_of_order(files: Sequence[TokenFile]) -> str | None:
-    """Names that are alike but for their numbers, against the order of these."""
+    """A warning if names that differ only in numbers are not in ascending order."""
     for before, after in pairwise(files):
         parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
         if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
@@ -154,7 +154,7 @@ def _out_of_order(files: Sequence[TokenFile]) -> str | None:
 
 
 def _check_distinct(files: Sequence[TokenFile]) -> None:
-    """No file twice, under whatever names. Files of one size are compared, their ends first."""
+    """Raise if a file is given twice, also as a copy. Files of equal size are compared, their ends first."""
     seen: dict[tuple[int, int, int], list[str]] = {}
     for file in files:
         with read_errors_for(file.path):
@@ -169,7 +169,7 @@ def _check_distinct(files: Sequence[TokenFile]) -> None:
 
 
 def _end_checksums(path: str, size: int) -> tuple[int, int]:
-    """Checksums of a little of it."""
+    """Checksums of both ends of a file."""
     with open(path, "rb") as file:
         beginning = crc32(file.read(COMPARED_BYTES))
         file.seek(max(0, size - COMPARED_BYTES))
@@ -177,10 +177,10 @@ def _end_checksums(path: str, size: int) -> tuple[int, int]:
 
 
 def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
-    """The tokens of all files, which are one stream: a document may go on in the next one. And the sizes of the
-    documents, as they end."""
-    read = document_start = 0  # tokens read; where the document that is being read began
-    after = 0 if files[0].first_token == tokenizer.eod else 1  # tokens from an end-of-document id to the cut
+    """Copy the tokens of all files as one stream, in which documents may cross files, and add the sizes of the
+    documents."""
+    read = document_start = 0  # tokens read; start of the current document
+    after = 0 if files[0].first_token == tokenizer.eod else 1  # 1: cut after the end-of-document id; 0: before it
     for file, ids in _token_blocks(files, tokenizer.vocab_size):
         cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
         cuts = cuts[cuts > document_start]
@@ -200,7 +200,7 @@ OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"
 
 
 def _token_blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:
-    """The tokens in order. An id that the tokenizer has not is told with its place."""
+    """Blocks of tokens in order; DataError with the position of an id outside the vocabulary."""
     for file in files:
         left = file.num_tokens
         with read_errors_for(file.path), open(file.path, "rb") as opened:

@@ -27,7 +27,7 @@ SAMPLED_BYTES = 1 << 12
 
 
 def corpus_identity(index: StableFile, tokens: StableFile) -> str:
-    """Eight hexadecimal digits of the index, and eight of the tokens."""
+    """8 hexadecimal digits for the index, and 8 for the tokens."""
     crc = 0
     for at in range(0, index.size, READ_BYTES):
         crc = crc32(index.read(at, min(READ_BYTES, index.size - at), "u1").data, crc)
@@ -35,7 +35,7 @@ def corpus_identity(index: StableFile, tokens: StableFile) -> str:
 
 
 def sampled_crc32(file: StableFile) -> int:
-    """Of pieces at equal distances, the first at the beginning and the last at the end."""
+    """CRC-32 of evenly spaced samples of a file, including both ends."""
     length = min(SAMPLED_BYTES, file.size)
     crc = crc32(file.size.to_bytes(8, "little"))
     for at in sorted({(file.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
@@ -44,10 +44,11 @@ def sampled_crc32(file: StableFile) -> int:
 
 
 BLOCK_ENTRIES = 1 << 20
-"""Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
+"""Entries processed at a time in a full scan, to bound memory."""
 
 REREAD_LIMIT_BYTES = 1 << 35
-"""Bytes of tokens up to which all are read again to tell a write from another name or other rights: half a minute."""
+"""Up to this many bytes all tokens are read again (half a minute) to tell a write from a changed name or changed
+permissions."""
 
 SCAN_LIMIT_TOKENS = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
@@ -72,11 +73,12 @@ class IndexedCorpus:
             raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
                             f"(the index), found {self.facts.documents} and {self.facts.tokens}")
         self._check_identity()
-        tokens_crc, this = sampled_crc32(self._bin), weakref.ref(self)  # a cycle would keep the files open
+        # weak: a reference cycle would keep the files open
+        tokens_crc, this = sampled_crc32(self._bin), weakref.ref(self)
         self._bin.set_content_check(lambda: (corpus := this()) is None or corpus._tokens_are_unchanged(tokens_crc))
 
     def _tokens_are_unchanged(self, expected_crc: int) -> bool:
-        """The tokens: all of them where their checksum is known and it does not take too long, else at some places."""
+        """Compare all tokens if their checksum is known and the file is small enough, else samples."""
         if self.facts is None or self._bin.size > REREAD_LIMIT_BYTES:
             return sampled_crc32(self._bin) == expected_crc
         crc = 0
@@ -85,7 +87,7 @@ class IndexedCorpus:
         return f"{crc:08x}" == self.facts.crc32
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[str]]:
-        return IndexedCorpus, (self.prefix,)  # a worker process opens the files again instead of receiving them
+        return IndexedCorpus, (self.prefix,)  # a worker process opens the files itself
 
     def _open(self, suffix: str) -> StableFile:
         path = self.prefix + suffix
@@ -101,7 +103,7 @@ class IndexedCorpus:
         return file
 
     def _read_sequence_starts(self, header: IndexHeader) -> NDArray[np.int64]:
-        """The first token of each, then the end, which has to be that of the tokens."""
+        """[sequences + 1]: first token of each sequence, then the end, which must match the size of .bin."""
         starts = np.zeros(header.sequences + 1, np.int64)
         for at, lengths in self._index_blocks(header.lengths_offset, header.sequences, "<i4"):
             if (lengths < 0).any():
@@ -115,7 +117,7 @@ class IndexedCorpus:
         return starts
 
     def _check_index(self, header: IndexHeader, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Compare pointers and boundaries with the lengths; return the first token of each document, then the end."""
+        """Compare pointers and boundaries with the lengths; returns the first token of each document, then the end."""
         for at, pointers in self._index_blocks(header.pointers_offset, header.sequences, "<i8"):
             expected = starts[at:at + len(pointers)] * self.dtype.itemsize
             if (pointers != expected).any():
@@ -135,8 +137,8 @@ class IndexedCorpus:
         return starts if header.boundaries == header.sequences + 1 and _is_arange(documents) else starts[documents]
 
     def _check_identity(self) -> None:
-        """The three files are of one corpus, and were while they were opened."""
-        if not self._index.is_still_at_path():  # a writer takes the old index away before it touches the tokens
+        """Raise unless the three files belong to one corpus, and did so while they were opened."""
+        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
         expected = self.facts and self.facts.identity
         if expected and (found := corpus_identity(self._index, self._bin)) != expected:
@@ -146,22 +148,21 @@ class IndexedCorpus:
                             "again, or make the corpus again")
 
     def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Of the index, a block at a time, each with its place."""
+        """(position, block) over an array of the index."""
         for at in range(0, count, BLOCK_ENTRIES):
             yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK_ENTRIES, count - at), dtype)
 
     @cached_property
     def sizes(self) -> NDArray[np.integer]:
-        """Tokens of each document."""
+        """[documents]: tokens of each document."""
         sizes = np.diff(self._starts)
         return sizes.astype(index_dtype(int(sizes.max())))
 
     def document(self, number: int) -> NDArray[Any]:
-        """The ids of one document."""
         return self.read(number)
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Ids `start` to `stop` of one document, as a slice would: never beyond the document."""
+        """Ids [start, stop) of one document, clipped to it like a slice."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         first, end = int(self._starts[number]), int(self._starts[number + 1])
@@ -169,18 +170,18 @@ class IndexedCorpus:
         return self._read_tokens(chosen.start, chosen.stop)
 
     def read_documents(self, first: int, stop: int) -> NDArray[Any]:
-        """The ids of the neighbouring documents `first` to `stop`."""
+        """The ids of documents [first, stop)."""
         return self._read_tokens(int(self._starts[first]), int(self._starts[stop]))
 
     def _read_tokens(self, first: int, stop: int) -> NDArray[Any]:
-        """Of the whole corpus, as a slice would."""
+        """Tokens [first, stop) of the corpus, with slice semantics."""
         first, stop, _ = slice(first, stop).indices(self.num_tokens)
         return self._bin.read(first * self.dtype.itemsize, max(0, stop - first), self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same on every rank that opened the same corpus: the index, both ends of the tokens and samples between,
-        and the checksum of all of them where one is recorded."""
+        """Equal on every rank that opened the same corpus: a digest of the index, both ends and samples of the tokens,
+        and their checksum if recorded."""
         digest = hashlib.sha256(corpus_identity(self._index, self._bin).encode())
         digest.update(self._read_tokens(0, BLOCK_ENTRIES).data)
         digest.update(self._read_tokens(-min(BLOCK_ENTRIES, self.num_tokens), self.num_tokens).data)
@@ -188,12 +189,12 @@ class IndexedCorpus:
         return digest.hexdigest()[:16]
 
     def token_blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The whole corpus, BLOCK tokens at a time, each with the number of its first."""
+        """(number of the first token, block) over the whole corpus."""
         for at in range(0, self.num_tokens, BLOCK_ENTRIES):
             yield at, self._read_tokens(at, at + BLOCK_ENTRIES)
 
     def scan_id_range(self) -> tuple[int, int]:
-        """The smallest and the largest id, read from the whole file."""
+        """(smallest id, largest id), from the whole file."""
         lowest, highest = 0, -1
         for _, block in self.token_blocks():
             lowest, highest = min(lowest, int(block.min())), max(highest, int(block.max()))
@@ -206,10 +207,8 @@ class IndexedCorpus:
         return self.scan_id_range() if self.num_tokens < SCAN_LIMIT_TOKENS else None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a corpus with ids outside 0..vocab_size-1, naming the first. Nothing is read where facts are recorded.
-
-        A very large corpus without facts passes here; whoever reads its tokens checks them again.
-        """
+        """Raise for ids outside 0..vocab_size-1, naming the first. Reads no tokens if facts are recorded. A very large
+        corpus without facts passes: readers of its tokens check again."""
         known = self._known_id_range
         if known is not None and (known[0] < 0 or known[1] >= vocab_size):
             self.raise_for_invalid_token(vocab_size)

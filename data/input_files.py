@@ -24,17 +24,17 @@ from data.storage import READ_BYTES, DataError, escape_to_one_line
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
 WORK_FOLDER = ".work"
-"""In the folder of a stage while it is made."""
+"""Exists in a stage's folder until the stage is complete."""
 SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
-"""Of a shard, in the folder of its stage."""
+"""Path of a shard relative to its stage's folder."""
 
 
 def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1) -> None:
-    """Those of some files that are shards of a stage; the others are somebody's own."""
+    """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
     outputs = cache(_recorded_sha256)
     expected = {}
     for path in map(Path, paths):
-        if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe is read once
+        if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe can be read only once
             place = Path(os.path.abspath(path))
             known = outputs(place.parent).get(place.name) or outputs(place.parent.parent).get(
                 f"{place.parent.name}/{place.name}")
@@ -44,7 +44,7 @@ def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1
 
 
 def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
-    """By path the SHA-256 that each must have."""
+    """Check the SHA-256 of each path; raises DataError."""
     try:
         for (path, wanted), found in zip(expected.items(), checksum_in_threads(sha256_file, list(expected), workers)):
             if found != wanted:
@@ -56,12 +56,11 @@ def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
 
 
 def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], workers: int) -> Iterator[str]:
-    """In order; an OSError names its file. Python's lock is free while bytes are read and summed, so there need be no
-    processes."""
+    """Checksums in order; an OSError names its file. Threads are enough, since reading and hashing release the GIL."""
     def checksum_of(path: str) -> str:
         try:
             return checksum(path)
-        except OSError as error:  # a read knows no name
+        except OSError as error:  # read errors carry no file name
             error.filename = path
             raise
 
@@ -69,7 +68,7 @@ def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], wo
         try:
             yield from pool.map(checksum_of, paths)
         finally:
-            pool.shutdown(cancel_futures=True)  # one that is wrong is enough
+            pool.shutdown(cancel_futures=True)  # the first mismatch ends the check
 
 
 def sha256_file(path: str) -> str:
@@ -86,14 +85,14 @@ def _recorded_sha256(folder: Path) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """As it was written."""
+    """Size and checksum when it was written."""
 
     size: int | None
     sha256: str
 
 
 def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
-    """By name what the record of a stage lists; None: the folder has none."""
+    """Name -> record, from a stage's `stage.json`; None if the folder has none."""
     try:
         record: Any = json.loads((folder / STAGE_FILE).read_bytes())
         return {str(output["name"]): ShardRecord(output.get("bytes"), str(output["sha256"]))
@@ -105,8 +104,8 @@ def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
 
 
 def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
-    """By path the shards that are meant by a folder: of a stage, or of one part of a split. All are there, and no other
-    shard beside them. None: it is nobody's but the user's."""
+    """Path -> record of the shards that a folder stands for: a stage's, or one part of a split. Checks that they are
+    complete. None for any other folder."""
     shards = read_shard_records(folder)
     if shards is None:
         if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
@@ -122,7 +121,7 @@ def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
 
 
 def check_shards_complete(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
-    """Every shard is there in its size, and none that the record does not list."""
+    """Raise unless every shard exists with its size, and no unlisted shard does."""
     for path, shard in shards.items():
         size = os.path.getsize(path) if os.path.isfile(path) else None
         if size is None or shard.size not in (None, size):
@@ -138,10 +137,10 @@ def check_shards_complete(folder: Path, shards: Mapping[str, ShardRecord]) -> No
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
 FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")
-"""Not .json there: settings and the facts of corpora have that name."""
+"""Without .json: settings and corpus facts use that suffix."""
 
 CACHE_SUFFIX = ".cache"
-"""Of the folder beside a source that holds the corpus made of it (sources.py)."""
+"""Suffix of the folder beside a source that caches its corpus (sources.py)."""
 
 STAGE_OWN_FILES = (STAGE_FILE, "dropped.jsonl")
 
@@ -150,33 +149,33 @@ NAMES_SHOWN = 3
 OWN_CACHE_PATTERN = re.compile(
     r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
     r"\..*\.(?:tmp|writing)|\.lock")
-"""Files that this program keeps in a cache, which may be a folder of text (--data-cache-path), and their locks."""
+"""This program's cache files and their locks; the cache may be a folder of text (--data-cache-path)."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What a file holds, by its name; None: the name does not say."""
+    """What a file holds according to its name; None if unknown."""
     return KIND_OF_SUFFIX.get(Path(strip_compression_suffix(os.fspath(path))).suffix)
 
 
 @dataclass
 class FoundFiles:
-    """The files, and what of the folders is not among them."""
+    """The files found, and what was left out."""
 
     files: list[str] = field(default_factory=list)
     hidden: int = 0
-    """Names that begin with a dot; what is inside such a folder is not counted."""
+    """Names that begin with a dot; the content of such folders is not counted."""
     unknown: list[str] = field(default_factory=list)
     pipes: list[str] = field(default_factory=list)
-    """And other things that are no files: sockets, devices."""
+    """Also sockets and devices."""
     link_loops: list[str] = field(default_factory=list)
-    """Symbolic links to a folder that they are in."""
+    """Symbolic links to a folder that contains them."""
 
     not_of_stage: list[str] = field(default_factory=list)
-    """In the folder of a stage, and none of its files."""
+    """Files in a stage's folder that do not belong to it."""
 
     @property
     def left_out(self) -> str:
-        """What was not read, in a few words; "" for nothing."""
+        """A summary of what was left out; "" for nothing."""
         parts = [f"{self.hidden} hidden"] if self.hidden else []
         for names, one, several in (
                 (self.unknown, "1 of unknown kind", "of unknown kind"), (self.pipes, "a pipe", "pipes"),
@@ -190,7 +189,7 @@ class FoundFiles:
 
 
 def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> FoundFiles:
-    """The files that are meant, in the order given; within a folder, sorted by path. Nothing is read."""
+    """The files that `inputs` stand for, in order; within a folder sorted by path. Nothing is read."""
     found = FoundFiles()
     for given in inputs:
         name = os.fspath(given)
@@ -218,7 +217,7 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
 
 def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
                parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Every file in a folder and in those inside it; symbolic links are followed, but not round and round."""
+    """Every file below a folder; follows symbolic links, but not into loops."""
     try:
         status = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -236,14 +235,14 @@ def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]
             found.hidden += 1
         elif entry.is_dir():
             yield from walk_files(path, found, skip, (*parents, here))
-        elif entry.is_file() or not path.exists():  # a dangling link is an error where it is opened
+        elif entry.is_file() or not path.exists():  # opening a dangling link reports the error
             yield path
         else:
             found.pipes.append(entry.path)
 
 
 def _is_own_cache(entry: os.DirEntry[str]) -> bool:
-    """What we made of text, beside the text: no part of what the user put there."""
+    """Whether it is our cache beside the text, not the user's text."""
     if entry.is_dir():
         return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
     return OWN_CACHE_PATTERN.fullmatch(entry.name) is not None

@@ -23,8 +23,8 @@ SKIP_BYTES = 1 << 20
 
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
-    """The lines of a file in order, about `size` bytes (and at least one line) at a time. What is left of a line after
-    that, if it is more than `limit`, is passed over."""
+    """The lines of a file in order, in chunks of about `size` bytes and at least one line. The rest of a line that
+    exceeds `limit` after that is skipped."""
     name, offset = os.fspath(path), 0
     with read_errors_for(name), open_decompressed(name) as file:
         status = os.stat(name)
@@ -41,7 +41,7 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
 
 
 def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
-    """Of what can only be read from its start."""
+    """Chunks of a file that can only be read from its start."""
     offset, damage = 0, None
     while damage is None:
         data, damage = read_until_damage(file, size)
@@ -65,7 +65,7 @@ def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> It
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; how many bytes that was."""
+    """Read to the end of the line; returns the number of bytes."""
     skipped = 0
     while part := file.readline(SKIP_BYTES):
         skipped += len(part)
@@ -76,7 +76,7 @@ def _skip_line(file: BinaryIO) -> int:
 
 def parse_lines(chunk: Chunk, data: bytes, key: str,
                 limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[bytes, str | MalformedDocument]]:
-    """Each line of a chunk that was read which is not blank, without its end, and its text or why it has none."""
+    """(line without its end, text or reason of failure) for each line of a chunk that is not blank."""
     offset, number = chunk.offset, -1
     whole_lines_end = data.rfind(b"\n") + 1 if chunk.skipped_bytes else len(data)
     beginning = data[whole_lines_end:]
@@ -95,7 +95,7 @@ def parse_lines(chunk: Chunk, data: bytes, key: str,
                     error, RecursionError) else str(error)
                 if offset == 0 and whole.startswith(UTF16_BOMS):
                     reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-                if whole.endswith(b"\n") or not chunk.damage:  # else cut short: a part of the damage
+                if whole.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
                     yield line, MalformedDocument(chunk.path, number, offset, reason)
         offset += len(whole)
     if chunk.skipped_bytes:
@@ -108,11 +108,9 @@ MULTILINE_JSON_HINT = "python -m data.webtext read --format json FILE --output D
 
 
 def parse_text(line: bytes, key: str) -> str:
-    """The text under `key` of one JSON object. ValueError says what is wrong with the line.
-
-    Refused: bytes that are not UTF-8, what is not JSON (NaN and Infinity included), anything but an object, a key that
-    appears twice, a missing key, a value that is not text, and text with lone surrogates, which no tokenizer keeps.
-    """
+    """The text under `key` of one JSON object; ValueError says what is wrong. Refused: bytes that are not UTF-8,
+    invalid JSON (including NaN and Infinity), anything but an object, a duplicate key, a missing key, a value that is
+    not text, and lone surrogates, which no tokenizer preserves."""
     try:
         decoded = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,7 +140,7 @@ def parse_text(line: bytes, key: str) -> str:
 
 
 def _load_json(line: str) -> object:
-    """DECODER.decode, which looks for white space first; nearly no line has any at its ends."""
+    """As DECODER.decode, without its search for surrounding white space, which is rare."""
     try:
         value, end = DECODER.scan_once(line, 0)  # type: ignore[attr-defined]
         if end == len(line):
@@ -166,7 +164,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-"""`json.loads` with these hooks would make one for every line."""
+"""Shared: `json.loads` with hooks would create a decoder per line."""
 
 
 def _json_type_name(value: object) -> str:

@@ -20,7 +20,7 @@ from data.writer import CorpusWriter, corpus_files
 
 
 def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
-    """Write the corpus `out`; says what became of it. All must have one token dtype and one tokenizer."""
+    """Write the corpus `out`; returns a summary. All corpora must have one token dtype and one tokenizer."""
     check_outputs_are_not_inputs([path for prefix in prefixes for path in corpus_files(prefix)], corpus_files(out),
                                  "a corpus cannot be merged into itself: choose another OUT")
     dtype, tokenizer = _common_dtype_and_tokenizer(prefixes)
@@ -28,7 +28,7 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
     documents = tokens = 0
     with CorpusWriter(out, tokenizer=tokenizer, dtype=dtype) as writer:
         for prefix in prefixes:
-            corpus = IndexedCorpus(prefix)  # one at a time: each holds eight bytes a document
+            corpus = IndexedCorpus(prefix)  # one at a time: each needs eight bytes per document
             _copy_corpus(corpus, writer)
             documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
     return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
@@ -36,7 +36,8 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
 
 def _common_dtype_and_tokenizer(prefixes: Sequence[str | os.PathLike[str]]
                                 ) -> tuple[np.dtype[np.generic], TokenizerFacts | None]:
-    """The dtype and the tokenizer of all. Everything is opened, and so checked, before anything is written."""
+    """The common dtype and tokenizer; DataError if they differ. Opens, and so checks, everything before anything is
+    written."""
     first = IndexedCorpus(prefixes[0])
     for other in map(IndexedCorpus, prefixes[1:]):
         if other.dtype != first.dtype:
@@ -52,7 +53,6 @@ def _tokenizer_of(corpus: IndexedCorpus) -> TokenizerFacts | None:
 
 
 def _copy_corpus(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
-    """All documents."""
     crc = 0
     for _, tokens in corpus.token_blocks():
         crc = crc32(tokens.data, crc)

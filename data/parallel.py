@@ -25,11 +25,11 @@ Result = TypeVar("Result")
 WorkerResult = tuple[Any, Exception | None]
 
 MAX_PENDING_PER_WORKER = 4
-"""Items a worker that are under way or wait for their turn."""
+"""Items per worker that are in progress or wait for their turn."""
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map(function, items)` by `workers` processes (1: in this one). The function and its results are pickled."""
+    """`map(function, items)` in `workers` processes (1: in this one). The function and its results are pickled."""
     if workers <= 1:
         yield from map(function, items)
         return
@@ -45,7 +45,7 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        for pipe in pipes:  # now that all have been started: a large one is taken when a worker is up
+        for pipe in pipes:  # after all have started: a large function is received once a worker runs
             _send(pipe, function)
         yield from _results_in_order(items, pipes)
     finally:
@@ -59,7 +59,7 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
 def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iterator[Any]:
     free, busy = deque(pipes), dict[Connection, int]()
     finished: dict[int, WorkerResult] = {}
-    num_sent = next_result = 0  # items given to a worker, results handed on
+    num_sent = next_result = 0  # items sent, results yielded
 
     def collect() -> None:
         for pipe in wait(list(busy)):
@@ -68,7 +68,7 @@ def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iter
             free.append(pipe)
 
     def results(most: int) -> Iterator[Any]:
-        """Those whose turn has come; waits for more while more than `most` items are without theirs."""
+        """Results in order; waits while more than `most` items are outstanding."""
         nonlocal next_result
         while next_result in finished or num_sent - next_result > most:
             if next_result in finished:
@@ -84,7 +84,7 @@ def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iter
         if not free:
             collect()
         busy[pipe := free.popleft()] = num_sent
-        _send(pipe, item)  # before results are used: the worker goes on meanwhile
+        _send(pipe, item)  # before yielding, so that the worker is busy meanwhile
         num_sent += 1
         yield from results(MAX_PENDING_PER_WORKER * len(pipes))
     yield from results(0)
@@ -110,7 +110,7 @@ def _worker_died() -> ResumableError:
 
 
 def _worker_loop(pipe: Connection) -> None:
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is done, or gone
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has finished or died
         function = pipe.recv()
         while True:
             pipe.send(_call_function(function, pipe.recv()))
@@ -124,18 +124,19 @@ def _call_function(function: Callable[[Any], object], item: object) -> WorkerRes
 
 
 def call_within(function: Callable[[Item], Result], item: Item, seconds: float, memory: int) -> Result | None:
-    """`function(item)` in a forked process that may use this much processor time and so many bytes more; None if it
-    needs more. For libraries in C, which nothing else can interrupt."""
+    """`function(item)` in a forked process limited to `seconds` of CPU time and `memory` more bytes; None if it exceeds
+    them. For C libraries, which cannot be interrupted otherwise."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
 
     def limited(item: Item) -> Result:
         (used, *_), (_, most) = Path("/proc/self/statm").read_text().split(), resource.getrlimit(resource.RLIMIT_AS)
         limit = int(used) * resource.getpagesize() + memory
-        os.closerange(0, theirs.fileno())  # a lock must not outlive its owner, and a C library may print
+        # close all descriptors: locks must not outlive their owner, and a C library may print
+        os.closerange(0, theirs.fileno())
         os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends a process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
         return function(item)
 
     try:

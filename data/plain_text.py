@@ -22,17 +22,17 @@ from data.storage import DataError
 CHUNK_BYTES = 1 << 20
 
 MAX_DOCUMENT_BYTES = 1 << 26
-"""Bytes of a line, or of text in which no place to cut it is found, unless more are allowed. Memory follows from it."""
+"""Default limit in bytes of a line, or of text without a place to cut. Bounds memory."""
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"
-"""The byte order mark of UTF-8. At the start of a file it is no part of the text."""
+"""The UTF-8 byte order mark; not part of the text at the start of a file."""
 
 
 @dataclass(frozen=True)
 class MalformedDocument:
-    """A document that cannot be used: the line at fault, and why."""
+    """A document that cannot be used: the line and the reason."""
 
     path: str
     lines_before: int
@@ -41,7 +41,8 @@ class MalformedDocument:
     reason: str
 
     def to_error(self, lines_before_chunk: int) -> DataError:
-        """For a chunk that begins after so many lines. Of a compressed file that is damaged the damage is told."""
+        """The error, for a chunk that begins after `lines_before_chunk` lines. Reports damaged compression if that is
+        the cause."""
         line = lines_before_chunk + self.lines_before + 1
         if damage := find_damage(self.path):
             return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
@@ -56,7 +57,7 @@ def too_long_document(path: str, lines_before: int, offset: int, limit: int,
 
 
 class DamagedRest(MalformedDocument):
-    """All the rest of a file, which cannot be decompressed. It counts as one document."""
+    """The rest of a file that cannot be decompressed; counts as one document."""
 
     def to_error(self, lines_before_chunk: int) -> DataError:
         return DataError(
@@ -65,26 +66,24 @@ class DamagedRest(MalformedDocument):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some bytes of a file, or where they are in it: then whoever works on the chunk reads them."""
+    """A range of bytes of a file; the bytes themselves only if the file cannot be read at an offset."""
 
     path: str
     offset: int
-    """Bytes before it in the file (in the decompressed file, where it is compressed)."""
+    """Offset in the (decompressed) file."""
     size: int
     data: bytes | None = None
-    """The bytes, where the file is compressed or a pipe, and can only be read from its start."""
+    """The bytes, if the file is compressed or a pipe."""
     starts_inside_document: bool = False
-    """It begins inside a document."""
     ends_inside_document: bool = False
-    """It ends inside a document."""
     skipped_bytes: int = 0
-    """Bytes that follow in the file, belong to its last line, and are too many to be held."""
+    """Following bytes of its last line, too many to hold."""
     damage: DamagedRest | None = None
-    """What comes after all that."""
+    """Damage after all that."""
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Offset of the next chunk."""
         return self.offset + self.size + self.skipped_bytes
 
     def read(self) -> bytes:
@@ -99,14 +98,14 @@ class Chunk:
 
 
 def count_lines(data: bytes) -> int:
-    """`data.count(b"\\n")`, which looks at one byte after the other."""
+    r"""As `data.count(b"\\n")`, but vectorized."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
-"""White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers treat as white space."""
+"""Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
 
 TAIL_BYTES = 1 << 12
 """Bytes at the end of a buffer that are searched first for a place to cut."""
@@ -114,32 +113,32 @@ TAIL_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class Separator:
-    """What ends a document inside a file. `parse` reads the word of the command line."""
+    """What ends a document within a file. `parse` reads the command line value."""
 
     pattern: re.Pattern[bytes]
     final_pattern: re.Pattern[bytes]
-    """The same, but no match that more text could make longer."""
+    """The same, without matches that more text could extend."""
     max_match_bytes: int
-    """Bytes of a match, where a cut before white space could fall into it."""
+    """Longest match in bytes that a cut before white space could split."""
 
     @staticmethod
     def parse(word: str | None) -> Separator | None:
         r"""`blank-line`, or a text in which `\n`, `\t` and `\\` stand for themselves; None: files are documents."""
         if not word:
             return None
-        if word == BLANK_LINE:  # it is all white space, and no cut is inside white space
+        if word == BLANK_LINE:  # all white space, which is never cut
             blank = rb"\r?\n(?:[ \t]*\r?\n)+"
             return Separator(re.compile(blank), re.compile(blank + rb"(?=[ \t]*[^ \t\r\n])"), 1)
         typed = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word)
-        text = typed.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
+        text = typed.encode("utf-8", "surrogateescape")  # keeps bytes that the locale cannot decode
         pattern = re.compile(rb"\r?\n".join(map(re.escape, text.split(b"\n"))))
         return Separator(pattern, pattern, len(text) + text.count(b"\n"))
 
 
 def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None = None, safe_split_characters: str = "",
                      size: int = CHUNK_BYTES, *, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
-    """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer. A
-    file ends, for us, where a part of more than `limit` bytes cannot be cut though the tokenizer could."""
+    """The documents of a file in order, in chunks of about `size` bytes: whole documents, or parts of a long one. Ends
+    with an error chunk at a part of more than `limit` bytes that cannot be cut."""
     name = os.fspath(path)
     offset, buffered, continues = 0, bytearray(), False
     with read_errors_for(name), open_decompressed(name) as file:
@@ -151,7 +150,8 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
 
         while True:
             more, damage = read_until_damage(file,
-                                             max(size, len(buffered)))  # what was not cut is looked at half as often
+                                             # doubling, so that uncut text is searched half as often
+                                             max(size, len(buffered)))
             buffered += more
             if damage or not more:
                 break
@@ -163,7 +163,7 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
             elif safe_split_characters and len(buffered) > limit:
                 yield Chunk(name, offset, 0, b"", continues, skipped_bytes=len(buffered))
                 return
-        if damage:  # the document in which it is goes with it
+        if damage:  # drops the document that contains the damage
             found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
             at_fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
             yield replace(chunk(found.end() if found else 0, False), damage=at_fault)
@@ -172,12 +172,12 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
 
 
 def _find_cut(data: bytearray, separator: Separator | None, safe_split_characters: str) -> tuple[int, bool]:
-    """Where to end a chunk, 0 for nowhere yet; and whether that is inside a document."""
+    """(where to end a chunk, 0 if nowhere yet; whether that is inside a document)."""
     if separator and (found := _last_match(separator.final_pattern, data, len(data))):
         return found.end(), False
     if not safe_split_characters:
         return 0, False
-    # Not inside a separator that reaches beyond the data.
+    # Do not cut inside a separator that extends beyond the data.
     found = _last_match(_cut_pattern(safe_split_characters), data,
                         len(data) - (separator.max_match_bytes - 1 if separator else 0))
     return (found.end(), True) if found else (0, False)
@@ -185,13 +185,13 @@ def _find_cut(data: bytearray, separator: Separator | None, safe_split_character
 
 @cache
 def _cut_pattern(safe_split_characters: str) -> re.Pattern[bytes]:
-    """Matches the end of a character that is not white space, where white space to cut before follows."""
+    """Matches the end of a non-space character that is followed by white space to cut before."""
     return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(safe_split_characters.encode()) +
                       b"])")
 
 
 def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
-    """The last match in `data[:stop]`: mostly near its end, so that is searched first."""
+    """The last match in `data[:stop]`; the end is searched first."""
     near = TAIL_BYTES
     while True:
         start = max(0, stop - near)
@@ -205,12 +205,12 @@ def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Ma
 
 def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
                 limit: int = MAX_DOCUMENT_BYTES) -> Iterator[str | MalformedDocument]:
-    """The documents of a chunk that was read, or its parts of one; what is not UTF-8 is refused."""
+    """The documents of a chunk, or its part of one; invalid UTF-8 gives a MalformedDocument."""
     if chunk.skipped_bytes:
         yield too_long_document(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
         return
     bounds = list(_document_bounds(data, separator))
-    if chunk.damage and not chunk.size:  # a document that began before is not whole
+    if chunk.damage and not chunk.size:  # the document that began earlier is incomplete
         bounds = []
     for number, (start, stop) in enumerate(bounds):
         first = number == 0
@@ -234,7 +234,7 @@ def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
 
 
 def _document_bounds(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
-    """Start and stop of what is between the separators; never none."""
+    """(start, stop) between separators; at least one."""
     start = 0
     for found in separator.pattern.finditer(data) if separator else ():
         yield start, found.start()

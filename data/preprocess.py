@@ -33,53 +33,53 @@ from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
 RESUME_POINT_BYTES = 1 << 28
-"""Of text, between the places from which an interrupted run can go on: half a minute of work, perhaps."""
+"""Bytes of text between two resume points: about half a minute of work."""
 
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
 REVISION = 2
-"""Raised whenever the same text would be cut into other chunks, or give other tokens."""
+"""Increment it when the same text would give other chunks or tokens."""
 
 
 @dataclass(frozen=True)
 class TextReadOptions:
-    """How files become documents: flags of the command line."""
+    """How files become documents (command line flags)."""
 
     json_key: str = "text"
-    """Of the text in a JSON object."""
+    """Key of the text in a JSON object."""
     separator: Separator | None = None
-    """Between the documents of a plain text file."""
+    """Separator of documents in a plain text file."""
     append_eod: bool = True
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Of a line, and of text in which no place to cut it is found."""
+    """Longest line, or text without a place to cut."""
 
     @property
     def digest_parts(self) -> tuple[str, ...]:
-        """All of it as text, for digests."""
+        """The options as text, for digests."""
         separator = self.separator.pattern.pattern.hex() if self.separator else "none"
         return self.json_key, separator, str(self.append_eod)
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The documents of one chunk."""
+    """The tokenized documents of one chunk."""
 
     tokens: NDArray[np.integer]
     sizes: NDArray[np.int64]
-    """Tokens of each document that ends in this chunk; those of a document that goes on come after them."""
+    """Tokens of each document that ends in this chunk; tokens of an unfinished document follow them."""
     chunk: Chunk
     lines: int
     malformed: list[MalformedDocument]
     first_is_malformed: bool
-    """What goes on from the chunk before, and the document with it."""
+    """The continued part at its start is malformed, and so the whole document."""
     last_is_malformed: bool
-    """What goes on in the next chunk."""
+    """The unfinished part at its end is malformed."""
 
 
 def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -> EncodedChunk:
-    """Tokenize the documents of a chunk; what is malformed is left out and named."""
+    """Tokenize the documents of a chunk; malformed ones are left out and listed."""
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
-    pieces: list[NDArray[np.uint32]] = [end[:0]]  # so that there is one
+    pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
     sizes, malformed = [], []
     data = chunk.read()
     are_well_formed = []
@@ -109,12 +109,9 @@ def _parse_chunk(chunk: Chunk, data: bytes, options: TextReadOptions) -> Iterato
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
                  options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
                  log_interval: int = 0, checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
-    """Write the corpus of some files. Returns the progress made and how many documents were skipped.
-
-    A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
-    `checksum_threads` are threads that compare shards with what their stage wrote, where they may be more than
-    `workers`.
-    """
+    """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
+    rest of a damaged file, raises an error with its line, unless `skip_malformed`. `checksum_threads` check stage
+    shards; may exceed `workers`."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
@@ -157,35 +154,35 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
 
 @dataclass
 class PreprocessPosition:
-    """How far a corpus has come: what a process needs to know that goes on with it."""
+    """How far a corpus is: the state for a process that resumes it."""
 
     chunks: int = 0
-    """Of all files, which are always cut alike."""
+    """Chunks of all files done; files are always cut alike."""
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
     lines: int = 0
-    """Of the present file, before the next chunk."""
+    """Lines of the current file before the next chunk."""
     of_file: int = 0
-    """Documents of the present file that were kept."""
+    """Documents kept of the current file."""
     begun: int = 0
-    """Tokens of a document that goes on in the next chunk."""
+    """Tokens so far of a document that continues in the next chunk."""
     before: tuple[int, ...] = ()
-    """Where the corpus was when that document began."""
+    """Savepoint of the corpus at the start of that document."""
     is_refused: bool = False
-    """Something in that document is malformed: its other parts are left out as well, and it counted already."""
+    """A part of that document was malformed: its other parts are dropped, and it is already counted."""
     damaged: list[str] = field(default_factory=list)
-    """What to say at the end: each file of which the rest was skipped."""
+    """Messages for the end: files whose rest was skipped."""
 
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:
-        """The documents of a chunk, or its part of one, but for what is refused. Returns how many end in it."""
+        """Write the documents of a chunk, or its part of one, without malformed ones; returns how many end in it."""
         tokens, sizes = encoded.tokens, encoded.sizes
         self.skipped += len(encoded.malformed) - (encoded.first_is_malformed and self.is_refused)
         if encoded.first_is_malformed and self.begun:
             writer.rollback_to(self.before)
             self.begun = 0
         elif self.is_refused and encoded.chunk.starts_inside_document and not encoded.first_is_malformed:
-            # a good part of a bad document
+            # a valid part of a malformed document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
@@ -201,7 +198,8 @@ class PreprocessPosition:
 
 def _resume_key(inputs: Sequence[str | Path], tokenizer: Tokenizer, options: TextReadOptions,
                 skip_malformed: bool) -> str | None:
-    """All that decides the tokens, files by their size and times; None: a pipe, which gives nothing twice."""
+    """Digest of everything that decides the tokens, files by size and times; None for a pipe, which cannot be read
+    again."""
     states = [file_stamp(path) for path in inputs]
     if None in states:
         return None
@@ -219,7 +217,7 @@ def _read_chunks(path: str | os.PathLike[str], options: TextReadOptions, safe_sp
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """`3/8`: the share of one machine of eight, numbered from 0, of a list of files."""
+    """`3/8`: share 3, from 0, of 8 shares of a list of files."""
 
     index: int = 0
     count: int = 1
@@ -232,7 +230,7 @@ class ShardSpec:
         return ShardSpec(int(index), int(count))
 
     def select(self, files: Sequence[str]) -> Sequence[str]:
-        """Neighbouring files: the shards in order are the whole list."""
+        """Consecutive files; the shares in order are the whole list."""
         if len(files) < self.count:
             raise DataError(f"--shard {self.index}/{self.count}: there are only {len(files)} input files, and a file "
                             f"is not cut; use {len(files)} shards at most, or smaller files")
@@ -247,7 +245,7 @@ def add_tokenizer_arguments(parser: StrictArgumentParser) -> None:
 
 
 def build_tokenizer(args: Namespace) -> Tokenizer:
-    """Of these flags, for a corpus that is none of its files."""
+    """The tokenizer of these flags; raises if the output would overwrite its files."""
     files = [path for path in (args.vocab_file, args.merge_file, args.tokenizer_path) if path]
     check_outputs_are_not_inputs(files, corpus_files(args.output_prefix), OTHER_PREFIX_HINT)
     return tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)

@@ -14,17 +14,17 @@ from data.storage import DataError, staged_file
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, tokenizer_fingerprint
 
 LOSSLESS_PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
-"""What models change that are not to: the beginning of a text, white space, characters that have a plain form."""
+"""Texts that a lossy model changes: start of text, white space, characters with a plain form."""
 
 
 @final
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Models of `train_sentencepiece` give every text back unchanged."""
+    """A SentencePiece model. Models of `train_sentencepiece` are lossless."""
 
     name = "SentencePieceTokenizer"
 
     SPACE = "\u2581"
-    """Stands for a space inside the model, which reads a real one as a space too unless it is spelled in bytes."""
+    """Stands for a space inside the model, which also reads this character as a space unless it is encoded as bytes."""
 
     def __init__(self, model_file: str, flag: str = "--tokenizer-path") -> None:
         import sentencepiece
@@ -44,7 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.safe_split_characters = " " if self._is_safe_to_split_at_spaces() else ""
 
     def _is_safe_to_split_at_spaces(self) -> bool:
-        """Whether no piece spans the start of a run of spaces, and nothing is added to the start of a text."""
+        """Whether no piece spans the start of a run of spaces, and no prefix is added to a text."""
         pieces = map(self._model.id_to_piece, range(self._num_pieces))
         if any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces):
             return False
@@ -62,7 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """None for a model that changes texts: what it adds to them or takes away is in no id."""
+        """None for a lossy model: changes to the text are not in the ids."""
         model, found = self._model, np.zeros(self.vocab_size, np.int64)
         for token in range(self._num_pieces):
             if model.is_byte(token):
@@ -84,10 +84,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size: int) -> None:
-    """Train a model of exactly `vocab_size` ids (end of document included) that gives every text back unchanged.
-
-    Equal texts give equal files: BPE training counts in integers, so the threads do not show.
-    """
+    """Train a lossless model of exactly `vocab_size` ids, end of document included. Equal texts give equal files: BPE
+    training counts integers, so threads do not matter."""
     import sentencepiece
 
     with staged_file(model_path) as file:

@@ -34,19 +34,19 @@ from data.storage import (DataError, StorageFault, check_is_file, check_is_rerea
 from data.tokenizer import Tokenizer
 
 MAX_SUGGESTIONS = 3
-"""Names that are offered for a mistyped one."""
+"""Suggestions for a mistyped name."""
 
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """One corpus of a list and its weight, None when none was given."""
+    """A source of a list and its weight; None if none was given."""
 
     name: str
     weight: Fraction | None = None
 
 
 def parse_sources(words: Sequence[str], flag: str) -> list[WeightedSource]:
-    """`weight name weight name ...` or names alone."""
+    """`weight name weight name ...`, or names only."""
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
         return [WeightedSource(word) for word in words]
@@ -60,7 +60,7 @@ def parse_sources(words: Sequence[str], flag: str) -> list[WeightedSource]:
 
 
 def check_sources(words: Sequence[str], flag: str) -> None:
-    """Refuse a name behind which there is nothing; no file is opened."""
+    """Raise for a name that does not exist. Opens no file."""
     for source in parse_sources(words, flag):
         name = source.name
         if name in NAMED_CORPORA:
@@ -77,7 +77,7 @@ def _source_exists(name: str) -> bool:
 
 
 def _suggestion(name: str) -> str:
-    """What may be meant instead: what is in that folder and has nearly this name, or the first part of it."""
+    """A hint: entries of that folder with a similar name or the same stem."""
     folder, word = os.path.split(name.rstrip("/"))
     try:
         entries = os.listdir(folder or ".")
@@ -110,18 +110,18 @@ def webtext_prefix() -> str:
 
 
 NAMED_CORPORA: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
-"""Word -> the prefix of the corpus it stands for."""
+"""Name -> prefix of its corpus."""
 
 
 TOKENS_SUFFIX = ".bin"
 CHECKSUMS_FILE = ".sums.json"
 ANNOUNCED_BYTES = 1 << 26
-"""Bytes of source from which the building is announced: it takes more than a moment."""
+"""Bytes of a source from which a line announces the build."""
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
                   ) -> tuple[str, list[str]]:
-    """The prefix of the corpus of a file or folder, and lines that say what was made of it, and what is odd."""
+    """(prefix of the corpus of a file or folder, lines with a summary and warnings). Builds it if it is not cached."""
     found = find_text_files([source])
     verb, past_verb = ("copying", "copied") if _are_token_files(found.files) else ("tokenizing", "tokenized")
     beside = os.path.abspath(source)
@@ -148,14 +148,14 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
 
 
 def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
-    """What decides the text of each file, and the bytes of all."""
+    """(what identifies the content of each file, total bytes)."""
     for path in files:
         check_is_file(path)
     try:
         sizes = [os.path.getsize(path) for path in files]
         with checksums:
             found = list(checksum_in_threads(checksums.checksum_of, files, _checksum_threads()))
-    except StorageFault:  # the folder of the checksums
+    except StorageFault:  # the checksum cache cannot be written
         raise
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
@@ -163,17 +163,17 @@ def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[
 
 
 def _checksum_threads() -> int:
-    """Threads for checksums: all other ranks of the machine wait for this one."""
+    """All cores: the other ranks of the machine wait for this one."""
     return len(os.sched_getaffinity(0))
 
 
 MTIME_SETTLED_NS = 2_000_000_000
-"""A file that changed this short a time before its checksum was taken may change again within one tick of its clock."""
+"""A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
 
 
 class ChecksumCache:
-    """Checksums of files, each taken once as long as the file is the same one with the same times: the processes that
-    share a folder find them there. Without a folder they are taken afresh."""
+    """Checksums of files, stored in a folder that processes share; valid while inode, size and times are unchanged.
+    Without a folder they are always computed."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -207,13 +207,13 @@ class ChecksumCache:
 
 
 def _are_token_files(files: Sequence[str]) -> bool:
-    """A token file of nanoGPT or llm.c, which is a source by itself: what is in it was tokenized elsewhere."""
+    """Whether it is a token file of nanoGPT or llm.c."""
     return files[0].endswith(TOKENS_SUFFIX)
 
 
 def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, options: TextReadOptions) -> None:
     if _are_token_files(files):
-        import_tokens(files, prefix, tokenizer, warn=lambda line: None)  # told at every start, not at the first only
+        import_tokens(files, prefix, tokenizer, warn=lambda line: None)  # printed at every start by cached_corpus
     else:
         build_corpus(files, prefix, tokenizer, options, checksum_threads=_checksum_threads())
 
@@ -231,17 +231,17 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Datasets:
-    """One dataset per part; None where there is no data for it."""
+    """One dataset per split; None if there is no data for it."""
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     notes: tuple[str, ...] = ()
-    """What the user should know: what files of text were made into, why a part of the split is empty."""
+    """Notes for the user: what text files were converted to, why a split is empty."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly when they will read the same samples."""
+        """Equal on two ranks exactly if they read the same samples."""
         return content_digest(
             (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
 
@@ -250,7 +250,7 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
                   json_key: str = "text", document_separator: str | None = None) -> Datasets:
-    """Open, check and cut everything that training will read, before its first step."""
+    """Open and check everything that training reads, before its first step."""
     if mock:
         train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
                               for k, part in enumerate(PARTS))
@@ -258,7 +258,7 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
     read_options = TextReadOptions(json_key, Separator.parse(document_separator), append_eod)
     builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
     for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
-        check_sources(words, flag)  # all of them, before the first is made into a corpus
+        check_sources(words, flag)  # all of them, before the first conversion
     shares = dict(zip(PARTS, parse_split(split)))
     replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
     split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
@@ -273,7 +273,7 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
             corpus = builder.open_corpus(source.name, f"--{part}-data")
             ranges_of_part[part].append(DocumentRange(source.name, corpus, range(corpus.num_documents), source.weight,
                                                       f"--{part}-data"))
-    # What the user named must be usable; a part that the split left too small is merely absent, with a note.
+    # Named sources must be usable; a part that --split leaves too small is only absent, with a note.
     datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
                 for part in PARTS}
     return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(builder.notes))
@@ -281,7 +281,7 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Some documents of a source."""
+    """A range of documents of a source."""
 
     source: str
     corpus: IndexedCorpus
@@ -295,7 +295,7 @@ class DocumentRange:
 
 @dataclass
 class _DatasetBuilder:
-    """What all sources of one run have in common."""
+    """Settings common to all sources of a run, and the corpora opened so far."""
 
     seq_length: int
     seed: int
@@ -324,7 +324,7 @@ class _DatasetBuilder:
         return self.open_corpora[name]
 
     def resolve_prefix(self, name: str) -> str:
-        """The corpus that a name stands for."""
+        """The prefix of the corpus that a name stands for; converts text and token files."""
         if name in NAMED_CORPORA:
             return NAMED_CORPORA[name]()
         if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
@@ -343,12 +343,12 @@ class _DatasetBuilder:
         return name
 
     def build_dataset(self, part: str, ranges: Sequence[DocumentRange], *, required: bool) -> Dataset | None:
-        """The pieces of one part, blended."""
+        """The blended dataset of one part."""
         if not required:
             ranges = [piece for piece in ranges if self.fills_a_sample(part, piece)]
         if not ranges:
             return None
-        # Two corpora of equal sizes must not be shuffled alike, and evaluation must not follow training.
+        # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
         seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(ranges))]
         datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
                                 self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(ranges, seeds)]

@@ -30,14 +30,14 @@ PARTS = ("train", "valid", "test")
 
 
 def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:
-    """The part that a text belongs to: the first whose end, of 2^64, is beyond its hash."""
+    """The part of a text: the first whose end, in units of 2^-64, is above its hash."""
     digest = hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest()
     return bisect_right(ends, int.from_bytes(digest, "big"))
 
 
 def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *, key: str = "text", seed: int = 0,
                skip_malformed: bool = False, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, int], int]:
-    """Write `PREFIX.train.jsonl` and its sisters; none for a share of 0. Documents of each, and lines skipped."""
+    """Write `PREFIX.<part>.jsonl` for each share above 0; returns (documents per part, skipped lines)."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, [f"{prefix}.{name}.jsonl" for name in PARTS], "choose another --output-prefix")
     make_folder(Path(prefix).parent)
@@ -50,7 +50,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
                          "documents: remove it, or choose another --output-prefix")
     skipped = before = kept_of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
-    with ExitStack() as stack:  # a file appears when all are written
+    with ExitStack() as stack:  # all files appear together at the end
         if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
             remove_stale_files(prefix, [left for path in paths.values() for left in stale_temporary_files(path)])
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
@@ -73,10 +73,10 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
             before += count_lines(data)
         check_unchanged()
         with write_errors_for(prefix):
-            for file in files.values():  # a full disk shows here, while the old files are whole
+            for file in files.values():  # a full disk fails here, before the old files are removed
                 file.flush()
                 os.fsync(file.fileno())
-            for path in paths.values():  # a part of each split would be a mixture, if we died between two renames
+            for path in paths.values():  # so that a crash between two renames leaves no mixture of old and new
                 Path(os.path.realpath(path)).unlink(missing_ok=True)
     return counts, skipped
 

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from data.storage import DataError, crc32, staged_file
 
 MAX_READ_BYTES = 1 << 30
-"""Bytes; the kernel gives no more than two gigabytes."""
+"""Bytes per read call; the kernel's limit is 2 GiB."""
 
 
 @final
 class StableFile:
     def __init__(self, path: str, remedy: str | None = None) -> None:
-        """OSError where it cannot be opened. `remedy`: what to do about one that has changed, if it is no corpus."""
+        """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
         self._path, self._remedy = path, remedy
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file that is renamed or deleted can be read on
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
         weakref.finalize(self, os.close, self._file)
         status = os.fstat(self._file)
         self.size = status.st_size
@@ -35,18 +35,19 @@ class StableFile:
         self._content_is_unchanged: Callable[[], bool] | None = None
 
     def set_content_check(self, content_is_unchanged: Callable[[], bool]) -> None:
-        """How to find out whether the content is what it was, which may take a while; it reads with `read`."""
+        """Set the check that decides, after a ctime change, whether the content is unchanged. It may be slow, and calls
+        `read`."""
         self._content_is_unchanged = content_is_unchanged
 
     def is_still_at_path(self) -> bool:
-        """Whether its name still leads to it."""
+        """Whether its path still names this file."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file))
         except OSError:
             return False
 
     def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
-        """`count` numbers from byte `offset` on."""
+        """`count` values from byte `offset` on; DataError if the file has changed."""
         found = np.empty(count, dtype)
         left = found.data.cast("B") if count else memoryview(b"")
         try:
@@ -68,37 +69,37 @@ class StableFile:
         return found
 
     def _is_unchanged_since(self, ctime_ns: int) -> bool:
-        """Whether the content is what it was, for all that the time of the last change says."""
+        """Whether the content is unchanged, given the current ctime."""
         if ctime_ns == self._ctime_ns or self._content_is_unchanged is None:
             return True
-        before, self._ctime_ns = self._ctime_ns, ctime_ns  # for the reads that find out
+        before, self._ctime_ns = self._ctime_ns, ctime_ns  # for reads of the check itself
         if not self._content_is_unchanged():
-            self._ctime_ns = before  # another read finds the same
+            self._ctime_ns = before  # so that the next read checks again
             return False
         return True
 
 
 PAGE_BYTES = 4096
-"""As in the kernel's cache: a page of ours is one of its."""
+"""The kernel's page size."""
 PAGE_CONTENT_BYTES = PAGE_BYTES - 4
-"""Bytes before the checksum."""
+"""Bytes of a page before its checksum."""
 PAGES_PER_WRITE = 512
-"""Pages that are written together."""
+"""Pages per write."""
 ROW_FILE_VERSION = 1
 ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
 ROW_FILE_HEADER = struct.Struct("<8sI4sQI")
-"""Magic, version, type, rows, columns (0: the rows are numbers)."""
+"""Magic, version, dtype, rows, columns (0: rows are scalars)."""
 ROW_FILE_TYPES = (b"<i4\0", b"<i8\0")
 REBUILD_HINT = "delete it, and it is made anew"
 
 
 def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.integer]) -> None:
-    """[rows] or [rows, columns], whole or not at all. `name` says what they are and what they were made from."""
+    """Write [rows] or [rows, columns] atomically. `name` identifies the content and seeds the checksums."""
     dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
     rows_per_page = _rows_per_page(dtype, columns)
     flat, width = np.ascontiguousarray(values).reshape(-1), rows_per_page * max(1, columns)
     pages = np.zeros((PAGES_PER_WRITE, PAGE_BYTES),
-                     np.uint8)  # used again and again: new memory costs more than the rest
+                     np.uint8)  # reused: fresh memory costs more than the rest
     cells = pages[:, :width * dtype.itemsize].view(dtype)
     with staged_file(path) as file:
         header = ROW_FILE_HEADER.pack(ROW_FILE_MAGIC, ROW_FILE_VERSION, dtype.str.encode(), len(values), columns)
@@ -119,7 +120,7 @@ def _rows_per_page(dtype: np.dtype[Any], columns: int) -> int:
 
 
 def _with_checksums(pages: NDArray[np.uint8], name: str, first: int) -> memoryview:
-    """The bytes of [pages, PAGE], which have their checksums now; `first` is the number of the first."""
+    """The bytes of [pages, PAGE_BYTES] after filling in the checksums; `first` is the number of the first page."""
     content = pages.data.cast("B")
     sums = [crc32(content[at:at + PAGE_CONTENT_BYTES], _page_crc_seed(name, first + at // PAGE_BYTES))
             for at in range(0, len(content), PAGE_BYTES)]
@@ -133,7 +134,8 @@ def _page_crc_seed(name: str, number: int) -> int:
 
 @final
 class RowFile:
-    """What `write_row_file` wrote under the same name: `rows[k]` is as in the array. What is not is a DataError."""
+    """Reads what `write_row_file` wrote under the same name: `rows[k]` is as in the array. Anything else raises
+    DataError."""
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self._path, self._name = os.fspath(path), name
@@ -158,17 +160,17 @@ class RowFile:
         self._cached_page: tuple[int, NDArray[Any]] = 0, np.empty(0, self._dtype)
 
     def __reduce__(self) -> tuple[type[RowFile], tuple[str, str]]:
-        return RowFile, (self._path, self._name)  # another process opens it for itself
+        return RowFile, (self._path, self._name)  # another process opens the file itself
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, row: int) -> Any:
-        """A number, or [columns]."""
+        """A scalar, or [columns]."""
         if not 0 <= row < self.shape[0]:
             raise IndexError(f"row {row}: expected 0 to {self.shape[0] - 1}")
         number, within = row // self._page_rows + 1, row % self._page_rows
-        held, rows = self._cached_page  # taken and replaced in one step: several threads may read
+        held, rows = self._cached_page  # read and replaced as one tuple, for thread safety
         if held != number:
             _, rows = self._cached_page = number, self._rows_of_page(number)
         return rows[within]
@@ -179,7 +181,7 @@ class RowFile:
         return rows
 
     def _read_page(self, number: int) -> NDArray[np.uint8]:
-        """As it was written."""
+        """A page, after checking its checksum."""
         page: NDArray[np.uint8] = self._file.read(PAGE_BYTES * number, PAGE_BYTES, "u1")
         found, expected = crc32(page[:PAGE_CONTENT_BYTES],
                                 _page_crc_seed(self._name, number)), int(page[PAGE_CONTENT_BYTES:].view("<u4")[0])

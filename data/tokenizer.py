@@ -27,7 +27,7 @@ __all__ = ["KINDS", "ByteLevelTokenizer", "CharacterLevelTokenizer", "GPT2BPETok
 
 @final
 class ByteLevelTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+    """The 256 bytes of UTF-8, and id 256 for the end of a document."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
@@ -59,7 +59,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 @final
 class CharacterLevelTokenizer(Tokenizer):
-    """The distinct characters of a text file, in code point order; then one id for all others, then the end."""
+    """The distinct characters of a text file in code point order, then one id for all others, then end of document."""
 
     name = "CharacterLevelTokenizer"
     safe_split_characters = " \n"
@@ -98,7 +98,7 @@ SHORT_NAMES = {
 
 
 def canonical_kind(kind: str) -> str:
-    """Megatron's name of a tokenizer kind; its case does not matter and the short names will do."""
+    """The full name of a tokenizer kind; accepts any case and short names."""
     known = {name.lower(): name for name in KINDS} | SHORT_NAMES
     found = known.get(kind.lower())
     if found is None:
@@ -124,7 +124,7 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
 
 def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | None,
                           tokenizer_path: str | None) -> None:
-    """Refuse a tokenizer whose files are not named, or do not exist."""
+    """Raise if a tokenizer's files are not given or do not exist."""
     if name == CharacterLevelTokenizer.name and vocab_file is None:
         raise UsageError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
     if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
@@ -139,5 +139,5 @@ def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | N
 
 
 def _model_flag(tokenizer_path: str | None) -> str:
-    """The flag that a SentencePiece model was given with: --vocab-file does as well."""
+    """The flag that named a SentencePiece model; --vocab-file works too."""
     return "--vocab-file" if tokenizer_path is None else "--tokenizer-path"

@@ -23,32 +23,32 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Maps text to ids and back."""
 
     name: str
     vocab_size: int
-    """Ids are 0 to vocab_size - 1, `eod` included; padding for tensor parallelism is the model's business."""
+    """Ids are 0 to vocab_size - 1, `eod` included; the model adds padding for tensor parallelism."""
     eod: int
     fingerprint: str
     safe_split_characters: str = ""
-    """White space before which a text can be cut, after anything but white space, without changing its ids."""
+    """White space characters before which, after a non-space, a text can be split without changing its ids."""
 
     @property
     def facts(self) -> TokenizerFacts:
-        """What a corpus remembers of the tokenizer that made it."""
+        """What a corpus records of its tokenizer."""
         return TokenizerFacts(self.name, self.fingerprint, self.vocab_size, self.eod)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; lone surrogates are replaced, everything else comes back from `decode`."""
+        """The ids of a text; lone surrogates are replaced, everything else is restored by `decode`."""
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
-        """The same ids as an array. Kinds that need no list for it override this."""
+        """The ids as an array; overridden by kinds that need no list for it."""
         return np.array(self.encode(text), np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """Of each id: the bytes of the text that it stands for; none for the end of a document and for what is not
-        known. None where the ids of a text do not add up to it."""
+        """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if the ids of a text do not add
+        up to its length."""
         return None
 
     @abstractmethod
@@ -64,14 +64,14 @@ def tokenizer_fingerprint(name: str, *parts: bytes) -> str:
 
 
 def check_flag_file(path: str | Path, flag: str) -> None:
-    """Refuse a flag that names no file."""
+    """Raise if the path given with `flag` is no file."""
     if not Path(path).is_file():
         raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
                          "file that exists")
 
 
 def read_flag_file(path: str | Path, flag: str) -> bytes:
-    """The content of a file that a flag names."""
+    """The content of the file given with `flag`."""
     check_flag_file(path, flag)
     try:
         return Path(path).read_bytes()

@@ -11,7 +11,7 @@ from data.storage import DataError, crc32_file
 
 
 def verify_corpus(prefix: str, vocab_size: int | None = None) -> str:
-    """Everything `IndexedCorpus` checks, then the checksum, then every id; a summary of what was found."""
+    """Check everything that `IndexedCorpus` checks, the checksum and every id; returns a summary."""
     corpus = IndexedCorpus(prefix)
     facts = corpus.facts
     if facts:

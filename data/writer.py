@@ -29,16 +29,16 @@ from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, 
                           write_json_atomic)
 
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
-"""In the order in which they get their names: the index is what makes a corpus exist."""
+"""In the order in which they are renamed: the index completes the corpus."""
 
 
 def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """The names of a corpus."""
+    """The file names of a corpus."""
     return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
 
 
 class AppendFile:
-    """A file that is written from its beginning to its end, and the checksum of what was written."""
+    """A file that is written sequentially, with its CRC-32."""
 
     def __init__(self, file: IO[bytes], crc: int = 0) -> None:
         self.file, self.crc = file, crc
@@ -49,7 +49,7 @@ class AppendFile:
         self.file.write(raw)
 
     def truncate(self, size: int, crc: int) -> None:
-        """Take back what was written after so many bytes, whose checksum was this."""
+        """Truncate to `size` bytes, whose checksum was `crc`."""
         self.crc = crc
         self.file.seek(size)
         self.file.truncate()
@@ -60,17 +60,17 @@ class AppendFile:
 
 
 class CorpusDraft:
-    """`with` it, `bin` and `idx` can be written; `publish` gives all their names. Otherwise nothing is left, but what
-    an interrupted process had marked."""
+    """A context in which `bin` and `idx` are written under hidden names; `publish` renames all files. Otherwise nothing
+    is left but a resume point after an interruption."""
 
     bin: AppendFile
     idx: AppendFile
     state: Any
-    """Of the mark that is gone on from, as it was read; None: of none."""
+    """State of the resume point that this continues; None without one."""
 
     def __init__(self, prefix: str, key: str | None, parse_state: Callable[[Any], object]) -> None:
-        """`key` is what must be the same for a process that takes up the work of another; None: that is never done.
-        `parse_state` takes the state that was marked; where it raises an error the mark is none."""
+        """Only a process with the same `key` resumes; None: never resumable. `parse_state` parses the saved state; if
+        it raises, the resume point is ignored."""
         self._prefix, self._key, self._parse_state = prefix, key, parse_state
         self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in CORPUS_SUFFIXES}
         self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
@@ -95,13 +95,13 @@ class CorpusDraft:
         return self
 
     def _target_prefixes(self) -> list[str]:
-        """The prefix of each file, where links lead: that of whoever writes there without a link."""
+        """The prefix of each file with links resolved, as used by writers without a link."""
         return [str(target).removesuffix(suffix) for suffix, target in self._targets.items()]
 
     _crcs: tuple[int, ...] = (0, 0)
 
     def _resume(self) -> None:
-        """Go on from a mark, if there is one with this key and both files hold what it says; they end there then."""
+        """Continue from a resume point with this key if both files contain what it says; truncate them to it."""
         try:
             found = json.loads(self._resume_file.read_bytes())
             if not self._is_resumable or found["key"] != self._key:
@@ -115,11 +115,11 @@ class CorpusDraft:
                 if crc32_file(draft) != f"{crc:08x}":
                     return
             self._crcs, self.state = crcs, self._parse_state(found["state"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, or not whole: as if there was none
+        except (OSError, ValueError, KeyError, TypeError):  # none, or incomplete: start from scratch
             return
 
     def _remove_stale_files(self) -> None:
-        """Remove what nobody writes any more."""
+        """Delete files of dead writers."""
         found = [path for target in (*self._targets.values(), self._resume_file)
                  for path in stale_temporary_files(target)]
         found += [self._resume_file] if self._resume_file.exists() else []
@@ -129,7 +129,7 @@ class CorpusDraft:
         remove_stale_files(self._prefix, found, why)
 
     def save_resume_point(self, state: dict[str, Any]) -> None:
-        """From here another process can go on."""
+        """Save a point from which another process can continue."""
         if self._is_resumable:
             with write_errors_for(self._prefix):
                 self.bin.sync()
@@ -139,26 +139,27 @@ class CorpusDraft:
             write_json_atomic(self._resume_file, {"key": self._key, "files": files, "state": state})
 
     def paths(self) -> tuple[str, str]:
-        """Of the index and of the tokens, as they are now."""
+        """(current path of the index, of the tokens), flushed."""
         self.bin.file.flush()
         self.idx.file.flush()
         return str(self._drafts[".idx"]), str(self._drafts[".bin"])
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Everything under its name. From the first step to the last there is no index, and so no corpus."""
+        """Rename all files. From the first step to the last there is no index, and so no corpus."""
         with write_errors_for(self._prefix):
             with open(self._drafts[".json"], "w", encoding="utf-8") as file:
                 json.dump(facts, file, indent=1)
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self.bin.sync()  # a full disk shows here, while the old corpus is whole
+            self.bin.sync()  # a full disk fails here, while the old corpus is complete
             self.idx.sync()
             for suffix in (".bin", ".idx"):
                 if not self._is_own_draft(suffix):
                     raise StorageFault(f"{self._prefix}: {self._drafts[suffix]} is gone or another file: something "
                                        "else writes or tidies up there; give every program a folder of its own")
-            # The old index beside the new tokens would be a corpus, and a wrong one, if we died between two renames.
+            # Remove the old index first: beside new tokens it would be a wrong corpus after a crash between two
+            # renames.
             for suffix in (".idx", ".json"):
                 self._targets[suffix].unlink(missing_ok=True)
             fsync_directory(self._targets[".idx"].parent)
@@ -167,7 +168,7 @@ class CorpusDraft:
                 fsync_directory(self._targets[suffix].parent)
 
     def _is_own_draft(self, suffix: str) -> bool:
-        """Whether the name of a draft still leads to what was written."""
+        """Whether the draft's path still names the file written here."""
         growing = {".bin": self.bin, ".idx": self.idx}.get(suffix)
         try:
             return growing is None or os.path.samestat(growing.stat_result, os.lstat(self._drafts[suffix]))
@@ -178,7 +179,7 @@ class CorpusDraft:
                  traceback: TracebackType | None) -> None:
         with self._stack:
             for growing in (self.bin, self.idx):
-                with suppress(OSError):  # a full disk fails once more, when the buffer is flushed
+                with suppress(OSError):  # a full disk fails again when the buffer is flushed
                     growing.file.close()
             if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
                     and self._resume_file.exists()):
@@ -195,14 +196,12 @@ def _raise_storage_fault(prefix: str, error: OSError) -> NoReturn:
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-"""Tokens of one document: its length is an int32 in the index."""
+"""Longest document: its length is an int32 in the index."""
 
 
 class CorpusWriter:
-    """Writes a corpus in one pass and bounded memory; nothing appears under its names unless the block ends well.
-
-    With a `key`, a process can take up what another one, killed or interrupted, had marked under the same key.
-    """
+    """Writes a corpus in one pass and bounded memory; its files appear only if the block succeeds. With a `key`, a
+    later process can resume an interrupted write."""
 
     def __init__(self, prefix: str | os.PathLike[str], *, tokenizer: TokenizerFacts | None = None,
                  vocab_size: int | None = None, dtype: np.dtype[Any] | None = None, key: str | None = None) -> None:
@@ -218,21 +217,21 @@ class CorpusWriter:
         self._max_token, self._tokens_of_documents = -1, 0
         self._draft = CorpusDraft(self.prefix, key, _parse_resume_state)
         self.resumed_state: Any = None
-        """What the caller had marked, where this goes on from there."""
+        """The caller's state at the resume point that this continues."""
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack:
             state = stack.enter_context(self._draft).state
             if state is None:
                 self._draft.idx.write(
-                    bytes(INDEX_HEADER.size))  # which needs the number of lengths; they follow as they come
+                    bytes(INDEX_HEADER.size))  # placeholder: the header needs the number of lengths, which follow
             else:
                 (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.resumed_state = state
-            stack.pop_all()  # `__exit__` leaves the draft
+            stack.pop_all()  # `__exit__` closes the draft
         return self
 
     def save_resume_point(self, state: Any) -> None:
-        """Another process may go on from here; `state` is what it has to be told."""
+        """Save a resume point with the caller's `state`."""
         written = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
         self._draft.save_resume_point({"written": written, "caller": state})
 
@@ -241,12 +240,12 @@ class CorpusWriter:
         self.add_documents(ids, [len(ids)])
 
     def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
-        """Several documents, joined, and how many tokens each has."""
+        """Add several documents: their concatenated tokens, and the size of each."""
         self.add_tokens(tokens)
         self.add_sizes(sizes)
 
     def add_tokens(self, tokens: ArrayLike) -> None:
-        """The next tokens of the corpus; `add_sizes` says, before or after, to which documents they belong."""
+        """Add tokens; `add_sizes` assigns them to documents, before or after."""
         ids = np.asarray(tokens)
         if len(ids):
             lowest, highest = int(ids.min()), int(ids.max())
@@ -259,16 +258,16 @@ class CorpusWriter:
             self.tokens += len(ids)
 
     def savepoint(self) -> tuple[int, ...]:
-        """For `rollback_to`, before tokens of a document are added that may have to be taken back."""
+        """State for `rollback_to`, taken before tokens that may have to be dropped."""
         return (self.tokens, self._max_token, self._draft.bin.crc)
 
     def rollback_to(self, savepoint: Sequence[int]) -> None:
-        """The tokens that were added since are none."""
+        """Drop the tokens added since the savepoint."""
         self.tokens, self._max_token, crc = savepoint
         self._draft.bin.truncate(self.tokens * self.dtype.itemsize, crc)
 
     def add_sizes(self, sizes: ArrayLike) -> None:
-        """The tokens of each of the next documents."""
+        """Add the sizes, in tokens, of the next documents."""
         lengths = np.asarray(sizes, np.int64)
         if len(lengths) and int(lengths.max()) > MAX_DOCUMENT_TOKENS:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
@@ -297,7 +296,7 @@ class CorpusWriter:
                                                self._max_token, self._tokenizer, corpus_identity(*files))))
 
     def _finish_index(self, header: IndexHeader) -> None:
-        """What follows from the lengths, which are read back: pointers and boundaries; then the header."""
+        """Write pointers and boundaries, computed from the lengths read back, then the header."""
         index, first = self._draft.idx.file, 0
         with open(self._draft.paths()[0], "rb") as written:
             written.seek(header.lengths_offset)
@@ -313,6 +312,6 @@ class CorpusWriter:
 
 
 def _parse_resume_state(state: Any) -> tuple[tuple[int, int, int, int], Any]:
-    """What `mark` wrote; an error where it did not."""
+    """The state that `save_resume_point` wrote; raises if it is invalid."""
     documents, tokens, max_token, tokens_of_documents = map(index, state["written"])
     return (documents, tokens, max_token, tokens_of_documents), state["caller"]

@@ -152,6 +152,7 @@ class ColumnParallelLinear(_ParallelModule):
         whole = gather_from_region(y, self.tp)
         if self.stride == 1 or self.tp.is_solo:
             return whole
+        # [..., tp, stride, n] -> [..., stride, tp, n] -> [..., out]
         parts = whole.view(*whole.shape[:-1], self.tp.size, self.stride, -1)  # rank by rank
         return parts.transpose(-3, -2).flatten(-3)  # [..., stride, tp, n] -> [..., out]
 

@@ -204,8 +204,8 @@ def layer_drop_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Itera
     theta = "progressive_layer_drop.theta"
     if theta in ds_values.keys:
         yield "pld_theta", ds_values.keys[theta], theta
-    elif ds_values.keys.get(
-            "progressive_layer_drop.enabled") and "pld_theta" not in flags and not ds_values.is_given(theta):
+    elif (ds_values.keys.get("progressive_layer_drop.enabled") and "pld_theta" not in flags
+          and not ds_values.is_given(theta)):
         yield "pld_theta", 1.0, theta
 
 

@@ -51,8 +51,8 @@ def prepare(request: EvalRequest, model_info: EvalModelInfo) -> LambadaTask:
         if request.protocol == "lm-eval":
             context, targets = encode_pair(*split_last_word(text), tokenizer)
         else:
-            context, targets = _encode_last_word(text, tokenizer) if request.strict else _encode_last_token(
-                text, tokenizer)
+            context, targets = (_encode_last_word(text, tokenizer) if request.strict
+                                else _encode_last_token(text, tokenizer))
         requests.append(
             continuation_request(context or [tokenizer.eod], targets, model_info.max_positions, line.location))
         size += len(tokenizer.decode(targets).encode())

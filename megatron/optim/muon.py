@@ -53,8 +53,8 @@ class Muon(SegmentwiseRule):
         self._adam.bind_device(device, world)
         # Full matrices are gathered on a GPU if there is one, even if the segments are on the host.
         self._device_type = "cuda" if torch.cuda.is_available() else device.type
-        self._device_precision = self._precision = "bfloat16" if all_reduce_scalar(
-            has_fast_bf16_matmul(self._device_type), world, "min") else "float32"
+        self._device_precision = self._precision = (
+            "bfloat16" if all_reduce_scalar(has_fast_bf16_matmul(self._device_type), world, "min") else "float32")
 
     def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         lr = float(hyper["lr"]) * hyper["lr_scale"]

@@ -208,8 +208,8 @@ class _WarmupScheduler(DeepSpeedScheduler):
 
     def get_lr(self) -> list[float]:
         step = self.last_batch_iteration
-        share = 0.0 if step < 0 else self._fraction_in_warmup(
-            step) if step < self.warmup_num_steps else self._fraction_after_warmup(step)
+        share = (0.0 if step < 0 else self._fraction_in_warmup(step) if step < self.warmup_num_steps
+                 else self._fraction_after_warmup(step))
         return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
 
 

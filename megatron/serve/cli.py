@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop_handler = StopListener(STOPPING_NOTICE,
                                 startup_reason="before the model was loaded; start the same command again")
     is_listener = process_group.read_environment().rank == 0
-    with stop_handler.listening() as stop, bind_listener(
-            args.host, args.port) if is_listener else nullcontext() as listener:
+    with stop_handler.listening() as stop, \
+            bind_listener(args.host, args.port) if is_listener else nullcontext() as listener:
         from megatron.inference import load
         from megatron.serve.app import run_server, run_worker_rank
 

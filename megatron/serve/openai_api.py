@@ -69,8 +69,8 @@ class OpenAICompletion:
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
         """What is new of a text since it was last asked for."""
-        found, sent = self.echoed_prompts[place // self.generation.num_samples] + self._detokenizer.stable_text(
-            sequence), self._sent_text.get(place, "")
+        found, sent = self.echoed_prompts[place // self.generation.num_samples] \
+            + self._detokenizer.stable_text(sequence), self._sent_text.get(place, "")
         self._sent_text[place] = found
         if sequence.finish_reason is not None:
             self._finished.add(place)

@@ -466,9 +466,9 @@ def _check_loss(loss: object, module: nn.Module) -> None:
 def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:
     """Why the extra scalars are not valid, or None."""
     if len(extra_scalars) > MAX_EXTRA_SCALARS:
-        return f"step(riders=...) has {len(extra_scalars)} numbers: give at most {MAX_EXTRA_SCALARS}"
+        return f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most {MAX_EXTRA_SCALARS}"
     shapes = (list(value.shape) for value in extra_scalars if isinstance(value, Tensor) and value.dim())
-    return next((f"step(riders=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
+    return next((f"step(extra_scalars=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
                  for shape in shapes), None)
 
 

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
-    asked_for, asked = command.parse(flags)
+    asked_for, asked = cli.parse(flags)
     tuning, samples = asked.config.autotuning, samples_per_step(asked)
     options = plan_choices(asked, cached_or_measured_rates(asked, path=asked_for.rates))
     capacity = available_memory(asked, asked_for.card_gb)

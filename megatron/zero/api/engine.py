@@ -103,8 +103,8 @@ class Engine(EngineStatus):
             self._eigenvalues.record_forward(args, kwargs)  # of the full model: before layer drop arguments
         if self.progressive_layer_drop is not None and self.training:
             kwargs = {**kwargs, **self.progressive_layer_drop.forward_arguments()}
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("forward"), self.profiled_step.phase(
-                "forward"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("forward"), \
+                self.profiled_step.phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,8 +112,8 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("backward"), self.profiled_step.phase(
-                "backward"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("backward"), \
+                self.profiled_step.phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
@@ -124,8 +124,8 @@ class Engine(EngineStatus):
         and step the scheduler (with `lr_kwargs`), unless the step is skipped for an overflow. `extra_scalars`, at most
         8 numbers, are summed over all ranks in the step's all-reduce (`StepReport.extra_scalars`). None off the
         boundary."""
-        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), self.profiled_step.phase(
-                "step"):
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), \
+                self.profiled_step.phase("step"):
             self.conclude()
             report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
             if self.block_until_params_gathered:

@@ -202,8 +202,8 @@ class Init:
 
     def _start_partitioning(self) -> None:
         self._init_context = InitContext(is_open=True)
-        self._storage = None if self._requested_device is None else torch.device(
-            "cpu") if self._nvme_path is None else open_nvme_arena(self._nvme_path)
+        self._storage = (None if self._requested_device is None else torch.device("cpu") if self._nvme_path is None
+                         else open_nvme_arena(self._nvme_path))
 
     def _finish_partitioning(self) -> None:
         unfilled, self._modules_without_values = self._modules_without_values, []

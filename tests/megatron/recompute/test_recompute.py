@@ -313,7 +313,8 @@ def test_a_switch_without_effect_says_so() -> None:
 @pytest.fixture
 def unconfigured() -> Iterator[None]:
     """`configure` lasts as long as the process: put back what was there."""
-    with patch.multiple(facade._ActiveRecomputation, recomputation=Recomputation(RecomputeConfig()), is_configured=False):
+    fresh = Recomputation(RecomputeConfig())
+    with patch.multiple(facade._ActiveRecomputation, recomputation=fresh, is_configured=False):
         yield
 
 

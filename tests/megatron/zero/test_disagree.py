@@ -269,11 +269,11 @@ def test_a_step_at_a_boundary_that_only_one_rank_sees_does_not_hang(stage: int, 
     assert stage > 1 or "rank 0 is at a save" in error
 
 
-# ---- riders --------------------------------------------------------------------------------------------------------
+# ---- extra scalars --------------------------------------------------------------------------------------------------------
 
 
 def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], list[str]]:
-    """Each rank gives other numbers of riders; then one gives what cannot travel."""
+    """Each rank gives other numbers of extra scalars; then one gives what cannot travel."""
     with accelerator_side(side):
         engine = engine_of(stage)
         found: list[Any] = []
@@ -291,7 +291,7 @@ def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], lis
 
 
 @pytest.mark.parametrize("stage, side", [(0, False), (1, True), (3, False)])
-def test_other_riders_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
+def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
     (first, said_there), (second, said_here) = run_ranks(rides, 2, stage, side)
     assert first == [(1.0, 2.0), (), (3.0, 5.0, *(6 * [1.0]))] and second == [(), (3.0,), (3.0, 5.0)]
     assert said_there == said_here and "has 9 numbers: give at most 8 (so on rank 1, not on all)" in said_here[0]
