@@ -1,8 +1,7 @@
-"""What the command lines of this package share: one-line errors, exit codes, progress.
+"""What this package's commands share: one-line errors, exit codes, progress.
 
-Exit codes: 0 done, 2 usage, 3 data, 5 a limit of the system or a bug, 7 storage, 130 interrupted. Every failure
-prints one line beginning `error:`; a reader of standard output that has seen enough (`| head`) ends a command quietly
-with 141, as it ends `yes`.
+Exit codes: 0 done, 2 usage, 3 data, 5 a system limit or a bug, 7 storage, 130 interrupted. Every failure prints one
+line that begins with `error:`. A closed standard output (`| head`) ends a command silently with 141, as it ends `yes`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Reading a file through its compression, which its name says: `.gz`, `.xz`, `.zst`. Not what the file holds.
+"""Read files through their compression, given by the name: `.gz`, `.xz`, `.zst`.
 
-A compressed file is a row of streams (members of gzip, frames of zstd). What can be decompressed before a damaged place
-is given, to the last byte; the read after that raises `CorruptStreamError`. So `readline` gives every whole line before
-it raises, and `read_until_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums
-come last in a stream: where one does not match, some of what was given before it may be changed, and nobody can know
-which.
+A compressed file is a sequence of streams (gzip members, zstd frames). Everything before damage is returned to the last
+byte; the next read raises `CorruptStreamError`. So `readline` returns every complete line before it raises, and
+`read_until_damage` everything; `read(n)` of a buffer discards its content when it raises. Checksums come last in a
+stream: if one does not match, data returned before may be wrong, and it is unknown which.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class _MultiStreamReader(io.RawIOBase):
         """Recover the output of the failed call: a new decompressor gets the stream again, the last block byte by byte,
         so that only output of its last byte can be lost."""
         place, found = self._block_end - len(self._unread_input), 0
-        if self._file.seekable():  # a pipe gives nothing twice
+        if self._file.seekable():  # a pipe cannot be read again
             again, salvaged = self._new_decompressor(), bytearray()
             self._file.seek(self._stream_start)
             place = self._stream_start
@@ -240,7 +239,7 @@ def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Co
 def find_damage(path: str) -> CorruptStreamError | None:
     """The damage of a compressed file, for a caller that found invalid content: checksums come last, so the damage may
     not have shown yet. Reads the whole file. None: no damage, or unknown."""
-    if not is_compressed(path) or not os.path.isfile(path):  # a pipe gives nothing twice
+    if not is_compressed(path) or not os.path.isfile(path):  # a pipe cannot be read again
         return None
     try:
         with open_decompressed(path) as file:

@@ -51,7 +51,7 @@ class CorpusFacts:
     tokenizer: TokenizerFacts | None = None
     """None: unknown."""
     identity: str | None = None
-    """Of both files (`corpus_identity`). None: written before there was one."""
+    """Identity of .idx and .bin (`corpus_identity`); None in older corpora."""
 
 
 def read_corpus_facts(path: str) -> CorpusFacts | None:

@@ -1,7 +1,7 @@
 """Fixed-length training samples: `GPT2Dataset`, `BlendedDataset`, and the shuffled index of each epoch.
 
-A dataset maps every index from 0 without end to seq_length + 1 token ids. Index i is sample i mod n of epoch i div n.
-An epoch shuffles documents, concatenates them, cuts samples, and shuffles those: a pure function of (sizes, documents,
+A dataset maps every index >= 0 to seq_length + 1 token ids. Index i is sample i mod n of epoch i div n. An epoch
+shuffles documents, concatenates them, cuts samples, and shuffles those: a pure function of (sizes, documents,
 seq_length, seed, epoch). So the number of consumed samples is the whole state of a resumed run.
 """
 

@@ -1,11 +1,10 @@
-"""Token files of other projects to a corpus: `python -m data.importers --input FILE.bin... --output-prefix P`.
+"""Import token files of nanoGPT and llm.c: `python -m data.importers --input FILE.bin... --output-prefix P`.
 
-nanoGPT's `.bin` is uint16 ids and nothing else; in llm.c's a header of 256 int32 (magic, version 1, number of tokens)
-comes before them. Neither says where documents end or which tokenizer made them: documents are cut at the
-end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
-each document and llm.c before it; whether the first file begins with it shows which it is, and no token moves. Files of
-one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order. What
-shows that they are not in it, or no stream, is told (`order_warnings`) or refused.
+nanoGPT's `.bin` holds only uint16 ids; llm.c's has a header of 256 int32 (magic, version 1, number of tokens) before
+them. Neither records document boundaries or the tokenizer: documents are cut at the end-of-document id of the given
+tokenizer, whose vocabulary must contain every id. nanoGPT writes that id after each document, llm.c before it; the
+first file shows which, and no token moves. The files are one stream, as llm.c's shards end anywhere: give them in
+order. Signs of a wrong order or of several streams give warnings (`order_warnings`) or errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The text files behind the paths a user names, and the check that shards of a webtext stage are unchanged.
+"""The text files behind the paths that a user gives, and the check that shards of a webtext stage are unchanged.
 
-A file's name says its kind: `.jsonl` (`.ndjson`, `.json`) or `.txt`, each also with `.gz`, `.xz`, `.zst`. A folder
-stands for the files of these kinds below it, sorted by path; `FoundFiles.left_out` names or counts the others. The
-folder of a stage stands for the shards listed in its `stage.json`, whose SHA-256 is checked before they are used.
+A name gives the kind: `.jsonl` (`.ndjson`, `.json`) or `.txt`, each also with `.gz`, `.xz`, `.zst`. A folder stands for
+the files of these kinds below it, sorted by path; `FoundFiles.left_out` summarizes the others. A stage's folder stands
+for the shards listed in its `stage.json`, whose SHA-256 is checked before use.
 """
 
 from __future__ import annotations

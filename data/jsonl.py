@@ -1,7 +1,7 @@
-"""Loose JSON: one object per line, one text per object. Strict reading, with the place of every fault.
+"""Loose JSON: one object per line, one text per object. Strict, with the position of every fault.
 
-Chunks are runs of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is no part
-of the first. What counts as malformed is listed in `parse_text`; and a line that is too long to be held is.
+Chunks consist of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is ignored.
+Malformed lines are those that `parse_text` refuses, and lines too long to hold.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def parse_lines(chunk: Chunk, data: bytes, key: str,
             try:
                 yield line, parse_text(line, key)
             except (ValueError, RecursionError) as error:
-                reason = f"not JSON we can read: {parse_error_text(error)}" if isinstance(
-                    error, RecursionError) else str(error)
+                reason = (f"not JSON we can read: {parse_error_text(error)}" if isinstance(error, RecursionError)
+                          else str(error))
                 if offset == 0 and whole.startswith(UTF16_BOMS):
                     reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
                 if whole.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage

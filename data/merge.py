@@ -1,7 +1,7 @@
-"""Several corpora to one: `python -m data.merge OUT PREFIX...`. The last step after many machines made a part each.
+"""Merge corpora: `python -m data.merge OUT PREFIX...`. The last step after several machines made a part each.
 
-The documents follow one another in the order given, so the corpora that `data.preprocess --shard` made of some files
-merge to the very bytes that one run over all of them makes. Tokens are copied in blocks and checked on the way.
+Documents follow in the order given, so corpora from `data.preprocess --shard` merge to the same bytes as one run over
+all files. Tokens are copied in blocks and checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An ordered map over processes that neither reorders, nor hangs on a dead worker, nor leaves one behind.
+"""An ordered map over processes that keeps the order, does not hang on a dead worker, and leaves no worker behind.
 
-Each worker has a pipe of its own and one item at a time; the next item goes to whoever is free. A result whose turn has
-not come waits, and when many do, no item is given out. A worker that dies closes its pipe, which is an error at once;
-`multiprocessing.Pool` waits for ever in that case. A worker whose parent dies sees its pipe close too, and ends.
+Each worker has its own pipe and one item at a time; a free worker gets the next item. Results wait for their turn, and
+if many do, no new item is sent. A worker that dies closes its pipe, which raises at once; `multiprocessing.Pool` would
+wait forever. A worker whose parent dies sees its pipe close and exits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chunks of text files, the unit of parallel work, and `.txt` files to documents in bounded memory.
 
 A document is a whole file or, with a `Separator`, the text between two separators. Text is UTF-8; a byte order mark at
-the start is dropped, and CRLF becomes LF. A long document is split where that does not change its tokens: before the
-characters that the tokenizer names (`Tokenizer.safe_split_characters`). Documents without text are skipped.
+the start is dropped, and CRLF becomes LF. Long documents are split where that does not change their tokens: before
+`Tokenizer.safe_split_characters`. Documents without text are skipped.
 """
 
 from __future__ import annotations
@@ -149,9 +149,8 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
             return Chunk(name, offset, length, data, continues, unfinished)
 
         while True:
-            more, damage = read_until_damage(file,
-                                             # doubling, so that uncut text is searched half as often
-                                             max(size, len(buffered)))
+            # doubling, so that uncut text is searched half as often
+            more, damage = read_until_damage(file, max(size, len(buffered)))
             buffered += more
             if damage or not more:
                 break

@@ -1,8 +1,8 @@
-"""Which sample comes when: pure functions of (seed, epoch, index). No files, no state.
+"""The order of samples: pure functions of (seed, epoch, index). No files, no state.
 
-A *split* cuts the documents of a corpus into train, validation and test ranges. A *permutation* orders one epoch.
-A *blend* draws from several datasets in fixed proportions. All are exact arithmetic on integers, so every rank, every
-layout and every resumed run computes the same order.
+A *split* divides the documents of a corpus into train, validation and test ranges. A *permutation* orders one epoch. A
+*blend* draws from several datasets in fixed proportions. All use exact integer arithmetic, so every rank, layout and
+resumed run computes the same order.
 """
 
 from __future__ import annotations

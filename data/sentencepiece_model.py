@@ -1,4 +1,4 @@
-"""SentencePiece: reading a model, and training one that gives every text back unchanged."""
+"""SentencePiece models: use one, or train a lossless one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""JSONL to training, validation and test files: `python -m data.split_json FILE --split 949,50,1 --output-prefix P`.
+"""Split JSONL into training, validation and test files: `python -m data.split_json FILE --split 949,50,1
+--output-prefix P`.
 
-A document goes where a hash of its text says. So its part depends on nothing else: not on its neighbours, the order of
-the files or the machine, and equal texts are never in two parts. The price is that the shares are those of a random
-assignment: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to the byte.
+A hash of its text decides the part of a document, independent of other documents, file order and machine, and equal
+texts are in the same part. So shares are only approximate: 1 % of 10,000 documents is 100 +- 20. Lines are copied byte
+for byte.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.i
     dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
     rows_per_page = _rows_per_page(dtype, columns)
     flat, width = np.ascontiguousarray(values).reshape(-1), rows_per_page * max(1, columns)
-    pages = np.zeros((PAGES_PER_WRITE, PAGE_BYTES),
-                     np.uint8)  # reused: fresh memory costs more than the rest
+    pages = np.zeros((PAGES_PER_WRITE, PAGE_BYTES), np.uint8)  # reused: fresh memory costs more than the rest
     cells = pages[:, :width * dtype.itemsize].view(dtype)
     with staged_file(path) as file:
         header = ROW_FILE_HEADER.pack(ROW_FILE_MAGIC, ROW_FILE_VERSION, dtype.str.encode(), len(values), columns)

@@ -1,8 +1,7 @@
-"""What every tokenizer is: text to ids and back. The kinds are in `gpt2_bpe`, `sentencepiece_model` and `tokenizer`.
+"""The tokenizer interface: text to ids and back. Implementations: `gpt2_bpe`, `sentencepiece_model`, `tokenizer`.
 
-`eod` is the id that ends a document; it never comes out of `encode`, whatever the text says. `decode` accepts any
-ids: what is not a token, and bytes that are not UTF-8, become U+FFFD. `fingerprint` is equal exactly where two
-tokenizers give equal ids to equal text; a corpus remembers it.
+`eod` is the id that ends a document; `encode` never returns it. `decode` accepts any ids: unknown ids and invalid UTF-8
+become U+FFFD. `fingerprint` is equal exactly if two tokenizers give equal ids for equal text; a corpus records it.
 """
 
 from __future__ import annotations

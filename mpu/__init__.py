@@ -43,8 +43,7 @@ _MODULES = {
     "mpu.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear VocabParallelEmbedding",
     "mpu.random": "get_cuda_rng_tracker model_parallel_cuda_manual_seed",
     "mpu.regions": "split_tensor_along_last_dim",
-    "mpu.split": "divide ensure_divisibility",
-}
+    "mpu.split": "divide ensure_divisibility"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)

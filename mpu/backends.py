@@ -54,9 +54,11 @@ class CollectiveWork:
 
 
 class CollectiveBackend(Protocol):
-    """The operations of one backend; groups have several ranks, and sizes are checked before. `reduce_dtype` is the
-    precision of sums that the communication library takes; gloo sums of narrower types are always fp32. `max_in_flight`
-    limits the elements in flight for backends that buffer received copies; others send all at once."""
+    """The operations of one backend; groups have several ranks, and sizes are checked before.
+
+    `reduce_dtype` is the dtype in which the communication library sums; `GlooBackend.reduce_scatter`, which sums by
+    itself, always uses at least fp32. `max_in_flight` limits the elements in flight for backends that buffer received
+    copies; others ignore it."""
 
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None) -> CollectiveWork:
         """full <- the shards of all ranks in rank order; `shard` may be this rank's slice of `full`."""

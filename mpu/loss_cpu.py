@@ -69,8 +69,8 @@ def _chunk_loss(shard: VocabShard, scratch: Tensor, logits: Tensor, target: Tens
 def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
     """Where the weight gradient is accumulated: in fp32 if there are several chunks."""
     dtype = weight.dtype if one_chunk else torch.float32
-    return weight_buffer if weight_buffer is not None and weight_buffer.dtype == dtype else torch.empty_like(
-        weight, dtype=dtype)
+    return (weight_buffer if weight_buffer is not None and weight_buffer.dtype == dtype
+            else torch.empty_like(weight, dtype=dtype))
 
 
 def _block_loss(logits: Tensor, target: Tensor, row_scale: Tensor | None, shard: VocabShard, scratch: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
 
-    summarise              a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
+    row_summary_kernel     a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
     gradient_kernel        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
     loss_and_gradient_kernel both, where one rank has all columns, and the loss
 

@@ -106,7 +106,7 @@ def get_data_parallel_src_rank() -> int:
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """This rank alone: there is one pipeline stage."""
+    """This rank alone, since there is one pipeline stage."""
     return subgroup(current_groups().world, 1).process_group
 
 

@@ -1,7 +1,7 @@
 """The four autograd functions between replicated and split activations.
 
-A *region* is a stretch of the model in which the last dimension of the activations (or the sum that makes them)
-is spread over the tensor-parallel group. Each function crosses its border; forward and backward are transposes:
+In a *region* of the model the last dimension of the activations (or the sum that computes them) is split over the
+tensor-parallel group. Each function crosses its border; forward and backward are transposes:
 
     function              forward             backward
     copy_to_region        identity            all-reduce
@@ -9,8 +9,8 @@ is spread over the tensor-parallel group. Each function crosses its border; forw
     scatter_to_region     take my slice       all-gather
     gather_from_region    all-gather          take my slice
 
-What is replicated holds the same value and gradient on every rank; the gradient is counted once, not once per rank.
-On a group of one each function returns its argument. Collectives are out of place: autograd may have saved the tensor.
+A replicated tensor has the same value and gradient on every rank; the gradient counts once, not once per rank. On a
+group of one each function returns its argument. Collectives are out of place, since autograd may have saved the tensor.
 """
 
 from __future__ import annotations

@@ -20,18 +20,18 @@ from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 _BLANK_LINES = re.compile("\n{3,}")
-# What ftfy looks for: control characters, entities, mojibake (its signs have an odd one for the beginning of a line).
+# What ftfy looks for: control characters, entities, mojibake (some of its signs depend on the beginning of a line).
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _ENTITY = re.compile(r"&#?\w{1,24};")
 ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
 TYPOGRAPHY = "‘’“”–—…•\xa0"
-"""Most of what is not ASCII. No sign of mojibake is made of these and ASCII alone."""
+"""Most non-ASCII characters. Mojibake never consists of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
-"""ftfy's signs of mojibake are at most five characters, at least one of them neither ASCII nor typography."""
+"""ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography."""
 
 CHARACTERS_PER_TOKEN = 8
-"""Characters; English has about 4.5 a token. A text of `min_tokens` times as many is long enough without counting."""
+"""English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def make_clean(options: CleanOptions) -> DocumentFunction:
 
 
 def make_text_fixer() -> Callable[[str], str]:
-    """ftfy, asked only about lines that it could want to change: most have none, and asking costs milliseconds."""
+    """ftfy, called only for lines that it may change: most need nothing, and a call takes milliseconds."""
     if importlib.util.find_spec("ftfy") is None:
         raise DataError("clean needs a package: pip install ftfy")
     import ftfy
@@ -94,7 +94,7 @@ def make_text_fixer() -> Callable[[str], str]:
 
 
 def normalize_white_space(text: str) -> str:
-    """White space as the module says. Linear in the text, whatever it holds."""
+    """White space as described above, in linear time."""
     if " \n" in text or "\t\n" in text:
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     return _BLANK_LINES.sub("\n\n", text).strip()

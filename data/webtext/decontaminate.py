@@ -1,11 +1,11 @@
-"""Keep evaluation text out of training text: documents that share a run of 13 words with an evaluation file.
+"""Remove evaluation text from training text: documents that share 13 consecutive words with an evaluation file.
 
 Words are those of ngram_hashes.py: case, punctuation and white space do not hide a copy. A *passage* is one string of a
-JSON file, or a whole text file; one of 8 to 12 words counts as a run of its own length, a shorter one is not looked
-for. The runs are held as hashes, 8 bytes each: evaluation sets are small.
+JSON file, or a whole text file; a passage of 8 to 12 words is one n-gram of that length, shorter ones are ignored.
+N-grams are held as 8-byte hashes, since evaluation sets are small.
 
 `drop` drops such a document. `cut` removes the shared words with `CUT_MARGIN` characters on both sides, where the rest
-of the evaluation text or its answer may be, and joins what is left; it drops a document that this leaves in scraps.
+of the evaluation text or its answer may be, and joins the rest; it drops a document of which too little is left.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8
 CUT_MARGIN = 200
 MIN_PART_CHARACTERS = 200
-"""Characters that a part must have to be kept beside a cut."""
+"""Minimum characters of a part kept beside a cut."""
 MAX_CUTS = 10
 MODES = ("drop", "cut")
 
 EvaluationNgrams = Mapping[int, HashArray]
-"""Length of runs -> their numbers, sorted."""
+"""N-gram length -> sorted hashes."""
 CharacterRange = tuple[int, int]
 
 
@@ -48,7 +48,7 @@ def make_decontaminate(options: DecontaminateOptions) -> Callable[[Document], Do
 
 
 def decontaminate(document: Document, evaluation: EvaluationNgrams, mode: str) -> Document | DroppedDocument:
-    """The document, or what is left of it, or how much it shares."""
+    """The document, its remaining parts, or a DroppedDocument."""
     found = hash_words(document.text)
     shared = shared_ngrams(found, evaluation)
     if not shared:
@@ -64,7 +64,7 @@ def decontaminate(document: Document, evaluation: EvaluationNgrams, mode: str) -
 
 
 def shared_ngrams(found: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:
-    """(first word, length) of the runs of a text that are in an evaluation file, in order."""
+    """(first word, length) of the document's n-grams that are in an evaluation file, in order."""
     shared = []
     for length, numbers in evaluation.items():
         own = ngram_hashes(found.hashes, length)
@@ -75,7 +75,7 @@ def shared_ngrams(found: HashedWords, evaluation: EvaluationNgrams) -> list[tupl
 
 
 def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
-    """What to look for. A file without any passage to look for is an error: it would protect nothing."""
+    """N-gram hashes of all passages. DataError for a file without a usable passage, since it would protect nothing."""
     found: dict[int, list[HashArray]] = defaultdict(list)
     for file in files:
         before = sum(map(len, found.values()))
@@ -90,8 +90,8 @@ def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
 
 
 def read_passages(path: str) -> Iterator[str]:
-    """Every string in a .json or .jsonl file, or the text of any other; also .gz."""
-    check_is_file(path)  # each process reads it
+    """Every string of a .json or .jsonl file, or the text of any other file; also .gz."""
+    check_is_file(path)  # every process reads it
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             content = file.read().decode("utf-8-sig")
@@ -124,7 +124,7 @@ def _strings_in(value: object) -> Iterator[str]:
 
 
 def _ranges_to_cut(shared: Sequence[tuple[int, int]], found: HashedWords) -> list[CharacterRange]:
-    """The characters to remove: each run with its margins, joined where they meet."""
+    """Character ranges to remove: shared n-grams with margins, merged if they overlap."""
     ranges: list[CharacterRange] = []
     for first, length in shared:
         start, stop = int(found.starts[first]) - CUT_MARGIN, int(found.stops[first + length - 1]) + CUT_MARGIN
@@ -136,7 +136,7 @@ def _ranges_to_cut(shared: Sequence[tuple[int, int]], found: HashedWords) -> lis
 
 
 def _kept_parts(text: str, cut_ranges: Sequence[CharacterRange], found: HashedWords) -> list[str]:
-    """What is left between the spans, in whole words, where it is long enough."""
+    """The parts between the cuts, at word boundaries, if long enough."""
     starts = [0, *(_first_at_or_after(found.starts, stop, len(text)) for _, stop in cut_ranges)]
     stops = [*(_last_at_or_before(found.stops, start) for start, _ in cut_ranges), len(text)]
     return [text[start:stop].strip() for start, stop in zip(starts, stops) if stop - start >= MIN_PART_CHARACTERS]

@@ -1,9 +1,9 @@
-"""`dedup`: remove exact and near duplicates; the first in corpus order is kept.
+"""`dedup`: remove exact and near duplicates; the first document in corpus order stays.
 
-*Exact*: equal text up to white space. *Near*: Jaccard similarity at or above the threshold to an earlier document that
-is kept; candidates share a MinHash band and are compared on the texts. Each document is compared with at most
-`MAX_PAIRS_PER_BAND` others per band. The result depends on documents and their order only. Memory: one bit per document
-plus about `memory` bytes. `dropped.jsonl` says what was dropped, why, and what was kept instead.
+*Exact*: equal text up to white space. *Near*: Jaccard similarity at or above the threshold to an earlier kept document;
+candidates share a MinHash band and are compared by their texts, at most `MAX_PAIRS_PER_BAND` per document and band. The
+result depends only on the documents and their order. Memory: one bit per document plus about `memory` bytes.
+`dropped.jsonl` lists dropped documents, the reason, and the document kept instead.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from data.webtext.ngram_hashes import HashArray
 
 MAX_PAIRS_PER_BAND = 32
 PAIRS_PER_BATCH = 64
-"""Pairs that a worker compares at a time."""
+"""Pairs per worker task."""
 SIMILARITY_SCALE = 1_000_000
 """Similarities in rows are in millionths."""
 
 LineLocation = tuple[int, int, int]
-"""Of a line: shard, offset, size."""
+"""(shard, offset, size) of a line."""
 CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
-"""(document, place) of two documents, the later one first."""
+"""Two (document, location), the later document first."""
 
 
 class BitSet:
@@ -60,7 +60,7 @@ class BitSet:
 
 def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: BitSet, threshold: float,
                          folder: Path, memory: int, workers: int) -> RowSorter:
-    """Flags them too. Rows (document, the kept one it is like, their similarity in millionths)."""
+    """Mark near duplicates in `dropped`; returns rows (document, kept document, similarity in millionths)."""
     near, pairs = RowSorter(folder, 3, memory // 4), _candidate_pairs(signatures, dropped, folder, memory // 4)
     with _line_locations(signatures, folder) as place_of:
         batches = _undecided_batches(pairs.sorted(), dropped, place_of)
@@ -70,7 +70,7 @@ def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dro
 
 
 def _candidate_pairs(signatures: SignatureFiles, dropped: BitSet, folder: Path, memory: int) -> RowSorter:
-    """Pairs (later document, earlier one) with an equal band, as often as they have one."""
+    """Pairs (later document, earlier document) with an equal band, once per equal band."""
     bands, pairs = RowSorter(folder, 2, memory), RowSorter(folder, 2, memory)
     for _, first, rows in signatures.blocks(memory // 8):
         documents = np.arange(first, first + len(rows))
@@ -84,7 +84,7 @@ def _candidate_pairs(signatures: SignatureFiles, dropped: BitSet, folder: Path, 
 
 @contextmanager
 def _line_locations(signatures: SignatureFiles, folder: Path) -> Iterator[Callable[[int], LineLocation]]:
-    """Document -> place, by a table that is a file."""
+    """A function document -> location, backed by a temporary file."""
     with tempfile.TemporaryFile(dir=folder) as table:
         offset, last = 0, 0
         for shard, _, rows in signatures.blocks(1 << 22):
@@ -104,7 +104,7 @@ def _line_locations(signatures: SignatureFiles, folder: Path) -> Iterator[Callab
 
 def _undecided_batches(blocks: Iterable[Rows], dropped: BitSet,
                        location_of: Callable[[int], LineLocation]) -> Iterator[list[CandidatePair]]:
-    """Batches of the sorted pairs, each pair once, without those of which one is known to be dropped by now."""
+    """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
     last = np.empty((0, 2), np.uint64)
     for block in blocks:
         pairs = np.concatenate([last, block])
@@ -119,7 +119,7 @@ def _undecided_batches(blocks: Iterable[Rows], dropped: BitSet,
 
 
 def compare_pairs(batch: Sequence[CandidatePair], paths: Sequence[str]) -> list[tuple[int, int, float]]:
-    """(document, earlier document, their similarity) of each pair."""
+    """(document, earlier document, similarity) of each pair."""
     compared = []
     held: dict[LineLocation, HashArray] = {}
     for (later, place), (earlier, other) in batch:
@@ -136,7 +136,7 @@ def _shingle_set(paths: Sequence[str], location: LineLocation) -> HashArray:
 
 
 def _drop_similar(compared: Iterable[tuple[int, int, float]], threshold: float, dropped: BitSet) -> Iterator[list[int]]:
-    """Drop the later document of each pair that is alike, if the earlier one is kept. Pairs come in order."""
+    """Drop the later document of each similar pair if the earlier one is kept. Pairs are in order."""
     for later, earlier, alike in compared:
         pair = np.array([later, earlier])
         if alike >= threshold and not dropped.contains(pair).any():
@@ -158,7 +158,7 @@ class DedupOptions:
 
 
 def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, report: ReportCounts) -> None:
-    """Write what is kept of each input shard. Signatures that are there already are used."""
+    """Write the kept documents of each input shard. Existing signature files are reused."""
     work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(options.threshold), options.memory // 4
     write_signatures(inputs, range(len(inputs)), work, banding, workers)
     signatures = SignatureFiles.open(inputs, work, banding)
@@ -175,14 +175,13 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
 
 def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, index: int,
                           count: int) -> None:
-    """The part of `run_dedup` that takes the time, for the index-th of `count` machines; `run_dedup` then does the
-    rest."""
+    """The slow part of `run_dedup` for machine `index` of `count`; `run_dedup` does the rest."""
     write_signatures(inputs, machine_share(len(inputs), index, count), output / ".work",
                      Banding.for_threshold(options.threshold), workers)
 
 
 def _drop_exact_duplicates(signatures: SignatureFiles, dropped: BitSet, work: Path, memory: int) -> RowSorter:
-    """Flags them too. Rows (first document, copy of it)."""
+    """Mark exact duplicates in `dropped`; returns rows (first document, its copy)."""
     digests, copies = RowSorter(work, 3, memory), RowSorter(work, 2, memory)
     for _, first, rows in signatures.blocks(memory // 4):
         digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], np.arange(first, first + len(rows), dtype=np.uint64)]))
@@ -193,10 +192,8 @@ def _drop_exact_duplicates(signatures: SignatureFiles, dropped: BitSet, work: Pa
 
 
 def _drops_with_reasons(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(dropped document, reason, the kept one, similarity in millionths) of each.
-
-    The first of some exact copies may be a near copy of something earlier; then that was kept in place of all of them.
-    """
+    """(dropped document, reason, kept document, similarity in millionths). If the first of several exact copies is
+    itself a near copy, the document it resembles was kept in place of all of them."""
     events = heapq.merge(((later, NEAR, kept, alike) for later, kept, alike in near),
                          ((first, NEAR + 1, copy, SIMILARITY_SCALE) for first, copy in copies))
     instead: tuple[int, int, int] | None = None
@@ -220,7 +217,7 @@ def _write_kept(inputs: Sequence[Path], output: Path, signatures: SignatureFiles
 
 def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterator[list[int]],
                       log: IO[bytes]) -> Iterator[tuple[Path, Path, dict[int, int]]]:
-    """(input, output, line -> why it is dropped) of each shard; what is dropped is logged on the way."""
+    """(input, output, line -> reason of its drop) for each shard; logs the drops."""
     def line_of(document: int) -> dict[str, object]:
         shard = int(np.searchsorted(signatures.first_documents, document, "right")) - 1
         return {"shard": shard_name(shard), "line": document - int(signatures.first_documents[shard]) + 1}
@@ -239,7 +236,7 @@ def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: Signatur
 
 
 def _copy_kept_lines(task: tuple[Path, Path, dict[int, int]]) -> DocumentCounts:
-    """Write the lines of a shard that are kept."""
+    """Write the kept lines of a shard."""
     path, target, reasons = task
     counts = DocumentCounts()
     with staged_file(target) as file:

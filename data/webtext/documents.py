@@ -24,7 +24,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it is from."""
+    """A text and its origin."""
 
     text: str
     url: str | None = None
@@ -42,17 +42,17 @@ class Document:
 
 @dataclass(frozen=True)
 class DroppedDocument:
-    """A stage does not keep the document. Reasons are few and fixed: they are counted."""
+    """A stage drops the document. Reasons are few and fixed, since they are counted."""
 
     reason: str
 
 
 DocumentFunction = Callable[[Document], "Document | DroppedDocument"]
-"""What a map stage does to one document."""
+"""The function of a map stage."""
 
 
 class DocumentError(Exception):
-    """A line that holds no document: `reason` is a word or two to count by, the message says more."""
+    """A line that holds no document: `reason` is a short category to count, the message has details."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -69,13 +69,13 @@ class JsonKeys:
 
 SHARD_KEYS = JsonKeys()
 MAX_JSON_DEPTH = 100
-"""What is nested deeper than this no stage passes on: each goes down it by calls."""
+"""Deeper JSON is refused, since stages recurse into it."""
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_shard_line(line: bytes, location: str) -> Document:
-    """A line of a shard. `location` (file and line) begins the error."""
+    """Parse a line of a shard; `location` (file and line) begins the error."""
     try:
         return parse_json_line(line)[0]
     except DocumentError as fault:
@@ -83,14 +83,14 @@ def parse_shard_line(line: bytes, location: str) -> Document:
 
 
 def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = False) -> tuple[Document, tuple[str, ...]]:
-    """The document in a line, and the names of the repairs made."""
+    """(document, names of the repairs made); raises DocumentError."""
     repairs: list[str] = []
     value = _load_json(decode_utf8(line, repairs if repair else None), repairs if repair else None)
     if not isinstance(value, dict):
         raise DocumentError("not an object", f"expected a JSON object, found {_json_type_name(value)}")
     if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
         raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
-    if _ESCAPED_SURROGATE.search(line):  # nothing else can put one into a string
+    if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
         value = _repair_surrogates(value, repairs if repair else None)
     if keys.text not in value:
         found = ", ".join(map(repr, value)) or "no keys"
@@ -109,7 +109,7 @@ def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = Fal
 
 
 def decode_utf8(raw: bytes, repairs: list[str] | None) -> str:
-    """UTF-8; what is none becomes U+FFFD where repairs are allowed."""
+    """Decode UTF-8; invalid bytes become U+FFFD if repairs are allowed, else DocumentError."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def decode_utf8(raw: bytes, repairs: list[str] | None) -> str:
 
 
 def _load_json(text: str, repairs: list[str] | None) -> Any:
-    """JSON, and only JSON: no key twice, no NaN, no number beyond a double."""
+    """Strict JSON: no duplicate keys, no NaN, no number beyond a double."""
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
@@ -156,12 +156,12 @@ def _load_json(text: str, repairs: list[str] | None) -> Any:
             return load(strict=False)
     except json.JSONDecodeError as error:
         raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nested too deeply
+    except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or nesting too deep
         raise DocumentError("not JSON", f"not JSON we can read: {parse_error_text(error)}") from error
 
 
 def _json_depth(value: Any) -> int:
-    """Of lists and objects in each other, one more than that at most."""
+    """Nesting depth of lists and objects, at most MAX_JSON_DEPTH + 1."""
     level, depth = [value], 0
     while level and depth <= MAX_JSON_DEPTH:
         inner: list[Any] = []
@@ -172,7 +172,7 @@ def _json_depth(value: Any) -> int:
 
 
 def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
-    """Every string in `value` without lone surrogates."""
+    """`value` with lone surrogates in strings replaced."""
     if isinstance(value, str):
         lone = _SURROGATE.search(value)
         if lone is None:
@@ -196,7 +196,7 @@ def _json_type_name(value: object) -> str:
 
 @dataclass
 class DocumentCounts:
-    """Adds up over documents, shards and nodes."""
+    """Counts that add up over documents, shards and machines."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -206,9 +206,9 @@ class DocumentCounts:
     """Documents by reason."""
     dropped_bytes: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
-    """Documents that reading mended, by fault; they may have been kept or dropped afterwards."""
+    """Documents repaired while reading, by fault; whether kept or dropped later."""
     sizes: Counter[int] = field(default_factory=Counter)
-    """Documents kept by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes."""
+    """Kept documents by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes."""
 
     def add_kept(self, size_in: int, size_out: int) -> None:
         self.documents_in += 1
@@ -230,13 +230,13 @@ class DocumentCounts:
                               self.repaired + other.repaired, self.sizes + other.sizes)
 
     def followed_by(self, later: DocumentCounts) -> DocumentCounts:
-        """These counts, where `later` says what became of the documents kept."""
+        """These counts combined with those of a later pass over the kept documents."""
         return DocumentCounts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
                               self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
                               later.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Equal counts give equal JSON, whatever came first."""
+        """Equal counts give equal JSON, in any order of addition."""
         return {
             "in": {"documents": self.documents_in, "bytes": self.bytes_in},
             "kept": {"documents": self.documents_kept, "bytes": self.bytes_kept},
@@ -248,7 +248,7 @@ class DocumentCounts:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DocumentCounts:
-        """KeyError or TypeError where `value` is not what `to_json` gives."""
+        """The inverse of `to_json`; KeyError or TypeError for anything else."""
         dropped = value["dropped"]
         return cls(value["in"]["documents"], value["in"]["bytes"], value["kept"]["documents"], value["kept"]["bytes"],
                    Counter({reason: tally["documents"] for reason, tally in dropped.items()}),
@@ -277,16 +277,16 @@ def whole_file(path: Path) -> LineRange:
 
 
 def split_into_ranges(path: Path, size: int = RANGE_BYTES) -> list[LineRange]:
-    """Ranges of about `size` bytes; together they hold every line once."""
+    """Ranges of about `size` bytes that together hold every line once."""
     stop = whole_file(path).stop
     return [LineRange(str(path), start, min(start + size, stop)) for start in range(0, stop, size)]
 
 
 def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each; a line end that is missing at the end of the file is added."""
+    """(offset, line) of each line; adds a missing newline at the end of the file."""
     with open(line_range.path, "rb") as file:
         offset = line_range.start
-        if offset:  # the line that reaches over `start` belongs to the range before
+        if offset:  # a line across `start` belongs to the previous range
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
         while offset < line_range.stop and (line := file.readline()):
@@ -295,7 +295,7 @@ def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_document_at(path: str, offset: int, line: bytes) -> Document:
-    """The document in a line, or an error that names the place."""
+    """The document in a line; the error names its position."""
     return parse_shard_line(line, f"{path} (byte {offset})")
 
 
@@ -309,5 +309,5 @@ def shard_name(number: int) -> str:
 
 
 def machine_share(count: int, index: int, machines: int) -> range:
-    """Which of `count` shards the index-th machine processes (from 0): neighbours."""
+    """The consecutive shards, of `count`, that machine `index` (from 0) processes."""
     return range(count * index // machines, count * (index + 1) // machines)

@@ -20,18 +20,18 @@ REPLACEMENT = "\ufffd"
 UNICODE_ENCODINGS = ("utf-8", "utf-16le", "utf-16be")
 PYTHON_CODECS = {"gbk": "gb18030", "gb18030": "gb18030", "big5": "big5hkscs", "shift_jis": "cp932", "euc-kr": "cp949",
                  "euc-jp": "euc_jp", "iso-2022-jp": "iso2022_jp_ext"}
-"""Encodings of several bytes a character, and Python's decoders of them. (GBK pages are read as GB 18030.)"""
+"""Multi-byte encodings -> Python codecs. (GBK pages are read as GB 18030.)"""
 EXTRA_LETTERS = {"koi8-u": {0xAE: "\u045e", 0xBE: "\u040e"}, "windows-1255": {0xCA: "\u05ba"}}
 _TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
 _TO_REPLACEMENT = str.maketrans(dict.fromkeys("\uf8f0\uf8f1\uf8f2\uf8f3", ord(REPLACEMENT)))
 TRANSLATED = {"gb18030": str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000"), "cp932": _TO_REPLACEMENT,
               "euc_jp": _TO_FULL_WIDTH, "iso2022_jp_ext": _TO_FULL_WIDTH}
-"""By decoder: characters that the standard maps to others."""
+"""Codec -> characters that the standard maps differently."""
 ERROR_HANDLER = "megatron.webtext"
 
 
 def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
-    """The text, and whether any of it was malformed. Encodings that browsers refuse (`replacement`) have no text."""
+    """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
     if encoding.name in UNICODE_ENCODINGS:
         try:
             return encoding.codec_info.decode(raw, "strict")[0], False
@@ -48,7 +48,7 @@ def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
 
 @cache
 def _character_table(encoding: Encoding) -> str:
-    """The characters of an encoding of single bytes."""
+    """The 256 characters of a single-byte encoding."""
     own = EXTRA_LETTERS.get(encoding.name, {})
     return "".join(own.get(byte) or _character(encoding, byte) for byte in range(256))
 
@@ -61,7 +61,7 @@ def _character(encoding: Encoding, byte: int) -> str:
 
 
 def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
-    """What browsers make of the bytes at which a decoder of Python's stops, and where they go on."""
+    """What browsers produce for bytes at which Python's decoder stops, and where they continue."""
     assert isinstance(error, UnicodeDecodeError)
     raw, start = error.object, error.start
     pair = raw[start:start + 2]
@@ -69,7 +69,7 @@ def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
         return "\u20ac", start + 1
     if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
         return text, start + 2
-    if error.encoding == "iso2022_jp_ext":  # a character ends before the next escape
+    if error.encoding == "iso2022_jp_ext":  # a character ends at the next escape
         escape = raw.find(b"\x1b", start + 1, error.end)
         return REPLACEMENT, escape if escape > 0 else error.end
     taken = 2 if len(pair) == 2 and 0x81 <= pair[0] <= 0xfe and pair[1] >= 0x80 else 1
@@ -77,7 +77,8 @@ def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
 
 
 def _decode_as_shift_jis(pair: bytes) -> str:
-    """The character of two bytes of EUC-JP or ISO-2022-JP, which have the rows of Shift_JIS in another place."""
+    """The character of two bytes of EUC-JP or ISO-2022-JP, converted to Shift_JIS, which orders its rows differently.
+    """
     row, cell = (byte & 0x7f for byte in pair.ljust(2, b"\0"))
     if not (0x21 <= row <= 0x7e and 0x21 <= cell <= 0x7e and pair[0] & 0x80 == pair[1] & 0x80):
         return ""
@@ -93,16 +94,16 @@ codecs.register_error(ERROR_HANDLER, _handle_decode_error)
 
 
 PRESCAN_BYTES = 1024
-"""Bytes at the start of a page."""
+"""Bytes at the start of a page that are searched first."""
 BYTE_ORDER_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xfe\xff", "utf-16be"), (b"\xff\xfe", "utf-16le"))
 UTF16_STARTS = ((b"<\0", "utf-16le"), (b"\0<", "utf-16be"))
-"""Of pages in UTF-16 that have no mark: nothing else begins like this."""
+"""UTF-16 without a mark; no other page begins like this."""
 MICROSOFT_CODE_PAGES = {"cp932": "shift_jis", "cp949": "euc-kr", "cp950": "big5"}
 
 _PLAIN = re.compile(r"[A-Za-z0-9]{1,20}(?:[_-][A-Za-z0-9]{1,20}){0,3}")
 _XML = re.compile(rb"<\?xml[^>]*?encoding[\0-\x20]*=[\0-\x20]*(?:\"([^\"\0-\x20>]*)\"|'([^'\0-\x20>]*)')")
 _TAG = re.compile(rb"<(?:!--|[!?]|/[^a-z]|(/?[a-z][^\t\n\f\r />]*))", re.IGNORECASE)
-# A name, and a value after "=": none where the page ends within it.
+# A name, and an optional value after "="; no match if the page ends within it.
 _ATTRIBUTE = re.compile(rb"""[\t\n\f\r /]*+([^\t\n\f\r />][^\t\n\f\r />=]*+)(?:[\t\n\f\r ]*+=[\t\n\f\r ]*+
                              (?:"([^"]*+)"|'([^']*+)'|([^\t\n\f\r >"'][^\t\n\f\r >]*+)(?=[\t\n\f\r >])|(?=>)))?""",
                         re.VERBOSE)
@@ -112,25 +113,25 @@ _IN_CONTENT = re.compile(rb"""charset[\t\n\f\r ]*+=[\t\n\f\r ]*+
                               (?:"([^"]*)"|'([^']*)'|([^\t\n\f\r ;"'][^\t\n\f\r ;]*))""", re.IGNORECASE | re.VERBOSE)
 _RAW_END = {name: re.compile(rb"</" + name + rb"[\t\n\f\r />]", re.IGNORECASE)
             for name in (b"script", b"style", b"title", b"noscript")}
-"""Elements of a head inside which a tag is none."""
+"""Head elements whose content is not parsed for tags."""
 
 
 def encoding_of_bom(page: bytes) -> tuple[Encoding, int] | None:
-    """The encoding that a byte order mark names, and the bytes of the mark."""
+    """(encoding, length of the mark) of a byte order mark."""
     return next(((known_encoding(name), len(mark)) for mark, name in BYTE_ORDER_MARKS if page.startswith(mark)), None)
 
 
 def declared_encoding(page: bytes) -> Encoding | None:
-    """What a page without a mark says in its first bytes, or else in its head; None where that is nothing we know."""
+    """The encoding that a page without a mark declares in its first bytes or head; None if it declares none we know."""
     for start, name in UTF16_STARTS:
         if page.startswith(start):
             return known_encoding(name)
-    return _meta_encoding(page[:PRESCAN_BYTES], in_head=False) or _xml_encoding(page[:PRESCAN_BYTES]) or _meta_encoding(
-        page, in_head=True)
+    return (_meta_encoding(page[:PRESCAN_BYTES], in_head=False) or _xml_encoding(page[:PRESCAN_BYTES])
+            or _meta_encoding(page, in_head=True))
 
 
 def encoding_of_label(label: str) -> Encoding | None:
-    """The encoding of a label of the web; or of one that Python knows as another name of such a one (`latin-1`)."""
+    """The encoding of a web label, or of another name that Python knows for it (`latin-1`)."""
     encoding = lookup(label)
     if encoding is None and _PLAIN.fullmatch(label):
         try:
@@ -142,7 +143,7 @@ def encoding_of_label(label: str) -> Encoding | None:
 
 
 def known_encoding(name: str) -> Encoding:
-    """The encoding of a label that is one."""
+    """The encoding of a valid label."""
     encoding = lookup(name)
     assert encoding is not None, name
     return encoding
@@ -154,7 +155,7 @@ def _xml_encoding(page: bytes) -> Encoding | None:
 
 
 def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
-    """The first `<meta>` that names an encoding. `in_head`: as a parser finds it, not beyond the head."""
+    """The encoding of the first `<meta>` that names one. `in_head`: search as a parser does, to the end of the head."""
     at = 0
     while tag := _TAG.search(page, at):
         name = (tag[1] or b"").lower()
@@ -180,7 +181,7 @@ def _meta_encoding(page: bytes, in_head: bool) -> Encoding | None:
 
 
 def _parse_attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
-    """Those of a tag, and where it ends; 0: the page ends first."""
+    """(attributes of a tag, its end); end 0 if the page ends first."""
     found: dict[bytes, bytes] = {}
     while not (end := _TAG_END.match(page, at)):
         attribute = _ATTRIBUTE.match(page, at)
@@ -192,7 +193,7 @@ def _parse_attributes(page: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
 
 
 def _encoding_of_meta(attributes: dict[bytes, bytes]) -> Encoding | None:
-    """The encoding that the attributes of a `<meta>` name."""
+    """The encoding in the attributes of a `<meta>`."""
     if b"charset" in attributes:
         return _encoding_of_ascii_label(attributes[b"charset"])
     if attributes.get(b"http-equiv", b"").lower() != b"content-type":
@@ -202,7 +203,7 @@ def _encoding_of_meta(attributes: dict[bytes, bytes]) -> Encoding | None:
 
 
 def _encoding_of_ascii_label(label: bytes) -> Encoding | None:
-    """The encoding of a label that was read as ASCII, where the bytes are as it says."""
+    """The encoding of a label read as ASCII: UTF-16 is impossible then and means UTF-8."""
     encoding = encoding_of_label(label.decode("latin-1"))
     if encoding is None:
         return None
@@ -214,16 +215,16 @@ NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused
 
 UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 SNIFFED_BYTES = 1445
-"""Bytes in which one that is in no text says that the whole is none, as browsers look at what has no type."""
+"""Bytes searched for binary data, as in browsers' MIME sniffing."""
 _BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
 _RUNS = re.compile(b"[\x80-\xff]+")
 _BEYOND_ASCII = re.compile("[^\0-\x7f\ufffd]")
 MAX_WESTERN_RUN = 2
-"""Bytes outside ASCII that follow each other, on average and at most, in languages that windows-1252 is for."""
+"""Average length of runs of non-ASCII bytes, at most, in languages that use windows-1252."""
 
 
 def encoding_name(text: str) -> str:
-    """The name of the encoding that a label means on the web; ValueError where it means none."""
+    """The encoding name of a web label; ValueError if it has none."""
     encoding = encoding_of_label(text)
     if encoding is None or encoding.name == "replacement":
         raise ValueError(text)
@@ -231,7 +232,7 @@ def encoding_name(text: str) -> str:
 
 
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """The text, and what was repaired. `charset`: of the server; `repair`: guess where there is nothing to go by."""
+    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
     if page.startswith(UTF32):
         raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
     bom = encoding_of_bom(page)
@@ -250,14 +251,14 @@ def _not_in_encoding(encoding: Encoding) -> str:
 
 
 def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """A page that says nothing: UTF-8 if most of it is, else windows-1252 if that is likely."""
+    """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
     utf8 = known_encoding("utf-8")
     text, malformed = decode_as(page, utf8)
     if not malformed:
         return text, ()
     if binary := _BINARY.search(page[:SNIFFED_BYTES]):
         raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
-    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or cut off in a character
+    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
         return text, (_not_in_encoding(utf8),)
     runs = _RUNS.findall(page)
     if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):

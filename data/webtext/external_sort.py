@@ -18,22 +18,20 @@ from numpy.typing import NDArray
 from data.storage import write_errors_for
 
 Rows = NDArray[np.uint64]
-"""(rows, numbers)"""
+"""[rows, numbers]."""
 
 
 class RowSorter:
-    """Takes rows in any order, gives them back sorted.
-
-    Merge sort: whatever fits is a sorted run; then the next piece of every run is held, and all rows up to the smallest
-    last row of these pieces are next. So no distribution of the rows, many equal ones for instance, needs more memory.
-    """
+    """Takes rows in any order and returns them sorted. Merge sort: each full buffer becomes a sorted run in a file.
+    Merging holds a block of every run, and emits all rows up to the smallest last row of these blocks. Memory does not
+    depend on the distribution of rows, such as many equal ones."""
 
     def __init__(self, folder: Path, width: int, memory: int) -> None:
         self._folder, self._width = folder, width
-        self._capacity = max(1, memory // (32 * width))  # rows; sorting needs as much again, twice
+        self._capacity = max(1, memory // (32 * width))  # rows; sorting needs twice as much again
         self._buffered: list[Rows] = []
         self._buffered_rows = 0
-        self._runs: list[tuple[int, int]] = []  # first row in the file, and one after the last
+        self._runs: list[tuple[int, int]] = []  # (first row, end row) in the file
         self._file = _unnamed_file(folder, self)
 
     def add(self, rows: Rows) -> None:
@@ -45,13 +43,13 @@ class RowSorter:
             self._buffered_rows += len(part)
 
     def add_each(self, rows: Iterable[Sequence[int]]) -> None:
-        """Rows one by one."""
+        """Add rows one by one."""
         iterator = iter(rows)
         while part := list(islice(iterator, 1024)):
             self.add(np.array(part, np.uint64))
 
     def sorted(self) -> Iterator[Rows]:
-        """All rows in order, some at a time."""
+        """All rows in order, in blocks."""
         if self._runs:
             self._spill()
             yield from self._merged()
@@ -71,13 +69,13 @@ class RowSorter:
         cursors = [first for first, _ in self._runs]
         buffered = [np.empty((0, self._width), np.uint64) for _ in self._runs]
         while True:
-            # Every piece is filled up each time, else the emptiest would set a slow pace for all.
+            # Refill every block each time; otherwise the emptiest one slows down all.
             for number, (_, stop) in enumerate(self._runs):
                 count = min(rows_per_run - len(buffered[number]), stop - cursors[number])
                 if count > 0:
                     buffered[number] = np.concatenate([buffered[number], self._read(cursors[number], count)])
                     cursors[number] += count
-            # Rows that are still in the file come after the last one that is held of their run.
+            # Rows still in the file come after the last row held of their run.
             lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(buffered, cursors, self._runs) if cursor < stop]
             if not lasts:
                 break
@@ -94,7 +92,7 @@ class RowSorter:
 
 
 def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
-    """A file that is closed, and so gone, with its owner."""
+    """A temporary file that is closed, and so deleted, with its owner."""
     with write_errors_for(folder):
         file = tempfile.TemporaryFile(dir=folder)
     weakref.finalize(owner, file.close)
@@ -102,16 +100,16 @@ def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
 
 
 def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
-    """The rows of some blocks one by one, as numbers of Python (which take ten times the room, so not all at once)."""
+    """Rows one by one as Python integers, which need ten times the memory, so not all at once."""
     for block in blocks:
         for start in range(0, len(block), 1024):
             yield from block[start:start + 1024].tolist()
 
 
 def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
-    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key): with the first `max_earlier`
-    only."""
-    head: Rows | None = None  # the first rows of the last key so far
+    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key), with the first `max_earlier` only.
+    """
+    head: Rows | None = None  # first rows of the last key so far
     for block in blocks:
         old = 0 if head is None else len(head)
         rows = block if head is None else np.concatenate([head, block])
@@ -131,8 +129,8 @@ def _sort(rows: Rows) -> Rows:
 
 
 def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
-    """How many of the sorted rows are not after `last`."""
-    low, high = 0, len(rows)  # rows before low are smaller; those from low to high are equal in the numbers seen
+    """Number of sorted rows that are not after `last`."""
+    low, high = 0, len(rows)  # rows before low are smaller; rows from low to high are equal in the columns so far
     for column, number in zip(np.ascontiguousarray(rows.T), last):
         column = column[low:high]
         low, high = (low + int(np.searchsorted(column, number, side)) for side in ("left", "right"))
@@ -140,10 +138,8 @@ def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
 
 
 class LineBuckets:
-    """Takes (bucket, key, line); gives the lines of one bucket back in the order of their keys, which are distinct.
-
-    One file holds all buckets, each as a chain of pieces: any number of buckets, no limit on open files.
-    """
+    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
+    buckets as chains of segments, so any number of buckets needs one open file."""
 
     def __init__(self, folder: Path, buckets: int, memory: int) -> None:
         self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
@@ -161,7 +157,7 @@ class LineBuckets:
             self._spill(bucket)
 
     def lines(self, bucket: int) -> Iterator[bytes]:
-        """The lines of a bucket, which is loaded whole."""
+        """The sorted lines of a bucket, which is loaded into memory."""
         self._spill(bucket)
         raw = bytearray()
         for offset, size in self._chains[bucket]:

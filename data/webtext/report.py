@@ -1,7 +1,7 @@
-"""What happened to a corpus: a table for the terminal, JSON for programs, a page with plots for people.
+"""The report of a corpus: a table for the terminal, JSON for programs, a page with plots.
 
-All three say the same, from the records of the stages alone, and hold neither times nor paths: the same corpus gives
-the same report.
+All three have the same content, from the stage records only, without times or paths: the same corpus gives the same
+report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.webtext.stage_folder import StageRecord
 REPORTS = ("report.txt", "report.json", "report.html")
 
 LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 320, 360, 18
-"""Of a plot, in pixels: room for the labels, length of the longest bar, height of a row."""
+"""Sizes of a plot in pixels."""
 KEPT_COLOUR, DROPPED_COLOUR = "#2a7", "#c54"
 STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
          "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
@@ -26,7 +26,7 @@ STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto
 
 
 def summary_line(record: StageRecord) -> str:
-    """One stage in a line."""
+    """A stage in one line."""
     counts = record.counts
     dropped = ", ".join(f"{reason} {number}" for reason, number in _drops_by_count(counts))
     repaired = ", ".join(f"{reason} {number}" for reason, number in sorted(counts.repaired.items()))
@@ -38,7 +38,7 @@ def summary_line(record: StageRecord) -> str:
 
 
 def write_report(folder: Path, records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> None:
-    """`report.txt`, `report.json` and `report.html`."""
+    """Write `report.txt`, `report.json` and `report.html`."""
     write_json_atomic(folder / "report.json", {
         "stages": [{"stage": record.stage, **record.counts.to_json(), "notes": list(record.notes)}
                    for record in records], "corpora": list(corpora)})
@@ -49,7 +49,7 @@ def write_report(folder: Path, records: Sequence[StageRecord], corpora: Sequence
 
 
 def text_table(records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> str:
-    """A row for each stage, the reasons under it."""
+    """A row per stage, with its reasons below."""
     rows = [("stage", "in", "kept", "", "bytes kept")]
     for record in records:
         counts = record.counts
@@ -71,7 +71,7 @@ def _corpus_line(corpus: dict[str, Any]) -> str:
 
 
 def html_page(records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> str:
-    """One HTML file that needs no other."""
+    """A self-contained HTML file."""
     first, last = records[0].counts, records[-1].counts
     bars = [(record.stage, record.counts.documents_kept, KEPT_COLOUR) for record in records]
     reasons = [(f"{record.stage}: {reason}", number, DROPPED_COLOUR)

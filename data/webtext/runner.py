@@ -1,8 +1,8 @@
-"""One stage from its inputs to a finished folder: units to workers, counts and shards back.
+"""Run one stage from its inputs to a finished folder: units to workers, counts and shards back.
 
-Shard k of the output is made of unit k of the input, by whichever worker: the files are the same for any number of
-them. A map stage is resumed shard by shard: a shard counts when its own small record is beside it. A line that
-holds no document, or that a library does not survive, is an error or a counted loss (`--on-error`), never a surprise.
+Output shard k comes from input unit k, so files do not depend on the number of workers. A map stage resumes shard by
+shard: a shard is finished if its own small record is beside it. A line without a document, or one that crashes a
+library, is an error or is counted as a loss (`--on-error`).
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ from data.webtext.stage_folder import (SINGLE_MACHINE, OutputShard, StageRecord,
 SHARD_BYTES = 1 << 24
 
 ReportCounts = Callable[[DocumentCounts], None]
-"""A global stage calls it with the counts of what it has just written."""
+"""Called by a global stage with the counts of what it has just written."""
 GlobalStageFunction = Callable[[Sequence[Path], Path, Any, int, ReportCounts], None]
-"""(shards in order, folder for what it writes, options, workers, report)"""
+"""(shards in order, output folder, options, workers, report) -> None."""
 
 
 @dataclass(frozen=True)
 class GlobalStage:
-    """A stage that looks at all documents. Options with a field `part` can be told to write a share of the shards."""
+    """A stage that needs all documents. If its options have a field `part`, it can write a share of the shards."""
 
     name: str
     run: GlobalStageFunction
     options: Any
     prepare_share: Callable[[Sequence[Path], Path, Any, int, int, int], None] | None = None
-    """(shards, folder, options, workers, i, n): the part of the work that several machines can do before `run`."""
+    """(shards, folder, options, workers, i, n): work that several machines can share before `run`."""
 
 
 @dataclass(frozen=True)
 class MapStage:
-    """A stage that looks at one document at a time."""
+    """A stage that processes documents one by one."""
 
     name: str
     make_function: Callable[[Any], DocumentFunction]
-    """A function of a module: workers call it with the options, once each."""
+    """A module-level function; each worker calls it once with the options."""
     options: Any
     """A frozen dataclass of plain values."""
     files: tuple[str, ...] = ()
-    """Files besides the documents that the result depends on."""
+    """Other files that the result depends on."""
     second_pass: GlobalStage | None = None
-    """A second pass, over all that the first kept; not where this machine has a share of the documents only."""
+    """A second pass over all kept documents; not run if this machine has only a share."""
 
 
 @dataclass(frozen=True)
 class StageRunOptions:
-    """How a stage is run. Only `shard_bytes` and `shard` have a part in what comes out."""
+    """How a stage is run. Only `shard_bytes` and `shard` affect the output."""
 
     workers: int = 1
     shard: tuple[int, int] = SINGLE_MACHINE
-    """This machine's number, from 0, of how many."""
+    """(number of this machine from 0, number of machines)."""
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One unit of a map stage and the shard it becomes."""
+    """One unit of a map stage and its output shard."""
 
     unit: WorkUnit
     target: Path
@@ -83,18 +83,18 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What became of a job."""
+    """The result of a job."""
 
     shard: OutputShard
     counts: DocumentCounts
     notes: tuple[str, ...] = ()
-    """Each file that could not be read to its end."""
+    """Files that could not be read to the end."""
 
 
 def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
                   read_options: WebReadOptions = WebReadOptions(),
                   run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
-    """Bring a map stage to its end, from wherever it stopped."""
+    """Run a map stage, continuing where it stopped."""
     sources, notes = find_source_files(inputs, read_options.format)
     check_output_is_apart([*inputs, *(source.path for source in sources), *stage.files], output)
     units = plan_units(sources, run_options.shard_bytes)
@@ -124,17 +124,15 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
 
 def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: Path,
                      run_options: StageRunOptions = StageRunOptions()) -> StageRecord | None:
-    """Bring a global stage to its end; what it finds of itself in its folder is its own business.
-
-    None: this machine's share is prepared, and the same command without a share does the rest.
-    """
+    """Run a global stage, which may reuse its own files. Returns None if only this machine's share is prepared: the
+    same command without --shard does the rest."""
     sources = [source for path in inputs for source in shards_of_stage(Path(path))]
     shards = [Path(source.path) for source in sources]
     check_output_is_apart(inputs, output)
     preparing = stage.prepare_share if run_options.shard != SINGLE_MACHINE else None
     parameters = asdict(stage.options)
     if "part" in parameters:
-        del parameters["part"]  # the key names the share apart from them, so that `merge` can compare them
+        del parameters["part"]  # the key holds the share separately, so that `merge` can compare parameters
         stage = replace(stage, options=replace(stage.options, part=run_options.shard))
     elif run_options.shard != SINGLE_MACHINE and not preparing:
         raise DataError(f"{stage.name} --shard: this stage cannot be shared between machines; leave it out")
@@ -142,7 +140,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
                     SINGLE_MACHINE if preparing else run_options.shard)
     if preparing:
         with open_stage_folder(output, key) as (record, folder):
-            pass  # other machines prepare their shares at the same time: no lock
+            pass  # no lock: other machines prepare their shares at the same time
         if not record:
             check_shard_content([sources[k] for k in machine_share(len(sources), *run_options.shard)],
                                 run_options.workers)
@@ -160,7 +158,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
 
 def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
                     run_options: StageRunOptions) -> DocumentCounts:
-    """Run a pass over all documents; its counts."""
+    """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
         def report(part: DocumentCounts) -> None:
@@ -173,27 +171,26 @@ def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
 
 
 def progress_bar(name: str, size: int) -> tqdm[NoReturn]:
-    """A progress bar over bytes, on a terminal only."""
+    """A progress bar over bytes, only on a terminal."""
     return tqdm(total=size, desc=name, unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None)
 
 
 def source_fingerprints(sources: Sequence[SourceFile], workers: int) -> list[dict[str, Any]]:
-    """Name and content of every input; files that are not shards are read for it."""
+    """Name and content digest of every input; reads files that are not shards."""
     unknown = [source for source in sources if source.sha256 is None]
-    large = sum(source.size for source in unknown) > SHARD_BYTES  # worth starting processes for
+    large = sum(source.size for source in unknown) > SHARD_BYTES  # enough to be worth processes
     crcs = dict(zip(unknown, file_checksums([source.path for source in unknown], workers if large else 1)))
     return [{"name": source.name, "format": source.format, "bytes": source.size,
              "content": source.sha256 or crcs[source]} for source in sources]
 
 
 def check_shard_content(sources: Sequence[SourceFile], workers: int) -> None:
-    """Whether the shards among them are what the stage before wrote, for which they are read: before there is work to
-    do with them, and not for what is done already."""
+    """Check the SHA-256 of the shards among `sources`, before work that uses them."""
     check_sha256({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
 
 
 def file_checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
-    """Of the content of each file."""
+    """CRC-32 of each file."""
     try:
         return list(checksum_in_threads(crc32_file, paths, workers))
     except OSError as error:
@@ -202,7 +199,7 @@ def file_checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
 
 def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOptions,
              run_options: StageRunOptions) -> list[ShardResult]:
-    """What became of every job, now or before."""
+    """The results of all jobs; finished ones are not repeated."""
     done = {job.target: part for job in jobs if (part := read_finished_job(job.target))}
     left = [job for job in jobs if job.target not in done]
     check_shard_content([piece.source for job in left for piece in job.unit], run_options.workers)
@@ -217,7 +214,7 @@ def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOpt
 
 
 def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> ShardResult:
-    """Run the stage over one unit; the shard first, then the record beside it that says so."""
+    """Run the stage over one unit; writes the shard first, then its record."""
     function = load_stage_function(stage, tuple(file_checksums(stage.files)))
     counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()
     with staged_file(job.target) as file:
@@ -242,7 +239,7 @@ def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> ShardRes
 
 
 def read_finished_job(target: Path) -> ShardResult | None:
-    """What `run_job` left, if it came to its end (and was not moved away by a `publish` that did not)."""
+    """The result of a job that finished earlier and is still in place; else None."""
     value = read_json_or_none(target.with_suffix(".json"))
     if value is None or not target.is_file():
         return None
@@ -251,26 +248,26 @@ def read_finished_job(target: Path) -> ShardResult | None:
 
 @cache
 def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
-    """Models and word lists are loaded once in each process, and again when `files`, their checksums, change."""
+    """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
     function: DocumentFunction = stage.make_function(stage.options)
     return function
 
 
 def apply_to_document(function: DocumentFunction, record: ReadResult,
                       read_options: WebReadOptions) -> Document | DroppedDocument:
-    """The stage's word on one record. A fault of the input or of a library is an error only when strict."""
+    """Apply the stage to one record. Faults of the input or a library raise only with --on-error strict."""
     if isinstance(record.value, DocumentError):
         fault = record.value
     else:
         try:
             return function(record.value)
-        except DataError:  # of the stage itself: a package is missing, say
+        except DataError:  # of the stage itself, such as a missing package
             raise
-        except Exception as error:  # a library that does not survive the document
+        except Exception as error:  # a library failed on this document
             fault = DocumentError("failed", f"{type(error).__name__}: {error}")
     if read_options.on_error == "strict":
         path = record.file_range.source.path
-        if fault.reason != UNREADABLE and (damage := find_damage(path)):  # which made nonsense of text, perhaps
+        if fault.reason != UNREADABLE and (damage := find_damage(path)):  # perhaps the cause of the fault
             raise DataError(f"{path}: cannot read: {damage}; before that, {record.location()} {fault}")
         raise DataError(f"{record.location()} {fault}")
     return DroppedDocument(fault.reason)

@@ -33,7 +33,7 @@ MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
 
 
 def html_page_of(title: str, text: str) -> str:
-    """The text as a site would show it."""
+    """The text as an HTML page."""
     paragraphs = "".join(f"<p>{html.escape(part)}</p>\n" for part in text.split("\n\n"))
     return (f"<!DOCTYPE html>\n<html><head><title>{html.escape(title)}</title><style>p {{ margin: 1em }}</style></head>"
             f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{html.escape(title)}</h1>\n"
@@ -41,7 +41,7 @@ def html_page_of(title: str, text: str) -> str:
 
 
 def replace_some_words(text: str, rng: random.Random) -> str:
-    """One word in a hundred replaced."""
+    """Replace one word in a hundred."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), len(words) // 100):
         words[place] = "edited"
@@ -53,7 +53,7 @@ def url_of(text: str) -> str:
 
 
 def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
-    """What should not survive, or not as it is."""
+    """Documents that the stages should drop or change."""
     long = [text for text in texts if len(text) > 2000]
     some = rng.sample(long, min(120, len(long) // 2))
     made = [{"text": text, "url": f"http://mirror.example.net/{k}"} for k, text in enumerate(some[:40])]
@@ -69,7 +69,6 @@ def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str
 
 
 def build_sample(folder: Path, packages: Sequence[str] = PACKAGES, workers: int = 1) -> None:
-    """Write the files."""
     rng = random.Random(SEED)
     texts = collect_documents(packages, workers)
     pages, plain, rest = texts[:100], texts[100:120], texts[120:]

@@ -27,26 +27,24 @@ FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
 ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
                       ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
                       ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
-"""What is not one document: a name, and the bytes at a place by which it is known."""
+"""Archives: (name, offset, signature)."""
 UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file."""
-
     path: str
     name: str
-    """Its place in the folder that was named, or its own name: what output may depend on."""
+    """Path within the named folder, or the file's name: outputs depend on this only."""
     format: str
     size: int
     sha256: str | None = None
-    """Known of a shard."""
+    """Known for shards only."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """The lines that begin in [start, stop), or all of a source that cannot be cut (stop None)."""
+    """The lines that begin in [start, stop), or a whole source that cannot be split (stop None)."""
 
     source: SourceFile
     start: int = 0
@@ -57,11 +55,8 @@ WorkUnit = tuple[FileRange, ...]
 
 
 def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[SourceFile], list[str]]:
-    """The sources behind some paths, in the order given and by name within a folder; and notes on what is left out.
-
-    Left out are, in folders only, files whose names do not say what they hold, hidden ones, pipes and sockets. Links
-    are followed, but not round and round.
-    """
+    """(sources of the paths, in order and by name within a folder; notes on what was left out). In folders, files of
+    unknown kind, hidden files, pipes and sockets are left out. Links are followed, but not in loops."""
     sources: list[SourceFile] = []
     notes = []
     for path in map(Path, inputs):
@@ -90,7 +85,7 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
 
 
 def shards_of_stage(folder: Path) -> list[SourceFile]:
-    """The shards of a complete stage, in order."""
+    """The shards of a complete stage, in order; DataError otherwise."""
     if not (folder / STAGE_FILE).exists():
         kind = f"a folder without {STAGE_FILE}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
         what = ("this stage is not complete; run its command again first" if (folder / WORK_FOLDER).exists() else
@@ -108,12 +103,12 @@ def shards_of_stage(folder: Path) -> list[SourceFile]:
 
 
 def format_of(name: str) -> str:
-    """What a name says of the content, under any compression; "" if nothing."""
+    """The format that a name implies, under any compression; "" if unknown."""
     return FORMAT_OF_SUFFIX.get(Path(strip_compression_suffix(name)).suffix, "")
 
 
 def _source_file(path: Path, name: str, format: str) -> SourceFile:
-    check_is_file(path)  # it is read for its checksum, and then for good
+    check_is_file(path)  # it is read twice: for its checksum, then its content
     if format in ("text", "html", "urls"):
         _check_is_not_archive(path, format)
     elif format == "auto":
@@ -129,23 +124,23 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
 
 
 def _check_is_not_archive(path: Path, format: str) -> None:
-    """All that is in one would become one document, the headers of records included."""
+    """Raise for archives: all content, headers included, would become one document."""
     head = b""
-    with suppress(OSError), open_decompressed(str(path)) as file:  # what cannot be read is counted where it is read
+    with suppress(OSError), open_decompressed(str(path)) as file:  # read errors are counted later
         head, _ = read_until_damage(file, 512)
     if kind := archive_kind(head):
         raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
 
 
 def archive_kind(content: bytes) -> str | None:
-    """By the first 512 bytes."""
+    """The archive format, by the first 512 bytes; None if it is none."""
     return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
 
 
 def _detect_json_layout(path: Path) -> str:
-    """What a .json file is: an array, one object on several lines, or (the usual name of it) objects line by line."""
+    """Layout of a .json file: an array, one object over several lines, or (most common) an object per line."""
     with open_decompressed(str(path)) as file:
-        head, damage = read_until_damage(file, 1 << 16)  # damage is counted when it is read for good
+        head, damage = read_until_damage(file, 1 << 16)  # damage is counted later
         start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         while head and not start and not damage:
             head, damage = read_until_damage(file, 1 << 16)
@@ -155,7 +150,7 @@ def _detect_json_layout(path: Path) -> str:
 
 
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
-    """Units of about `shard_bytes`: large files of lines are cut, small files put together."""
+    """Units of about `shard_bytes`: large line-based files are split, small files combined."""
     units: list[WorkUnit] = []
     unit: list[FileRange] = []
     filled = 0
@@ -179,5 +174,5 @@ def _split_file(source: SourceFile, shard_bytes: int) -> Iterator[FileRange]:
 
 
 def unit_bytes(unit: WorkUnit) -> int:
-    """Bytes on the disk."""
+    """Size on disk."""
     return sum((piece.source.size if piece.stop is None else piece.stop) - piece.start for piece in unit)

@@ -35,7 +35,7 @@ ReportShuffled = Callable[[DocumentCounts], None]
 class ShuffleOptions:
     seed: int = 0
     shards: int | None = None
-    """How many to write; default: as many as there are."""
+    """Number of shards to write; default: as many as in the input."""
     memory: int = 1 << 30
     part: tuple[int, int] = (0, 1)
     """(i, n): write the i-th n-th of the shards."""
@@ -43,13 +43,13 @@ class ShuffleOptions:
 
 def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
                 report: ReportShuffled) -> None:
-    """Write the shards. Moving bytes is all the work, so one process does it, whatever `workers` says."""
+    """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
     work = make_folder(output / ".work")
     total = options.shards or max(1, len(inputs))
     own_shards = machine_share(total, *options.part)
     size = sum(whole_file(path).stop for path in inputs)
     buckets_per_shard = max(1, -(-4 * size //
-                                 (options.memory * total)))  # buckets of a shard; a bucket takes a quarter of memory
+                                 (options.memory * total)))  # per shard; a bucket uses a quarter of the memory
     buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
     for key, line in zip(shuffle_keys(options.seed), chain.from_iterable(map(read_shard_lines, inputs))):
         bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
@@ -67,7 +67,7 @@ def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, w
 
 
 def shuffle_keys(seed: int) -> Iterator[int]:
-    """The keys of documents 0, 1, 2, ...; all are distinct."""
+    """The distinct keys of documents 0, 1, 2, ..."""
     start = splitmix64(np.array([seed % (1 << 64)], np.uint64))
     for first in count(0, 4096):
         yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
@@ -90,13 +90,13 @@ class SplitOptions:
 
 @dataclass(frozen=True)
 class SplitTask:
-    """One shard to split."""
+    """A shard to split."""
 
     path: Path
     output: Path
     name: str
     first: int
-    """Number of its first document, where that is known."""
+    """Number of its first document, if known."""
 
 
 def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportSplit) -> None:
@@ -115,7 +115,7 @@ def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, worke
 
 
 def split_shard(task: SplitTask, shares: Sequence[Fraction], ranges: Sequence[range], seed: int) -> DocumentCounts:
-    """By the ranges of document numbers, or if there are none by hash."""
+    """Split by the ranges of document numbers, or by hash without ranges."""
     counts = DocumentCounts()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
@@ -133,7 +133,7 @@ def split_shard(task: SplitTask, shares: Sequence[Fraction], ranges: Sequence[ra
 
 
 def part_of_text_hash(text: str, shares: Sequence[Fraction], seed: int) -> int:
-    """Which part a text belongs to."""
+    """The part of a text by its hash."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
     return next(place for place, bound in enumerate(accumulate(shares)) if point < bound)

@@ -24,13 +24,11 @@ from data.webtext.documents import DocumentCounts
 
 SINGLE_MACHINE = (0, 1)
 REVISION = 3
-"""Raised whenever the same inputs and parameters would give another output."""
+"""Increment it when the same inputs and parameters would give another output."""
 
 
 @dataclass(frozen=True)
 class OutputShard:
-    """One shard."""
-
     name: str
     documents: int
     bytes: int
@@ -39,7 +37,7 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A finished stage."""
+    """The record of a finished stage."""
 
     key: Mapping[str, Any]
     counts: DocumentCounts
@@ -58,13 +56,13 @@ class StageRecord:
 
 def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]],
               shard: tuple[int, int] = SINGLE_MACHINE) -> dict[str, Any]:
-    """As it comes back from JSON, so that equal keys compare equal."""
+    """The key, normalized through JSON, so that equal keys compare equal."""
     key = {"stage": stage, "revision": REVISION, "parameters": parameters, "shard": list(shard), "inputs": inputs}
     return dict(json.loads(json.dumps(key)))
 
 
 def read_json_or_none(path: Path) -> Any:
-    """The value in a file; None where there is none that can be read."""
+    """The JSON value in a file; None if it is missing or invalid."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -76,7 +74,7 @@ def key_digest(key: Mapping[str, Any]) -> str:
 
 
 def read_stage_record(folder: Path) -> StageRecord | None:
-    """The record of a folder; None where there is none, or none that can be read."""
+    """The record in a folder; None if it is missing or invalid."""
     value = read_json_or_none(folder / STAGE_FILE)
     try:
         return StageRecord(value["key"], DocumentCounts.from_json(value["counts"]),
@@ -86,13 +84,13 @@ def read_stage_record(folder: Path) -> StageRecord | None:
 
 
 def shards_are_complete(folder: Path, record: StageRecord) -> bool:
-    """Whether every shard is there in its size."""
+    """Whether every shard exists with its size."""
     return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
                for output in record.outputs)
 
 
 def merge_records(folders: Sequence[Path]) -> StageRecord:
-    """The record of the whole from those of its shares: the one that a run on a single machine would have left."""
+    """Combine the records of all shares into the one that a single machine would have written."""
     records = []
     for folder in folders:
         record = read_stage_record(folder)
@@ -120,7 +118,7 @@ def merge_records(folders: Sequence[Path]) -> StageRecord:
 
 
 def describe_shard(folder: Path, name: str) -> OutputShard:
-    """A shard that someone else wrote."""
+    """The record entry of an existing shard."""
     sha256, size, documents = hashlib.sha256(), 0, 0
     with open(folder / name, "rb") as file:
         while chunk := file.read(READ_BYTES):
@@ -131,23 +129,21 @@ def describe_shard(folder: Path, name: str) -> OutputShard:
 
 
 DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"
-"""A file that is no shard, and the stage that writes it."""
+"""A file that is not a shard, and the stage that writes it."""
 CLEARED_RECORD = "cleared.json"
-"""In `.work`: the record of a stage that is being removed."""
+"""In `.work`: the record of a stage whose removal is in progress."""
 
 
 @contextmanager
 def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[StageRecord | None, Path]]:
-    """The record of a stage that is done, or else the folder to make it in, while no other process does.
-
-    What an earlier stage with another key left here goes; what is not a stage's is not touched.
-    """
+    """Lock the folder; yield (record of the finished stage, or None, work folder). Removes an earlier stage with
+    another key; other files are not touched."""
     make_folder(output)
     folder = output / WORK_FOLDER / key_digest(key)
     with wait_for_lock(output / ".lock"):
         record = read_stage_record(output)
         if record and record.key == key and shards_are_complete(output, record):
-            shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)  # killed between the record and this
+            shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)  # left by a kill after the record was written
             yield record, folder
             return
         if not folder.is_dir():
@@ -158,7 +154,7 @@ def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[St
 
 
 def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
-    """What is made in a folder replaces what is there, and lies among what is read from a folder around it."""
+    """Raise if an output folder overlaps an input: outputs replace files, and would be read as input."""
     place = Path(os.path.realpath(output))
     for given in inputs:
         path = Path(os.path.realpath(given))
@@ -175,7 +171,7 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
 
 
 def remove_stage(output: Path) -> None:
-    """Remove a stage: the shards that it lists, and nothing else. `.work` stays to the end: it says whose they are."""
+    """Delete the shards that a stage lists and nothing else. `.work` is removed last, since it records the owner."""
     work, record = output / WORK_FOLDER, output / STAGE_FILE
     if record.exists() and read_stage_record(output) is None:
         raise DataError(f"{record}: not the record of a stage; remove that folder, or choose another --output")
@@ -196,7 +192,7 @@ def remove_stage(output: Path) -> None:
 
 
 def _recorded_files(path: Path) -> set[str]:
-    """The files that the record of a stage lists."""
+    """The files that a stage's record lists."""
     value = read_json_or_none(path)
     try:
         names = {str(output["name"]) for output in value["outputs"]}
@@ -207,8 +203,8 @@ def _recorded_files(path: Path) -> set[str]:
 
 
 def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecord:
-    """Move the shards to where they belong, then write the record. What it lists is ours from here on, also for a
-    process that finds only some of it there."""
+    """Move the shards into place, then write the record. The work folder's copy of it marks them as ours if the move is
+    interrupted."""
     moved_before = _recorded_files(folder / STAGE_FILE)
     with write_errors_for(output):
         record.write(folder)
@@ -232,13 +228,13 @@ def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecor
 
 
 def describe_shards_in(folder: Path) -> tuple[OutputShard, ...]:
-    """The shards in a folder and its folders."""
+    """The shards in a folder and its subfolders."""
     names = sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl"))
     return tuple(describe_shard(folder, name) for name in names)
 
 
 def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
-    """One folder of the shares that several machines made. The shards are linked where that is possible."""
+    """Combine the shares of several machines in one folder; links shards if possible."""
     check_output_is_apart(folders, output)
     merged = merge_records(folders)
     shards = {part / shard.name: shard for part in folders for shard in shards_of_record(part)}
@@ -253,7 +249,7 @@ def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
                 target.unlink(missing_ok=True)
                 try:
                     os.link(path, target)
-                except OSError:  # another file system, or one without links
+                except OSError:  # another file system, or one without hard links
                     shutil.copyfile(path, target)
                     fsync_file(target)
         return publish_stage(merged, folder, output)

@@ -34,7 +34,7 @@ Stage = MapStage | GlobalStage
 
 @dataclass(frozen=True)
 class StageCommand:
-    """A stage as the command line knows it."""
+    """A stage on the command line."""
 
     help: str
     add_flags: Callable[[StrictArgumentParser], object]
@@ -42,7 +42,7 @@ class StageCommand:
 
 
 def shard(text: str) -> tuple[int, int]:
-    """`i/n`: this machine is number i, from 0, of n."""
+    """Parse `i/n`: machine i, from 0, of n."""
     index, count = map(int, text.split("/"))
     if not 0 <= index < count:
         raise ValueError(text)
@@ -67,7 +67,7 @@ def run_options_of(args: argparse.Namespace) -> StageRunOptions:
 
 
 def character_set(text: str) -> str:
-    """A label of the Encoding Standard: `utf-8`, `windows-1251`, `shift_jis`."""
+    """Parse a label of the Encoding Standard: `utf-8`, `windows-1251`, `shift_jis`."""
     try:
         return encoding.encoding_name(text)
     except ValueError as error:
@@ -95,7 +95,7 @@ def read_options_of(args: argparse.Namespace) -> WebReadOptions:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """None: `read` does what every stage does first."""
+    """No options: `read` only does what every stage does first."""
 
 
 def make_read_function(options: ReadOptions) -> DocumentFunction:
@@ -149,7 +149,7 @@ def build_clean(args: argparse.Namespace) -> Stage:
 
 
 def languages(text: str) -> list[str]:
-    """`en`, `en:0.65` or `en:0.65,de:0.8`."""
+    """Parse `en`, `en:0.65` or `en:0.65,de:0.8`."""
     named = text.split(",")
     for one in named:
         try:
@@ -230,7 +230,7 @@ def build_split(args: argparse.Namespace) -> Stage:
 
 
 def add_no_flags(parser: StrictArgumentParser) -> None:
-    """No flags of its own."""
+    """For stages without flags."""
 
 
 STAGES = {
@@ -246,17 +246,17 @@ STAGES = {
     "shuffle": StageCommand("a random order", add_no_flags, build_shuffle),
     "split": StageCommand("training, validation and test", add_split, build_split)}
 STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
-"""Of `run`."""
+"""Stages of `run`, in order."""
 SEEDED_STAGES = ("shuffle", "split")
 
 
 SUFFIX_OF_PART = {"train": "", "valid": "_valid", "test": "_test"}
-"""Folder of the split to what the prefix gets."""
+"""Folder of a split part -> suffix of its corpus prefix."""
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What `run` is to do."""
+    """The stages and the tokenization of `run`."""
 
     stages: tuple[MapStage | GlobalStage, ...]
     tokenizer: Tokenizer
@@ -264,7 +264,7 @@ class PipelinePlan:
 
 
 def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
-    """None of these files is one that a run writes, beside its folders of stages."""
+    """Raise if an input file would be overwritten by outputs of `run` outside the stage folders."""
     corpora = [prefix.with_name(prefix.name + suffix) for suffix in SUFFIX_OF_PART.values()]
     outputs = [os.fspath(output / name) for name in REPORTS]
     for corpus in corpora:
@@ -274,7 +274,7 @@ def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
 
 def run_pipeline(raw: Sequence[str], output: Path, plan: PipelinePlan, read_options: WebReadOptions,
                  run_options: StageRunOptions) -> list[StageRecord]:
-    """Bring every stage to its end; the records of all."""
+    """Run every stage to its end; returns all records."""
     sources, _ = find_source_files(raw, read_options.format)
     others = [path for stage in plan.stages if isinstance(stage, MapStage) for path in stage.files]
     check_outputs([*(source.path for source in sources), *others], output, plan.prefix)
@@ -282,7 +282,7 @@ def run_pipeline(raw: Sequence[str], output: Path, plan: PipelinePlan, read_opti
         check_output_is_apart([*raw, *(source.path for source in sources), *others], stage_folder_path(stage, output))
     records: list[StageRecord] = []
     inputs: list[str | Path] = list(raw)
-    # Later stages read what we wrote; a line of it is longer than its text, by its escapes.
+    # Later stages read our own output, where escapes make a line longer than its text.
     later_options = WebReadOptions(on_error=read_options.on_error, max_bytes=8 * read_options.max_bytes)
     for stage in plan.stages:
         folder = stage_folder_path(stage, make_folder(output))
@@ -307,17 +307,15 @@ def stage_folder_path(stage: MapStage | GlobalStage, output: Path) -> Path:
 
 def run_stage(stage: MapStage | GlobalStage, inputs: Sequence[str | Path], folder: Path, read_options: WebReadOptions,
               run_options: StageRunOptions) -> StageRecord | None:
-    """Either kind of stage."""
+    """Run a stage of either kind."""
     if isinstance(stage, MapStage):
         return run_map_stage(stage, inputs, folder, read_options, run_options)
     return run_global_stage(stage, inputs, folder, run_options)
 
 
 def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers: int) -> dict[str, Any] | None:
-    """Make the corpus of one part, unless it is there; what it holds. None: the part has no documents.
-
-    Without a split, everything is for training.
-    """
+    """Build the corpus of one part unless it exists; returns its facts, or None if the part has no documents. Without a
+    split, everything is training data."""
     every = shards_of_stage(stage)
     named = [shard for shard in every if shard.name.startswith(f"{part}/")]
     shards = every if part == "train" and not any("/" in shard.name for shard in every) else named
@@ -328,7 +326,7 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
     key = stage_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
     facts, recorded = read_corpus_facts(f"{prefix}.json"), read_json_or_none(made_from)
     if facts is None or recorded not in (key | {"identity": facts.identity},
-                                         key):  # an earlier version wrote the key alone
+                                         key):  # older versions wrote the key only
         remove_corpus(prefix)
         build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
         facts = read_corpus_facts(f"{prefix}.json")
@@ -339,12 +337,12 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
 
 
 def origin_file_of(prefix: Path) -> Path:
-    """What a corpus of ours was made from, and which one that was; written after it."""
+    """Path of the record of what a corpus was made from; written after the corpus."""
     return prefix.with_name(f"{prefix.name}.made_from.json")
 
 
 def remove_corpus(prefix: Path) -> None:
-    """If it is one that an earlier run made."""
+    """Delete a corpus that an earlier run made."""
     if origin_file_of(prefix).exists():
         with hold_writer_lock(prefix), write_errors_for(prefix):
             for ending in (".idx", ".json", ".bin"):

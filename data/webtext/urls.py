@@ -1,11 +1,8 @@
-"""`urls`: leave out documents by their address, before anything is done to their text.
+"""`urls`: drop documents by their address, before any work on their text.
 
-Dropped: an address that is malformed or too short to be a page's, one on the black list of domains or extensions, and
-every document but the first with the same address. Documents without an address stay.
-
-Two passes, each like a stage of its own: one looks at single documents, the other (`run_unique`) compares all, with the
-sorter on disk. Addresses are the same when host (case, `www.`), port, path and query are; scheme and fragment do not
-matter.
+Dropped: malformed and too short addresses, blacklisted domains and extensions, and all but the first document of an
+address. Documents without an address stay. Two passes: one per document, one (`run_unique`) over all with the external
+sort. Addresses are equal if host (ignoring case and `www.`), port, path and query are; scheme and fragment are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
 DUPLICATE_URL = "duplicate URL"
 
-# Places with little running text (a domain stands for its subdomains), and files that are not pages.
+# Domains with little running text (including subdomains), and extensions of files that are not pages.
 DOMAINS = frozenset("""
     500px.com akamaihd.net aliexpress.com amazonaws.com artstation.com bandcamp.com bit.ly buff.ly cloudfront.net
     dailymail.co.uk dailymotion.com deviantart.com discord.com discord.gg dropbox.com ebay.com etsy.com
@@ -52,25 +49,25 @@ EXTENSIONS = frozenset("""
 
 @dataclass(frozen=True)
 class UrlOptions:
-    """Flags of the command line."""
+    """Command line flags."""
 
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
-    """Characters; `http://a` is not a page."""
+    """Minimum length in characters; `http://a` is not a page."""
 
 
 @dataclass(frozen=True)
 class UniqueOptions:
-    """How the second pass is run."""
+    """How the second pass runs."""
 
     memory: int = 1 << 28
     part: tuple[int, int] = (0, 1)
-    """(i, n): write the i-th n-th of the shards."""
+    """(i, n): write share i of n of the shards."""
 
 
 def read_blacklist(path: str) -> tuple[str, ...]:
-    """A black list: one entry a line, `#` begins a comment."""
+    """Entries of a blacklist file: one per line, `#` begins a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -102,12 +99,12 @@ def make_url_filter(options: UrlOptions) -> DocumentFunction:
 
 
 def split_url(url: str) -> SplitResult | None:
-    """The parts of a web address, or None if it is none."""
+    """The parts of a web address; None if it is malformed."""
     if _FORBIDDEN.search(url):
         return None
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port  # reading the port checks it
+        host, _ = parts.hostname or "", parts.port  # accessing the port validates it
     except ValueError:
         return None
     labels = host.removesuffix(".").split(".")
@@ -117,7 +114,7 @@ def split_url(url: str) -> SplitResult | None:
 
 
 def normalized_url(url: str) -> str:
-    """Equal for two spellings of one address."""
+    """Equal for different spellings of one address."""
     parts = split_url(url)
     if parts is None:
         return url
@@ -127,7 +124,7 @@ def normalized_url(url: str) -> str:
 
 def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
                report: Callable[[DocumentCounts], None]) -> None:
-    """Of the documents with one address, keep the first."""
+    """Keep the first document of each address."""
     seen = RowSorter(output, 4, options.memory // 2)
     for rows in ordered_map(url_hash_rows, enumerate(inputs), workers):
         seen.add(rows)
@@ -145,7 +142,7 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
 
 
 def url_hash_rows(shard: tuple[int, Path]) -> Rows:
-    """Rows (hash of the address in two numbers, shard, line) of the documents of a shard that have an address."""
+    """Rows (128-bit hash of the address as two numbers, shard, line) of a shard's documents with an address."""
     number, path = shard
     rows = []
     for place, line in enumerate(read_shard_lines(path)):
@@ -157,7 +154,7 @@ def url_hash_rows(shard: tuple[int, Path]) -> Rows:
 
 
 def _copy_tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
-    """(shard, its new place, lines to leave out) of each shard, from sorted rows (shard, line)."""
+    """(shard, target, lines to drop) per shard, from sorted rows (shard, line)."""
     held = np.empty((0, 2), np.uint64)
     for number, path in enumerate(inputs):
         parts = [held]

@@ -5,7 +5,7 @@ import sys
 from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
-    exit_on_stop_signal()  # before the rest, which takes a while
+    exit_on_stop_signal()  # before the slow imports below
 
 from megatron.distributed.exit_codes import run
 from megatron.package import check_package_shadowing

@@ -189,9 +189,8 @@ def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
 def lock_save_root(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
     path = Path(root) / LOCK_FILE
-    with explain_disk_errors(path,
-                             # O_NOFOLLOW: the file is truncated below, which must not hit the target of a symbolic link
-                             0):
+    # O_NOFOLLOW: the file is truncated below, which must not hit the target of a symbolic link
+    with explain_disk_errors(path, 0):
         file = open(path, "a+", encoding="utf-8", errors="replace",
                     opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     with file, unlock_on_exit(file):

@@ -1,7 +1,6 @@
-"""Delete checkpoints: rename to `.trash-<name>` at once, then remove the files, in a background thread while training
-runs.
+"""Delete checkpoints: rename to `.trash-<name>` at once, then remove the files in a background thread during training.
 
-What a killed program leaves in the trash, the next start or save deletes (commit.py). No torch.
+The next start or save deletes what a killed program left in the trash (commit.py). No torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Nested Python state as JSON plus a list of tensors, and back with exact types. No pickle.
 
-What JSON cannot express is an object with one key that begins with `$` (`{"$tensor": key}`, tuples, sets, bytes, paths,
-numpy arrays, ...). Classes derived from these types (a namedtuple, an IntEnum) are refused, with their path in the
-state.
+A value that JSON cannot express becomes an object with one key that begins with `$` (`{"$tensor": key}`, tuples, sets,
+bytes, paths, numpy arrays, ...). Subclasses of these types (a namedtuple, an IntEnum) are refused, with their path in
+the state.
 """
 
 from __future__ import annotations

@@ -189,8 +189,7 @@ RARE_FLAGS = {
                  "`python -m megatron.plan` as well",
     "--[no-]cpu-optimizer": "accepted for old scripts: --offload-optimizer-device cpu, unless the JSON file says "
                             "nvme [also --optimizer-cpu-offload]",
-    "--[no-]deepspeed": "accepted for old scripts: there is one engine",
-}
+    "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
 
 
 class CommandArgumentParser(StrictArgumentParser):

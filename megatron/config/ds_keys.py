@@ -232,8 +232,7 @@ _MONITORS: dict[str, DsKeyRow] = {
     **{f"autotuning.{name}_train_micro_batch_size_per_gpu": IgnoredKey(
         ANY, None, "every micro-batch that fits is looked at") for name in ("min", "max")},
     "comms_logger": UnsupportedSection("collectives are not logged one by one"),
-    "timers": UnsupportedSection("there are no timers to configure"),
-}
+    "timers": UnsupportedSection("there are no timers to configure")}
 
 _WEIGHT_QUANTIZATION = "compression_training.weight_quantization.shared_parameters."
 _QUANTISED: dict[str, DsKeyRow] = {
@@ -245,8 +244,7 @@ _QUANTISED: dict[str, DsKeyRow] = {
     _WEIGHT_QUANTIZATION + "quantizer_kernel": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
     _WEIGHT_QUANTIZATION + "quantize_weight_in_forward": IgnoredKey(
         BOOLEAN, False, "the forward has weights that were rounded when the step before made them, in any precision"),
-    **_dependent_key("compression_training.weight_quantization.different_groups", WEIGHT_GROUP),
-}
+    **_dependent_key("compression_training.weight_quantization.different_groups", WEIGHT_GROUP)}
 
 _ABSENT: dict[str, DsKeyRow] = {
     "torch_autocast": UnsupportedSection("autocast is not used; enable bf16 or fp16, "

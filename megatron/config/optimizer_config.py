@@ -104,8 +104,7 @@ EXTRA_RANGES: dict[str, NumberRange] = {
                      "momentum_decay", "lambd", "t0"), NumberRange()),
     **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
     **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
-    **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99),
-}
+    **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99)}
 """Extra parameter -> its range, which holds for each number of a pair."""
 ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
 """Pairs of extra parameters; the first must not be above the second."""

@@ -81,8 +81,7 @@ class Config:
         length, table = self.seq_length, self.model.max_position_embeddings
         errors.require(
             length <= table,
-            f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short",
-        )
+            f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short")
         tp = self.parallel.model_parallel_size
         for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
             value = getattr(self.model, name)

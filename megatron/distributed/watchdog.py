@@ -284,8 +284,8 @@ class DesyncWatchdog:
 def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping[int, CollectiveLogSnapshot],
                       ranks: Sequence[int]) -> TrainerError:
     known = {**{record.rank: record for record in divergence}, **logs}
-    places = divergence_positions(list(known.values())) or divergence_positions(
-        divergence)  # newer logs may have overwritten the position
+    places = (divergence_positions(list(known.values()))
+              or divergence_positions(divergence))  # newer logs may have overwritten the position
     where = describe_positions(places)
     unknown = sorted(set(ranks) - places.keys())
     if unknown:

@@ -33,8 +33,7 @@ DETOKENIZER_RULES: tuple[tuple[bool, str, str], ...] = (
     (IS_LITERAL, " \n", "\n"),
     (IS_LITERAL, "\n ", "\n"),
     (IS_LITERAL, " N ", " 1 "),
-    (IS_LITERAL, " 's", "'s"),
-)
+    (IS_LITERAL, " 's", "'s"))
 
 
 def detokenize(text: str) -> str:

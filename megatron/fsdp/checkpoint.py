@@ -219,8 +219,8 @@ def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> 
     for bucket, flats in zip(root.trained, read, strict=True):
         for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
                                                      strict=True):
-            counts = scalars_by_param.get(
-                slot.name) if scalars_by_param else {"step": float(engine.get("optimizer_steps", 0))}
+            counts = (scalars_by_param.get(slot.name) if scalars_by_param
+                      else {"step": float(engine.get("optimizer_steps", 0))})
             if id(parameter) in number and counts is not None and kinds:
                 state[number[id(parameter)]] = {
                     **{name: torch.tensor(value) if name == "step" else value for name, value in counts.items()},

@@ -166,8 +166,8 @@ Policy = Callable[..., bool]
 EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
 
-_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar(
-    "wrap", default=None)
+_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = (
+    ContextVar("wrap", default=None))
 
 
 @contextmanager

@@ -105,5 +105,5 @@ class EngineDecoder:
 def engine_decoder(engine: Engine, rows: int) -> Iterator[Decoder | EngineDecoder]:
     """What reads it without a copy. Collective."""
     with _evaluation_model(engine) as model:
-        yield Decoder(model, rows, use_cuda_graphs=False) if has_unsharded_params(engine) else EngineDecoder(
-            engine, model, rows)
+        yield (Decoder(model, rows, use_cuda_graphs=False) if has_unsharded_params(engine)
+               else EngineDecoder(engine, model, rows))

@@ -1,9 +1,10 @@
-"""How the other nodes of a job are doing: JSON messages and heartbeats between launchers.
+"""Monitor the other nodes of a job: JSON messages and heartbeats between launchers.
 
 Every launcher has a connection to node 0's, which forwards what it receives. A launcher announces the first failure of
-its ranks, and once how they exited. A closed connection means a lost node; one without heartbeats is *silent* (stopped,
-suspended, swapping). A launcher that was paused itself notices that on its own clock and blames nobody else. The first
-exit that is no victim's names the culprit on every node; failing that, a silent node. Standard library only.
+its ranks, and once how they exited. A closed connection means a lost node; a node without heartbeats is *silent*
+(stopped, suspended, swapping). A launcher that was paused itself detects that on its own clock and blames no other
+node. The first exit of a node that is not a victim names the culprit on every node; otherwise a silent node is blamed.
+Standard library only.
 """
 
 from __future__ import annotations

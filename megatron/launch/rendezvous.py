@@ -228,8 +228,8 @@ class RendezvousClient:
 
     def __init__(self, own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> None:
         self._own, self._address, self._port, self._seconds = own, address, port, seconds
-        self._where, self._until, self._wait_notes = f"{address}:{port}", time.monotonic() + seconds, _WaitNotes(
-            print_line)
+        self._where, self._until, self._wait_notes = (
+            f"{address}:{port}", time.monotonic() + seconds, _WaitNotes(print_line))
         self._print_line = print_line
         self._inbox: deque[dict[str, Any]] = deque()
 

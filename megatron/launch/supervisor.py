@@ -251,8 +251,8 @@ class Supervisor:
     def _check_early_exit(self, since: float) -> None:
         """All local ranks have exited, one of them early. That is a failure if other nodes are still running."""
         self.nodes.announce_early_exit()
-        while self.nodes.others_are_running and not self.nodes.others_are_failing and time.monotonic(
-        ) - since < GRACE_SECONDS:
+        while self.nodes.others_are_running and not self.nodes.others_are_failing \
+                and time.monotonic() - since < GRACE_SECONDS:
             self.nodes.receive(TICK_SECONDS)
         if self.nodes.others_are_running or self.nodes.others_are_failing:
             self.nodes.announce_failure(is_victim=False)

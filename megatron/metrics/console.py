@@ -136,8 +136,7 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
         *_layer_drop_text(window),
         *_nvme_text(window),
-        *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else []),
-    ]
+        *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else [])]
     return " | ".join(parts)
 
 

@@ -142,8 +142,8 @@ def _slowdown_percent(run: PlannedRun) -> int:
     if recompute.checkpoint_activations:
         total += (RECOMPUTE_COST + PARTITION_COST * recompute.partition_activations
                   + CPU_CHECKPOINTING_COST * recompute.cpu_checkpointing)
-    return total + OFFLOAD_COST.get(("optimizer", run.placement.optimizer), 0) + OFFLOAD_COST.get(
-        ("params", run.placement.params), 0)
+    return (total + OFFLOAD_COST.get(("optimizer", run.placement.optimizer), 0)
+            + OFFLOAD_COST.get(("params", run.placement.params), 0))
 
 
 MIN_SAVED_SHARE = 0.05

@@ -199,8 +199,8 @@ def _reduction_phase(run: PlannedRun, first: bool) -> PhaseMemory:
 def _gradient_bytes(run: PlannedRun, block: int, first: bool, last: bool) -> tuple[int, int]:
     """(kept, on the way) bytes of gradients in the backward of block number `block`."""
     done = run.num_layers - block  # this block included
-    small = run.persistent.numel if done or _uses_grad_buffers(
-        run) else 0  # the loss has written to the token table only
+    small = (run.persistent.numel if done or _uses_grad_buffers(run)
+             else 0)  # the loss has written to the token table only
     whole_roots = (run.root.numel + small) * run.grad_bytes
     if not run.policy.grads_are_sharded:
         blocks = done if first else run.num_layers
@@ -236,8 +236,8 @@ def _reduction_bytes(run: PlannedRun, layout: FlatLayout, first: bool) -> int:
     stays = first and run.policy.grads_are_sharded and run.num_shards > 1 and not run.gradients_are_offloaded
     sum_ = _grad_shard_bytes(run, layout) if wider or stays else 0
     if run.device == "cuda":
-        comes_back = _grad_shard_bytes(
-            run, layout) if run.gradients_are_offloaded and not first and run.policy.grads_are_sharded else 0
+        comes_back = (_grad_shard_bytes(run, layout) if run.gradients_are_offloaded and not first
+                      and run.policy.grads_are_sharded else 0)
         return sum_ + comes_back + _fp32_reduction_bytes(run, layout)
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.num_shards))
     return (run.num_shards - 1 - (stays and not wider)) * at_a_time * run.grad_bytes + sum_

@@ -180,8 +180,8 @@ def _comparison_notes(requested: PlannedRun, rates: MachineRates, measured_run: 
     if measured_run.left_out:
         yield (f"{measured_run.left_out} steps of that file are left out: they have other settings than those that are "
                "compared")
-    if not measured_run.differs and not 1 / MAX_TIME_RATIO <= step_time(
-            requested, rates).total / measured_run.seconds <= MAX_TIME_RATIO:
+    if not measured_run.differs \
+            and not 1 / MAX_TIME_RATIO <= step_time(requested, rates).total / measured_run.seconds <= MAX_TIME_RATIO:
         yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
                "while this one is idle")
 

@@ -267,8 +267,8 @@ class FlopRecording:
     @contextmanager
     def record(self, part: str = "") -> Iterator[None]:
         """What happens inside is recorded; its time is that of a part of a step. Of what fails nothing is kept."""
-        with self._rolled_back_on_error(), self.record_time(
-                part), run_uncompiled(), self._call_tracker.tracking(), self._counting_mode:
+        with self._rolled_back_on_error(), self.record_time(part), run_uncompiled(), self._call_tracker.tracking(), \
+                self._counting_mode:
             yield
 
     @contextmanager
@@ -295,8 +295,8 @@ class FlopRecording:
     @contextmanager
     def _rolled_back_on_error(self) -> Iterator[None]:
         counts = [(node, dict(node.macs), node.calls) for node in self._nodes()]
-        num_timed_calls, uncounted_ops, saw_backward = self._call_tracker.num_timed_calls, dict(
-            self._counting_mode.uncounted_ops), self.saw_backward
+        num_timed_calls, uncounted_ops, saw_backward = (
+            self._call_tracker.num_timed_calls, dict(self._counting_mode.uncounted_ops), self.saw_backward)
         try:
             yield
         except BaseException:

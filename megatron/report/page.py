@@ -342,8 +342,8 @@ def is_report_page(path: Path) -> bool:
     """One that `page` has made."""
     with open(path, "rb") as file:
         begin = file.read(HEADER_BYTES)
-    return begin.startswith(
-        b"<!DOCTYPE html>") and CONTENT_SECURITY_POLICY.encode() in begin and AXES.splitlines()[0].encode() in begin
+    return (begin.startswith(b"<!DOCTYPE html>") and CONTENT_SECURITY_POLICY.encode() in begin
+            and AXES.splitlines()[0].encode() in begin)
 
 
 def html_document(title: str, main: str, *, beside_title: str = "", scripts: str = "") -> str:

@@ -69,8 +69,8 @@ class OpenAICompletion:
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
         """What is new of a text since it was last asked for."""
-        found, sent = self.echoed_prompts[place // self.generation.num_samples] \
-            + self._detokenizer.stable_text(sequence), self._sent_text.get(place, "")
+        found, sent = (self.echoed_prompts[place // self.generation.num_samples]
+                       + self._detokenizer.stable_text(sequence), self._sent_text.get(place, ""))
         self._sent_text[place] = found
         if sequence.finish_reason is not None:
             self._finished.add(place)
@@ -94,8 +94,8 @@ class OpenAICompletion:
         if not self.with_logprobs or self.generation.top_logprobs is not None:
             return None
         decode, begun = self.model.tokenizer.decode, len(self.echoed_prompts[place // self.generation.num_samples])
-        tokens, first, starts = sequence.tokens, self._num_sent_tokens.get(place, 0), self._detokenizer.token_offsets(
-            sequence)
+        tokens, first, starts = (
+            sequence.tokens, self._num_sent_tokens.get(place, 0), self._detokenizer.token_offsets(sequence))
         names, values, offsets = [], [], []
         for number in range(first, len(tokens)):
             start = begun + starts[number]

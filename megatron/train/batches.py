@@ -21,14 +21,14 @@ from megatron.distributed.rank_status import READING, STATUS
 
 
 class Samples(Protocol):
-    """A dataset: any non-negative id -> seq_length + 1 tokens."""
+    """A dataset: any id >= 0 -> seq_length + 1 tokens."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, [b, s] each; the optional parts are None where the plain causal case holds."""
+    """One micro-batch; each tensor is [b, s]. Optional ones are None for plain causal training."""
 
     tokens: Tensor
     targets: Tensor
@@ -38,11 +38,11 @@ class Batch:
 
     @property
     def loss_token_count(self) -> float:
-        """Targets that count in the loss."""
+        """Number of targets that count in the loss."""
         return self.targets.numel() if self.loss_weight is None else float(self.loss_weight.sum())
 
     def sum_over_loss_tokens(self, value_of_id: Tensor) -> float:
-        """What the targets that count have by their ids, added up."""
+        """Sum of value_of_id[target] over the targets that count in the loss."""
         found = value_of_id[self.targets]
         return float((found if self.loss_weight is None else found * self.loss_weight).sum())
 
@@ -89,13 +89,14 @@ class MicroBatchSampler:
 
 
 def document_numbers(tokens: Tensor, eod: int) -> Tensor:
-    """[b, s] -> which document of its row each token belongs to; an end-of-document token closes the one before it."""
+    """[b, s] -> document number of each token within its row; an end-of-document token belongs to the document it ends.
+    """
     ends = (tokens == eod).long()
     return ends.cumsum(1) - ends
 
 
 def positions_in_document(segments: Tensor) -> Tensor:
-    """[b, s] document numbers -> positions counted from the start of each document."""
+    """[b, s] document numbers -> positions from the start of each document."""
     index = torch.arange(segments.shape[1]).expand_as(segments)
     starts = torch.where(segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0, index, 0)
     return index - starts.cummax(1).values
@@ -107,7 +108,7 @@ def samples_digest(first: int, count: int) -> str:
 
 
 class BatchStream:
-    """The micro-batches of one step after the other, read ahead by background threads."""
+    """The micro-batches of consecutive steps, prefetched by background threads."""
 
     def __init__(self, samples: Samples, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
         self._samples, self._sampler = samples, sampler

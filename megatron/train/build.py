@@ -69,18 +69,9 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     STATUS.set_activity(f"{START_UP}, building of the index")
     section = config.data
     found = all_succeed_or_raise(lambda: open_datasets(
-        train_data=section.train_data,
-        valid_data=section.valid_data,
-        test_data=section.test_data,
-        split=section.split,
-        seq_length=config.seq_length,
-        seed=config.train.seed,
-        tokenizer=tokenizer,
-        cache_path=section.data_cache_path,
-        mock=section.mock_data,
-        json_key=section.text_key,
-        document_separator=section.document_separator,
-    ), groups.world)
+        train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
+        seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
+        mock=section.mock_data, json_key=section.text_key, document_separator=section.document_separator), groups.world)
     parts = {"training": found.train, "validation": found.valid, "test": found.test}
     assert_equal_across_ranks({"the tokenizer": tokenizer.fingerprint,
                                **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}},

@@ -194,9 +194,8 @@ class Trainer:
                 pending_logs.append(self._step(state, batches, timer))
                 requests = self._log_known_steps(pending_logs, throughput, lr_watch,
                                                  all_of_them=self._needs_step_result(state.iteration))
-                if state.iteration - len(
-                        # the first step has completed on all ranks: end of the start-up timeout
-                        pending_logs) == first_iteration + 1:
+                # the first step has completed on all ranks: end of the start-up timeout
+                if state.iteration - len(pending_logs) == first_iteration + 1:
                     set_timeout(self.engine.groups, timedelta(seconds=limit))
                 if state.iteration < self.config.train.train_iters:  # `finish` evaluates after the last iteration
                     if is_due(state.iteration, self.config.train.evaluates_every):
@@ -211,9 +210,8 @@ class Trainer:
                 if self.save and (reason or is_due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
-                    if not reason and self._should_continue(
-                            # a stop requested during the save takes effect here, without a second save one step later
-                            0.0) == inf:
+                    # a stop requested during the save takes effect here, without a second save one step later
+                    if not reason and self._should_continue(0.0) == inf:
                         reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
                 if reason:
                     self.stop.is_stopping = True

@@ -76,7 +76,7 @@ class RunCheckpoints:
                 self._source = on_rank_0(self._find_source, self.groups.world) if self.config.save.load is not None \
                     else (None, None)
             self._save_root_lock = lock.pop_all(
-            )  # until `__exit__`; where --load names nothing, nobody would call that
+            )  # `__exit__` releases it; unlocked above if --load is invalid, since `__exit__` would not run then
 
     def _prepare_save_root(self, root: Path, lock: ExitStack) -> None:
         """Check that the folder is writable, lock it, and clean up after an interrupted save; slow deletions continue
@@ -277,12 +277,9 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
     if differing:
         raise CheckpointError(
-            f"{checkpoint.tag} of {config.save.load} is of another run: {'; '.join(differing)}; "
-            "give the checkpoint's values, or "
-            "another --load"
-            + ("" if config.save.finetune else ", or --finetune where only precision or length differ, "
-               "or --load-precision-change where only precision does")
-        )
+            f"{checkpoint.tag} of {config.save.load} is of another run: {'; '.join(differing)}; give the checkpoint's "
+            "values, or another --load" + ("" if config.save.finetune else ", or --finetune where only precision or "
+                                           "length differ, or --load-precision-change where only precision does"))
 
 
 def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
@@ -413,8 +410,8 @@ def _method_changes(saved: ConfigDict, present: ConfigDict, section: str, switch
 def _freeze_step_changes(saved: ConfigDict, present: ConfigDict, saved_rule: Mapping[str, Any]) -> Iterator[str]:
     before, now = saved.get("optim", {}), present["optim"]
     name, frozen_at = "onebit_freeze_step", saved_rule.get("frozen_at")
-    if now["optimizer"] in ONE_BIT_OPTIMIZERS and before.get("optimizer") == now["optimizer"] and before.get(
-            name) != now[name]:
+    if now["optimizer"] in ONE_BIT_OPTIMIZERS and before.get("optimizer") == now["optimizer"] \
+            and before.get(name) != now[name]:
         kept = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
         yield f"{flag_name(name)} {before.get(name)} -> {now[name]}{kept}"
 

@@ -91,8 +91,8 @@ class FlatBucket:
         self._policy = policy
         self.shard_group, self.replica_group = (dp, SOLO) if policy.optim_is_sharded else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
-        self.storage = engine_storage.storage_for_masters(
-            self.layout.shard_numel) if self.trainable else engine_storage.optimizer
+        self.storage = (engine_storage.storage_for_masters(self.layout.shard_numel) if self.trainable
+                        else engine_storage.optimizer)
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.shard_state = ShardState.GATHERED
@@ -179,8 +179,8 @@ class FlatBucket:
         masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
             param_dtype != self._dtypes.master or self._dtypes.masters_are_separate or self.storage.is_offloaded
             or not self.is_on_device)
-        self.master_state: StoredShard = self.storage.allocate_shard(
-            self.name, layout.shard_numel) if masters_are_separate else self.param_shard
+        self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
+                                          if masters_are_separate else self.param_shard)
         sources = init_sources(self.parameters)
         if sources is not None:
             self._init_from_sources(sources)
@@ -248,8 +248,8 @@ class FlatBucket:
         return flat[start : start + self.layout.shard_numel]
 
     def _set_shard_state(self, wanted: ShardState) -> None:
-        assert (
-            self.shard_state, wanted) in LEGAL_TRANSITIONS, f"{self.name} cannot go from {self.shard_state} to {wanted}"
+        assert (self.shard_state, wanted) in LEGAL_TRANSITIONS, \
+            f"{self.name} cannot go from {self.shard_state} to {wanted}"
         self.shard_state = wanted
 
     @property

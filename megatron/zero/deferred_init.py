@@ -283,8 +283,8 @@ class InitShardedParam(DeferredParam):
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         own = self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0))
-        self._shard: InitShard = storage.store(own) if isinstance(storage, NvmeInitArena) else MemoryInitShard(
-            own.to(storage))
+        self._shard: InitShard = (storage.store(own) if isinstance(storage, NvmeInitArena)
+                                  else MemoryInitShard(own.to(storage)))
         self._take_ownership()
 
     def full_value(self, device: torch.device | None = None) -> Tensor:

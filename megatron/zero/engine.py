@@ -168,8 +168,8 @@ class ZeroEngine:
         self.finish_delayed_update()
         try:
             scalars_error = _extra_scalars_error(extra_scalars)
-            veto_error = self.pass_coordinator.veto_error() or self._param_guard.veto_error(
-            ) or self._user_modified_grad_error() or scalars_error
+            veto_error = (self.pass_coordinator.veto_error() or self._param_guard.veto_error()
+                          or self._user_modified_grad_error() or scalars_error)
             filled = [*(extra_scalars if scalars_error is None
                         else ()), *(MAX_EXTRA_SCALARS * [0.0])][:MAX_EXTRA_SCALARS]
             self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, filled,

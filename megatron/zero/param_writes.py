@@ -154,8 +154,8 @@ class GatheredParamsSession:
         for chunk in master_state.chunks if master_state is not param_shard else ():
             edited = new[chunk] != old[chunk]
             if edited.any():
-                with master_state.open(
-                        chunk, [WEIGHT], writes=True) as opened:  # unedited elements keep their fp32 bits
+                with master_state.open(chunk, [WEIGHT],
+                                       writes=True) as opened:  # unedited elements keep their fp32 bits
                     masters = opened[WEIGHT]
                     there = edited.to(masters.device)
                     masters[there] = new[chunk][edited].to(masters.device, masters.dtype)

@@ -149,8 +149,7 @@ ALLOWED_OPS = frozenset((
     _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
     _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data,
     torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed,
-    torch.autograd.backward, torch.autograd.grad,
-))
+    torch.autograd.backward, torch.autograd.grad))
 """Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad."""
 
 SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),

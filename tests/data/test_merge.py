@@ -26,7 +26,7 @@ def files_of(prefix: Path) -> list[bytes]:
 
 def test_merging_equals_writing_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (indexed, writer):
-        monkeypatch.setattr(module, "BLOCK", 2)  # documents lie across blocks
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", 2)  # documents lie across blocks
     parts = [DOCUMENTS, [[7], [8, 9]], [[0]], [[], [3, 1, 4, 1, 5]]]
     prefixes = [write(tmp_path / f"part{i}", part, tokenizer=MADE_BY) for i, part in enumerate(parts)]
     whole = write(tmp_path / "whole", sum(parts, []), tokenizer=MADE_BY)

@@ -45,7 +45,7 @@ def _compiled(name: str, dtype: str) -> Any:
     kernel = getattr(loss_kernel, name)
     constants = {"WIDTH": 50_304, "BLOCK": loss_kernel._BLOCK}
     kinds = {key: "*fp32" for key in kernel.arg_names} | {
-        "logits": f"*{dtype}", "place": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
+        "logits": f"*{dtype}", "out": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
         "columns": "i32"}
     by_16 = set(kernel.arg_names) - {*constants, "columns", "first"}
     return compiled(kernel, kinds, constants, by_16, loss_kernel._WARPS)
@@ -58,7 +58,7 @@ def _block() -> int:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name, loads, stores", [
-    ("summarise", 1, 0), ("gradient_kernel", 1, 1), ("loss_and_gradient_kernel", 2, 1)])
+    ("row_summary_kernel", 1, 0), ("gradient_kernel", 1, 1), ("loss_and_gradient_kernel", 2, 1)])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
     triton: Any, name: str, dtype: str, loads: int, stores: int
 ) -> None:

@@ -63,8 +63,8 @@ class DecoderCache:
         """For so many texts, of up to so many positions. Whoever asks meanwhile gets another one. It is not kept where
         an answer breaks off: what is in its rows then may be anything."""
         made, self._cached = self._cached, None
-        weights, rows, length = _weight_locations(self.model), min(
-            MAX_ROWS, next_power_of_two(texts)), next_power_of_two(positions)
+        weights, rows, length = (
+            _weight_locations(self.model), min(MAX_ROWS, next_power_of_two(texts)), next_power_of_two(positions))
         length = min(self.limit, max(MIN_GRAPH_POSITIONS, length))
         if made is None or not made.fits(weights, rows, length):
             if made is not None:

@@ -225,8 +225,7 @@ CONSTANTS: dict[str, CompatName] = {
     **_constant_names(sys.maxsize, "unsplit parameters have no common limit", "zero_model_persistence_threshold"),
     "is_first_weights_partition_group": MethodName(lambda e: True, "parameters are split over one group"),
     "is_map_style_dataset": AttributeName(lambda e: lambda data: hasattr(data, "__getitem__"), "of a dataset"),
-    "is_iterable_style_dataset": AttributeName(lambda e: lambda data: not hasattr(data, "__getitem__"), "of a dataset"),
-}
+    "is_iterable_style_dataset": AttributeName(lambda e: lambda data: not hasattr(data, "__getitem__"), "of a dataset")}
 
 NO_EFFECT: dict[str, CompatName] = {
     **_no_effect_names("`backward` has summed the gradients already", """
@@ -234,8 +233,7 @@ NO_EFFECT: dict[str, CompatName] = {
     **_no_effect_names("`step` clips, at \"gradient_clipping\"", "clip_fp32_gradients"),
     **_no_effect_names("a parameter is let go as soon as its block has been computed", "empty_partition_cache"),
     **_no_effect_names("Python collects when it wants to; the engine keeps no cycles", "collect_python_gc"),
-    **_no_effect_names("`wall_clock_breakdown` prints times", "print_forward_breakdown"),
-}
+    **_no_effect_names("`wall_clock_breakdown` prints times", "print_forward_breakdown")}
 
 _READ_CONFIGURATION = "read it from the configuration you gave"
 _USE_WRITE_EVENTS = "engine.monitor.write_events((name, value, samples), ...) writes scalars"
@@ -274,7 +272,8 @@ UNSUPPORTED: dict[str, CompatName] = {
     **_unsupported_names("the optimizer that was given became the engine's rule; engine.optimizer has its param groups",
                          "basic_optimizer client_optimizer"),
     **_unsupported_names("engine.lr_scheduler is the scheduler", "client_lr_scheduler"),
-    **_unsupported_names("checkpoint files are the engine's business; save_checkpoint and load_checkpoint are the way", """
+    **_unsupported_names("checkpoint files are the engine's business; save_checkpoint and load_checkpoint are the "
+                         "way", """
         checkpoint_engine checkpoint_mp_rank save_zero_checkpoint save_non_zero_checkpoint param_names
         loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size"""),
     **_unsupported_names("`backward` returns the loss; keep it", "losses"),

@@ -488,8 +488,9 @@ class Engine(EngineStatus):
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
         path = to_folder("save_16bit_model", save_dir) / save_filename
         self.core.assert_collective_call("engine.save_16bit_model()")
-        assert_same_arguments("save_16bit_model", {"save_filename": str(
-            save_filename), "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
+        assert_same_arguments(
+            "save_16bit_model", {"save_filename": str(save_filename),
+                                 "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
             if self.groups.world.rank == 0:
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "

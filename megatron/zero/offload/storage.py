@@ -168,8 +168,8 @@ class EngineStorage:
 
     def storage_for_masters(self, numel: int) -> StorageBackend:
         """The backend of the next bucket, whose shard has `numel` elements."""
-        return self.optimizer if self.device_optimizer is None or self.offload_ratio.offloads_next(
-            numel) else self.device_optimizer
+        return (self.optimizer if self.device_optimizer is None or self.offload_ratio.offloads_next(numel)
+                else self.device_optimizer)
 
     @property
     def has_offloaded_state(self) -> bool:

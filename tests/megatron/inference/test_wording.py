@@ -121,5 +121,5 @@ def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_fo
     text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")))
     for _ in range(length):
         text.tokens.append(65)
-        assert not wording.is_over(text)
+        assert not wording.has_stop_string(text)
     assert counts.decoded <= most

@@ -49,7 +49,7 @@ def held():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) >> 10
 
 for kind in sys.argv[1].split(", then "):
-    assert keep_freed_memory(but_large_blocks=kind == "but large ones")
+    assert keep_freed_memory(return_large_blocks=kind == "but large ones")
 before, last = held(), []
 for size in (40, 30, 20):
     block = torch.ones(size << 20, dtype=torch.uint8)

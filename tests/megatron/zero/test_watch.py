@@ -112,7 +112,7 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
 
     told: list[str] = []
     with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
-            accelerator_side(side), patch.multiple(exit_codes, write_error=told.append, leave_now=leave):
+            accelerator_side(side), patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
         return ends.get()
@@ -336,7 +336,7 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         Event().wait()
 
     with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
-            patch.multiple(exit_codes, write_error=told.append, leave_now=leave):
+            patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
         watchdog.DesyncWatchdog(log, groups.build(), StoreKV("watch")).start()
         try:

@@ -58,8 +58,8 @@ def watch_of(rank: int, world: int, log: CollectiveLog) -> DesyncWatchdog:
 
 
 def board_of(watch: DesyncWatchdog) -> CountingBoard:
-    assert isinstance(watchdog._store, CountingBoard)
-    return watchdog._store
+    assert isinstance(watch._store, CountingBoard)
+    return watch._store
 
 
 def _look_until_told(each: DesyncWatchdog) -> TrainerError:
@@ -83,7 +83,7 @@ def test_a_rank_takes_the_place_of_a_speaker_that_has_gone() -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
     board_of(first).write("speaker", [7, 3])
     assert first.compare_logs() is None
-    with patch.multiple(watchdog, LISTENER_POLLS=5, REPORTER_POLLS=3):
+    with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
         error = second.compare_logs()
     assert isinstance(error, TrainerError) and "rank 0 is at a, rank 1 is at b" in str(error)
 
@@ -93,7 +93,7 @@ def test_a_fault_is_named_even_where_a_log_has_gone_on_since() -> None:
     first, second = watch_of(0, 2, far), watch_of(1, 2, log_of("a"))
     assert first.compare_logs() is None
     board_of(second).write("speaker", [7, 3])
-    with patch.multiple(watchdog, LISTENER_POLLS=5, REPORTER_POLLS=3):
+    with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
         with patch.object(watchdog.DesyncWatchdog, "_write_report", lambda self, fault: self._closed.set()):
             assert second.compare_logs() is None  # it has found the fault, and is gone
         for _ in range(2 * MAX_ENTRIES):
@@ -110,7 +110,7 @@ def _told_by_itself(each: DesyncWatchdog) -> str:
         told.append(str(code))
         each._closed.set()
 
-    with patch.multiple(exit_codes, write_error=told.append, leave_now=leave):
+    with patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         each.start()
         each._thread.join(10)
     assert not each._thread.is_alive()
@@ -153,7 +153,7 @@ def test_a_rank_that_fails_by_itself_says_so_before_it_leaves(error: Exception, 
     def fail() -> None:
         raise error
 
-    with patch.multiple(exit_codes, among_ranks=lambda: True, leave_now=lambda code: None), \
+    with patch.multiple(exit_codes, has_other_ranks=lambda: True, exit_now=lambda code: None), \
             patch.object(watchdog, "REPORTER_POLLS", 3):
         exit_codes.run(fail, debug=False)
         assert told in str(second.compare_logs()) and (told != "" or second.compare_logs() is None)
@@ -173,10 +173,10 @@ def test_an_engine_that_goes_does_not_wait_for_other_ranks() -> None:
 
 
 def test_the_boards_of_a_process_have_one_connection_also_after_an_error() -> None:
-    store, made = dist.HashStore(), list[dist.Store]()
+    shared, made = dist.HashStore(), list[dist.Store]()
 
     def clone(known: dist.Store) -> dist.Store:
-        made.append(dist.PrefixStore("", store))
+        made.append(dist.PrefixStore("", shared))
         return made[-1]
 
     with patch.object(store.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
