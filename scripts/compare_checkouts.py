@@ -65,7 +65,7 @@ class Checkout:
 
     def run(self, *args: str, ranks: int = 1) -> str:
         """What a command prints, with its exit code; paths of this checkout and numbers of its process left out."""
-        launch = ["-m", "megatron.launch", "--nproc", str(ranks)] if ranks > 1 else []
+        launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(self.root), COLUMNS="120")
         done = subprocess.run([sys.executable, *launch, *args], cwd=self.root, env=env, capture_output=True, text=True,
                               timeout=900)
@@ -88,8 +88,9 @@ class Checkout:
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and not path.name.startswith("."):
                     found[f"run {name} {path.relative_to(folder)}"] = fingerprint(path, str(self.scratch))
-            metrics = folder.with_suffix(".jsonl").read_text().splitlines()
-            found[f"run {name} metrics"] = "\n".join(str(without_varying(json.loads(line))) for line in metrics)
+            if (metrics := folder.with_suffix(".jsonl")).exists():
+                rows = [without_varying(json.loads(line)) for line in metrics.read_text().splitlines()]
+                found[f"run {name} metrics"] = "\n".join(map(str, rows))
         return found
 
 

@@ -269,7 +269,7 @@ def test_a_step_at_a_boundary_that_only_one_rank_sees_does_not_hang(stage: int, 
     assert stage > 1 or "rank 0 is at a save" in error
 
 
-# ---- extra scalars --------------------------------------------------------------------------------------------------------
+# ---- extra scalars --------------------------------------------------------------------------------------------------
 
 
 def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], list[str]]:
