@@ -221,9 +221,8 @@ def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, opti
 def _describe_cached(source: str, found: FoundFiles, corpus: IndexedCorpus, outcome: str) -> str:
     empty = sum(os.path.getsize(path) == 0 for path in found.files)
     kind = "file of tokens" if _are_token_files(found.files) else "file"
-    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""),
-             format_count(corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens",
-             f"{outcome}: {corpus.prefix}")
+    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""), format_count(
+        corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
     return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")
 
 

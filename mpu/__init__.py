@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
 
 _MODULES = {
-    "mpu.parallel_state": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
-    "get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
+    "mpu.parallel_state": "VocabUtility destroy_model_parallel get_data_parallel_group "
+    "get_data_parallel_rank get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
     "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
-    "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
-    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_group "
-    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+    "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
+    "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
     "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
     "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
     "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
-    "gather_from_model_parallel_region reduce_from_model_parallel_region "
-    "scatter_to_model_parallel_region",
+    "gather_from_model_parallel_region reduce_from_model_parallel_region scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
     "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",

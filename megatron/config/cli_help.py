@@ -184,12 +184,10 @@ Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a 
 COMMON_FLAGS = {
     "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
     "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it"}
-RARE_FLAGS = {
-    "--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the options of "
-                 "`python -m megatron.plan` as well",
-    "--[no-]cpu-optimizer": "accepted for old scripts: --offload-optimizer-device cpu, unless the JSON file says "
-                            "nvme [also --optimizer-cpu-offload]",
-    "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
+RARE_FLAGS = {"--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the "
+              "options of `python -m megatron.plan` as well", "--[no-]cpu-optimizer": "accepted for old scripts: "
+              "--offload-optimizer-device cpu, unless the JSON file says nvme [also --optimizer-cpu-offload]",
+              "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
 
 
 class CommandArgumentParser(StrictArgumentParser):

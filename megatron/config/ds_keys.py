@@ -236,8 +236,8 @@ _MONITORS: dict[str, DsKeyRow] = {
 
 _WEIGHT_QUANTIZATION = "compression_training.weight_quantization.shared_parameters."
 _QUANTISED: dict[str, DsKeyRow] = {
-    **{f"{place}eigenvalue.gas_boundary_resolution": IgnoredKey(
-        COUNT, 1, "eigenvalues are found when a bit is about to fall, and at no other step")
+    **{f"{place}eigenvalue.gas_boundary_resolution": IgnoredKey(COUNT, 1, "eigenvalues are found when a bit "
+                                                                "is about to fall, and at no other step")
        for place in ("", "quantize_training.")},
     "compression_training.enabled": FixedValue((False,), "each of its sections has a switch of its own"),
     "quantize_training.quantizer_kernel": IgnoredKey(BOOLEAN, False, _SAME_RESULT),

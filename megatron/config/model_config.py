@@ -111,9 +111,8 @@ class DataConfig:
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
     seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", in_short_help=True)
-    tokenizer_type: str | None = setting(
-        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", metavar="NAME",
-        in_short_help=True)
+    tokenizer_type: str | None = setting(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or "
+                                         "CharacterLevelTokenizer", metavar="NAME", in_short_help=True)
     vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", is_location=True)
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", is_location=True)
     tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", in_short_help=True,
@@ -203,10 +202,9 @@ class LayerDropConfig:
 
     progressive_layer_drop: bool = setting(False, "leave out blocks of a training step at random",
                                            json=_PROGRESSIVE_LAYER_DROP + "enabled")
-    pld_theta: float = setting(
-        0.5, "what the keep probability falls to, behind the last block",
-        json=JsonKey(_PROGRESSIVE_LAYER_DROP + "theta", NUMBER, is_independent=False, default="1.0",
-                     help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
+    pld_theta: float = setting(0.5, "what the keep probability falls to, behind the last block", json=JsonKey(
+        _PROGRESSIVE_LAYER_DROP + "theta", NUMBER, is_independent=False, default="1.0",
+        help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
     pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_PROGRESSIVE_LAYER_DROP + "gamma")
 
     def __post_init__(self) -> None:
@@ -259,9 +257,8 @@ class QuantizeConfig:
                                        json=_quantize_keys("quantize_bits.start_bits"))
     quantize_target_bits: int = setting(8, "bits that it ends with: 3 to 16, 2 is ternary, 1 is binary",
                                         json=_quantize_keys("quantize_bits.target_bits"))
-    quantize_period: int = setting(
-        1000, "applied steps until the first bit falls; the others fall after 2, 4, 8, ... times as many",
-        json=_quantize_keys("quantize_schedule.quantize_period"))
+    quantize_period: int = setting(1000, "applied steps until the first bit falls; the others fall after 2, 4, 8, ... "
+                                   "times as many", json=_quantize_keys("quantize_schedule.quantize_period"))
     quantize_offset: int = setting(1000, "applied steps before the first weight is rounded", json=_quantize_keys(
         "quantize_schedule.schedule_offset", _COMPRESSION + "schedule_offset"))
     quantize_groups: int = setting(1, "groups of rows of each matrix, which are scaled each by itself",

@@ -26,9 +26,8 @@ class SaveConfig:
     """Checkpoints: where they are written and read, and what of them."""
 
     save: str | None = setting(None, "folder to write checkpoints to", in_short_help=True)
-    load: str | None = setting(
-        None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an empty --save",
-        in_short_help=True)
+    load: str | None = setting(None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an "
+                               "empty --save", in_short_help=True)
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
     load_hf: str | None = setting(
         None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", in_short_help=True)

@@ -79,9 +79,8 @@ class Config:
 
     def _check_model(self, errors: ErrorList) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
-        errors.require(
-            length <= table,
-            f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short")
+        errors.require(length <= table, f"--seq-length {length} is above --max-position-embeddings {table}: the "
+                       "position table is too short")
         tp = self.parallel.model_parallel_size
         for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
             value = getattr(self.model, name)
@@ -94,25 +93,20 @@ class Config:
         section, whole = self.schedule, f"--lr-decay-iters {self.decay_iters}"
         if section.lr_warmup_iters is not None and section.warmup is not None:
             steps = int(section.warmup * self.decay_iters)
-            errors.require(steps == section.lr_warmup_iters,
-                           f"--warmup {section.warmup:g} is {steps} steps of {whole}, but --lr-warmup-iters is "
-                           f"{section.lr_warmup_iters}: give one of them")
-        errors.require(self.warmup_steps <= self.decay_iters,
-                       f"--lr-warmup-iters {self.warmup_steps} is above {whole} (default: --train-iters): the rate "
-                       "would never reach its peak")
+            errors.require(steps == section.lr_warmup_iters, f"--warmup {section.warmup:g} is {steps} steps of "
+                           f"{whole}, but --lr-warmup-iters is {section.lr_warmup_iters}: give one of them")
+        errors.require(self.warmup_steps <= self.decay_iters, f"--lr-warmup-iters {self.warmup_steps} is above {whole} "
+                       "(default: --train-iters): the rate would never reach its peak")
         if section.lr_decay_style == "WSD":
             steps = section.lr_wsd_decay_iters or 0
-            errors.require(self.warmup_steps + steps <= self.decay_iters,
-                           f"--lr-wsd-decay-iters {steps} and a warm-up of {self.warmup_steps} steps are more than "
-                           f"{whole} (default: --train-iters)")
+            errors.require(self.warmup_steps + steps <= self.decay_iters, f"--lr-wsd-decay-iters {steps} and a warm-up "
+                           f"of {self.warmup_steps} steps are more than {whole} (default: --train-iters)")
 
     def _check_tiles(self, errors: ErrorList, tp: int) -> None:
-        errors.require(tp == 1,
-                       f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
-                       "matrices of a block; give one of them")
-        errors.require(self.save.load_hf is None,
-                       "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give "
-                       "one of them")
+        errors.require(tp == 1, f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: "
+                       "both cut the matrices of a block; give one of them")
+        errors.require(self.save.load_hf is None, "--load-hf and --memory-centric-tiled-linear exclude each other: its "
+                       "matrices are whole; give one of them")
         errors.require(not self.quantize.quantize_training,
                        "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled "
                        "by groups of rows of whole matrices, which are cut there; leave one out")
@@ -136,9 +130,8 @@ class Config:
         errors.require(not self.layer_drop.progressive_layer_drop,
                        "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the "
                        "same, and each step leaves out other blocks; leave one out")
-        errors.require(not self.quantize.quantize_eigenvalue,
-                       "--quantize-eigenvalue and --cuda-graphs exclude each other: an eigenvalue takes forwards that "
-                       "no step follows; leave one out")
+        errors.require(not self.quantize.quantize_eigenvalue, "--quantize-eigenvalue and --cuda-graphs exclude each "
+                       "other: an eigenvalue takes forwards that no step follows; leave one out")
 
     def _check_recomputation(self, errors: ErrorList) -> None:
         recompute = self.recompute
@@ -149,9 +142,8 @@ class Config:
                        f"{recompute.checkpoint_num_layers}: leave it out")
 
     def _check_layer_drop(self, errors: ErrorList) -> None:
-        errors.require(self.zero.ignore_unused_parameters,
-                       "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no "
-                       "gradient")
+        errors.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs --ignore-unused-parameters: "
+                       "a block that is left out has no gradient")
         errors.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, not 1: "
                        "the first block is never left out")
 

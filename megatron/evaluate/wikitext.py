@@ -21,14 +21,13 @@ IS_LITERAL, IS_PATTERN = False, True
 
 DETOKENIZER_RULES: tuple[tuple[bool, str, str], ...] = (
     (IS_LITERAL, "s '", "s'"),
-    (IS_PATTERN, r"/' [0-9]/", r"/'[0-9]/"),
-    *((IS_LITERAL, f" @{mark}@ ", mark) for mark in "-,."),
+    (IS_PATTERN, r"/' [0-9]/", r"/'[0-9]/"), *((IS_LITERAL, f" @{mark}@ ", mark) for mark in "-,."),
     *((IS_LITERAL, f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
     (IS_PATTERN, r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (IS_PATTERN, r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"),
-    *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}") for mark in "\"'"),
-    *((IS_LITERAL, " ".join("=" * count), "=" * count) for count in (4, 3, 2)),
+    (IS_PATTERN, r"{\s*([^}]*?)\s*}", r"{\1}"), *((IS_PATTERN, rf"{mark}\s*([^{mark}]*?)\s*{mark}", rf"{mark}\1{mark}")
+                                                  for mark in "\"'"), *((IS_LITERAL, " ".join("=" * count), "=" * count)
+                                                                        for count in (4, 3, 2)),
     (IS_LITERAL, " ° ", "°"),
     (IS_LITERAL, " \n", "\n"),
     (IS_LITERAL, "\n ", "\n"),

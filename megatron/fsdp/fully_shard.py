@@ -137,9 +137,8 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
                                 reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
                                 output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
                                 input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
-                                offload_to_host=hasattr(offload_policy, "pin_memory"),
-                                pin_memory=getattr(offload_policy, "pin_memory", False),
-                                sync_module_states=sync_module_states)
+                                offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(
+                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):

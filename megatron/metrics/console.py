@@ -131,11 +131,8 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"loss scale {last.loss_scale:.1f}",
         f"grad norm {last.grad_norm:.3f}",
         f"tokens/s {over_time(m.tokens_per_s for m in window):.0f}",
-        f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
-        *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
-        f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
-        *_layer_drop_text(window),
-        *_nvme_text(window),
+        f"TFLOP/s {over_time(m.tflops for m in window):.2f}", *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
+        f"memory {last.max_memory_bytes / 2**30:.2f} GiB", *_layer_drop_text(window), *_nvme_text(window),
         *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else [])]
     return " | ".join(parts)
 

@@ -118,10 +118,10 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
         more = {"notes": forecast_notes(requested, rates, measured_run)} if rates else {}
         print(json.dumps(found | more | ({} if measured_run is None else {"measured": asdict(measured_run)}), indent=1))
         return 0
-    print("\n".join([*(describe_requirements(requested, machine) if summary else ()),
-                     *format_table(requested, machine, found),
-                     *(format_forecast(requested, rates, found["rows"], measured_run) if rates else ()),
-                     *([f"note: {metrics} has no step yet"] if metrics and measured_run is None else ())]))
+    print("\n".join(
+        [*(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, found),
+         *(format_forecast(requested, rates, found["rows"], measured_run) if rates
+           else ()), *([f"note: {metrics} has no step yet"] if metrics and measured_run is None else ())]))
     return 0
 
 

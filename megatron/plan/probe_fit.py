@@ -193,20 +193,18 @@ class ProbeSizes:
                      for shape in self.shapes if shape.heads % tp == 0), None)
 
 
-SIZES: dict[Device, ProbeSizes] = {
-    "cpu": ProbeSizes(
-        rows=(64, 256, 1024, 2048), widths=(64, 256, 1024), lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
-        elements=(2**12, 2**16, 2**20, 2**22), logits=((64, 512), (256, 4096), (512, 32768)), loss_width=64,
-        bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
-        shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
-                ProbeModelShape(384, 4, 512)), largest=ProbeModelShape(768, 1, 32, layers=3)),
-    "cuda": ProbeSizes(
-        rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
-        lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)), elements=(2**16, 2**20, 2**24, 2**27),
-        logits=((1024, 8192), (4096, 32768), (8192, 65536)), loss_width=1024,
-        bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
-        shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4, 1024), ProbeModelShape(2048, 8, 1024)),
-        largest=ProbeModelShape(4096, 1, 128, layers=2))}
+SIZES: dict[Device, ProbeSizes] = {"cpu": ProbeSizes(
+    rows=(64, 256, 1024, 2048), widths=(64, 256, 1024), lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
+    elements=(2**12, 2**16, 2**20, 2**22), logits=((64, 512), (256, 4096), (512, 32768)),
+    loss_width=64, bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
+    shapes=(ProbeModelShape(64, 8, 32), ProbeModelShape(128, 4, 128), ProbeModelShape(256, 4, 256),
+            ProbeModelShape(384, 4, 512)), largest=ProbeModelShape(768, 1, 32, layers=3)), "cuda": ProbeSizes(
+                rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
+                lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
+                elements=(2**16, 2**20, 2**24, 2**27), logits=((1024, 8192), (4096, 32768), (8192, 65536)),
+                loss_width=1024, bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
+                shapes=(ProbeModelShape(256, 4, 256), ProbeModelShape(1024, 4, 1024), ProbeModelShape(2048, 8, 1024)),
+                largest=ProbeModelShape(4096, 1, 128, layers=2))}
 
 
 MIN_REST_SHARE = 0.02

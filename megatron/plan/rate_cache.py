@@ -53,9 +53,8 @@ def cached_or_measured_rates(run: PlannedRun, *, ranks_per_node: int | None = No
 
 
 def _local_rates(run: PlannedRun, ranks_per_node: int, remeasure: bool) -> MachineRates:
-    require(run.device == "cpu" or bool(visible_gpus()),
-            "the run is planned for GPUs, and there is none here that it may use: plan it with --device cpu, or "
-            + RATES_HINT)
+    require(run.device == "cpu" or bool(visible_gpus()), "the run is planned for GPUs, and there is none here that it "
+            "may use: plan it with --device cpu, or " + RATES_HINT)
     ranks = min(ranks_per_node, run.ranks, num_local_ranks(run.device))
     found = rates_key(run, ranks)
     file = rates_folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"

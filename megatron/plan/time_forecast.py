@@ -19,19 +19,16 @@ from megatron.report.history import MetricsFileReader, RunHistory, RunStart
 PARTS = ("products", "attention", "rest", "optimizer", "exchange", "hidden", "total")
 WARM_UP = 3
 """Steps of a start that the median leaves out, where it has more than twice as many."""
-TIME_NEUTRAL_SETTINGS = frozenset({
-    "model.layernorm_epsilon", "model.init_method_std",
-    "data.train_data", "data.valid_data", "data.test_data", "data.split", "data.tokenizer_type", "data.vocab_file",
-    "data.merge_file", "data.tokenizer_path", "data.mock_data", "data.data_cache_path", "data.text_key",
-    "data.document_separator", "data.num_workers", "data.lazy_loader",
-    "parallel.distributed_backend", "parallel.distributed_timeout_seconds", "parallel.startup_timeout_seconds",
-    "parallel.local_rank",
-    "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2", "optim.adam_eps", "optim.sgd_momentum",
-    "precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_window", "precision.hysteresis",
-    "precision.min_scale", "precision.max_skipped_in_a_row",
-    "zero.load_from_fp32_weights", "zero.ignore_unused_parameters", "zero.stage3_gather_16bit_weights_on_model_save",
-    "train.train_iters", "train.eval_interval", "train.eval_iters", "train.exit_interval",
-    "train.exit_duration_in_mins", "train.seed"})
+TIME_NEUTRAL_SETTINGS = frozenset(
+    {"model.layernorm_epsilon", "model.init_method_std", "data.train_data", "data.valid_data", "data.test_data",
+     "data.split", "data.tokenizer_type", "data.vocab_file", "data.merge_file", "data.tokenizer_path", "data.mock_data",
+     "data.data_cache_path", "data.text_key", "data.document_separator", "data.num_workers", "data.lazy_loader",
+     "parallel.distributed_backend", "parallel.distributed_timeout_seconds", "parallel.startup_timeout_seconds",
+     "parallel.local_rank", "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2", "optim.adam_eps",
+     "optim.sgd_momentum", "precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_window",
+     "precision.hysteresis", "precision.min_scale", "precision.max_skipped_in_a_row", "zero.load_from_fp32_weights",
+     "zero.ignore_unused_parameters", "zero.stage3_gather_16bit_weights_on_model_save", "train.train_iters",
+     "train.eval_interval", "train.eval_iters", "train.exit_interval", "train.exit_duration_in_mins", "train.seed"})
 """Settings that leave the time of a step as it is; with all others it is that of another run."""
 TIME_NEUTRAL_SECTIONS = ("schedule.", "save.", "log.", "profile.", "autotuning.")
 SHOWN = 3

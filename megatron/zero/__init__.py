@@ -52,9 +52,8 @@ _MODULES = {
     "megatron.checkpoint.convert.fp32_state_dict": "get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
     "megatron.zero.estimate": "estimate_zero2_model_states_mem_needs_all_live "
-                              "estimate_zero2_model_states_mem_needs_all_cold "
-                              "estimate_zero3_model_states_mem_needs_all_live "
-                              "estimate_zero3_model_states_mem_needs_all_cold"}
+    "estimate_zero2_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live "
+    "estimate_zero3_model_states_mem_needs_all_cold"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 _ALIASES = {

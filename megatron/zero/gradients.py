@@ -99,9 +99,8 @@ class FlatGradients:
                 "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
         if self._is_reduced_in_backward:
-            raise ConfigError(
-                f"{self.layout.slots[index].name} got its gradient after the backward of its block, whose gradients "
-                f"had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
+            raise ConfigError(f"{self.layout.slots[index].name} got its gradient after the backward of its block, "
+                              f"whose gradients had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
         self._params_with_grad.add(index)
 
     def _copy_grads_into_buffer(self, indices: Iterable[int]) -> None:

@@ -139,17 +139,15 @@ def _methods(names: str) -> Iterator[Any]:
 
 _has_compatible_data: Any = torch._has_compatible_shallow_copy_type
 
-ALLOWED_OPS = frozenset((
-    *_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized "
-              "is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad grad grad_fn output_nr "
-              "_backward_hooks _post_accumulate_grad_hooks _version"),
-    *_methods("storage_offset element_size get_device is_complex "
-              "is_contiguous is_floating_point is_inference is_signed requires_grad_ register_hook "
-              "register_post_accumulate_grad_hook backward __dir__ __hash__"),
-    _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
-    _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data,
-    torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed,
-    torch.autograd.backward, torch.autograd.grad))
+ALLOWED_OPS = frozenset(
+    (*_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested "
+               "is_quantized is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad "
+               "grad grad_fn output_nr _backward_hooks _post_accumulate_grad_hooks _version"),
+     *_methods("storage_offset element_size get_device is_complex is_contiguous is_floating_point is_inference "
+               "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook backward __dir__ __hash__"),
+     _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
+     _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data, torch.is_complex, torch.is_floating_point,
+     torch.is_inference, torch.is_signed, torch.autograd.backward, torch.autograd.grad))
 """Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad."""
 
 SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),

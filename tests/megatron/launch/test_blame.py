@@ -33,13 +33,13 @@ from megatron.distributed.process_group import publish_status
 from megatron.distributed.rank_status import STATUS, COLLECTIVE
 def main():
     publish_status()
-    STATUS.do("training")
-    STATUS.at_step(7)
-    STATUS.enter("backward", "blocks.1")
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
     meet(here)
     if rank == 1:
         {fault}
-    STATUS.waits[0] = 2
+    STATUS.collective_counters[0] = 2
     time.sleep({patience})
     raise PeerError("rank 0 waited in vain")
 sys.exit(exit_codes.run(main))

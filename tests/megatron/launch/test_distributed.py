@@ -263,7 +263,7 @@ MEETS = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
 from megatron.distributed import process_group
-process_group.init_process_group(process_group.Environment(), "gloo", also_alone=True)
+process_group.init_process_group(process_group.Environment(), "gloo", even_for_one_rank=True)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ["TORCH_GLOO_LAZY_INIT"])
 """
 

@@ -368,14 +368,14 @@ from megatron.distributed.process_group import publish_status
 from megatron.distributed.rank_status import STATUS
 def main():
     publish_status()
-    STATUS.do("training")
-    STATUS.at_step(7)
-    STATUS.enter("backward", "blocks.1")
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
     meet(r"{folder}")
     {then}
 sys.exit(exit_codes.run(main))
 """
-WAITS = "HERE.waits[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
+WAITS = "STATUS.collective_counters[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
 
 
 FAULTS = [
@@ -515,10 +515,10 @@ from megatron.distributed.process_group import publish_status
 from megatron.distributed.rank_status import STATUS
 def main():
     publish_status()
-    STATUS.do("training")
-    STATUS.at_step(7)
-    STATUS.enter("backward", "blocks.1")
-    STATUS.waits[0] = 2
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
+    STATUS.collective_counters[0] = 2
     open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
     time.sleep({seconds})
     raise PeerError('waited in vain')

@@ -132,8 +132,8 @@ board = StoreKV("b")
 board.write("one", 1)
 size = os.path.getsize(sys.argv[1]) + 10
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-calls = dict(write=lambda: board.write("two", 100 * "x"), replace=lambda: board.replace("two", None, 100 * "x"),
-             count=lambda: board.count(100 * "two"))
+calls = dict(write=lambda: board.write("two", 100 * "x"), replace=lambda: board.compare_and_set("two", None, 100 * "x"),
+             count=lambda: board.add(100 * "two"))
 calls |= dict(read=lambda: board.read("one"), read_all=lambda: board.read_all(["one"]))
 said = []
 for name in [sys.argv[2], *calls]:

@@ -180,7 +180,7 @@ class LogThatGoesOn(CollectiveLog):
 
     def __getattribute__(self, name: str) -> object:
         found = super().__getattribute__(name)
-        if name in ("sums", "awaited_entry", "awaited_reduction") and "steps" in vars(self) and self.steps:
+        if name in ("reduction_count", "awaited_entry", "awaited_reduction") and "steps" in vars(self) and self.steps:
             self.steps.pop(0)()
         return found
 

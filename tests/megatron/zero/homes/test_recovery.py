@@ -118,16 +118,16 @@ def edit(engine: Engine) -> None:
 
 def put(engine: Engine) -> None:
     for parameter in engine.module.parameters():
-        safe_set_full_fp32_param(parameter, torch.ones(zero.holders.shape_of(parameter)))
+        safe_set_full_fp32_param(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)))
 
 
 def put_moments(engine: Engine) -> None:
     for parameter in engine.module.parameters():
-        safe_set_full_optimizer_state(parameter, torch.ones(zero.holders.shape_of(parameter)), "exp_avg")
+        safe_set_full_optimizer_state(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)), "exp_avg")
 
 
 def load(engine: Engine) -> None:
-    engine.load_module_state_dict({name: torch.ones(zero.holders.shape_of(parameter))
+    engine.load_module_state_dict({name: torch.ones(zero.partitioned_param.full_shape(parameter))
                                    for name, parameter in engine.module.named_parameters()}, strict=False)
 
 

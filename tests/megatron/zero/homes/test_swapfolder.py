@@ -25,7 +25,7 @@ HOLDER = """
 import os, sys
 from megatron.zero.offload.swap_dir import SwapDir
 with SwapDir(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
-    os.write(folder.create("state"), b"x" * int(sys.argv[4]))
+    os.write(folder.create_file("state"), b"x" * int(sys.argv[4]))
     print(folder.path, flush=True)
     sys.stdin.read()
 """
@@ -131,7 +131,7 @@ KEPT = []
 
 def work(root, rank):
     KEPT.append(SwapDir(root, "run", rank, flag="--f"))
-    os.close(KEPT[-1].create("state"))
+    os.close(KEPT[-1].create_file("state"))
 
 def look(root):
     print(*sorted(path.name for path in Path(root).iterdir()), flush=True)

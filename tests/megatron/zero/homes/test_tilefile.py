@@ -536,11 +536,10 @@ neither use what its parent has nor remove it."""
 PROGRAM = """
 import json, os, sys, threading
 from megatron.errors import ConfigError
-from megatron.zero.offload import swap_dir
-from megatron.zero.offload import async_file
+from megatron.zero.offload import async_file, swap_dir
 from megatron.zero.offload.direct_io import page_aligned_bytes
 from megatron.zero.offload.swap_dir import SwapDir
-swap_dir.PATIENCE = 0.3
+swap_dir.CLOSE_TIMEOUT_SECONDS = 0.3
 children = []
 for rank, end in enumerate(json.loads(sys.argv[2])):
     children.append(os.fork())
