@@ -30,7 +30,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 def silent() -> list[Any]:
     """Patches that write nothing."""
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
-    patches: list[Any] = [mock.patch.object(RankStatus, name, nothing) for name in ("enter", "at_step")]
+    patches: list[Any] = [mock.patch.object(RankStatus, name, nothing) for name in ("set_phase", "set_step")]
     patches += [mock.patch.object(collective_tracker, name, nothing) for name in ("mark_waiting", "mark_idle")]
     return patches + [mock.patch.object(GlooBackend, name, getattr(GlooBackend, name).__wrapped__)
                       for name in OPERATIONS]
@@ -44,7 +44,7 @@ def counted(step: Callable[[], None]) -> int:
         nonlocal count
         count += 1
 
-    patches = [mock.patch.object(RankStatus, name, one) for name in ("enter", "at_step")]
+    patches = [mock.patch.object(RankStatus, name, one) for name in ("set_phase", "set_step")]
     patches += [mock.patch.object(collective_tracker, name, one) for name in ("mark_waiting", "mark_idle")]
     for patch in patches:
         patch.start()

@@ -102,8 +102,8 @@ def dying(death: Death) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(safetensors_io.ChecksummedWriter, "__init__",
-                      limited), patch.object(safetensors_io, "WRITE_BLOCK_BYTES", 1 << 14):
+    with patch.object(safetensors_io.ChecksummedWriter, "__init__", limited), \
+            patch.object(safetensors_io, "WRITE_BLOCK_BYTES", 1 << 14):
         yield
 
 
@@ -210,7 +210,7 @@ def _delete_then_rename(staging: Path, root: Path, tag: str, *_: Any) -> None:
 
 CONTROLS: dict[str | None, list[tuple[Any, str, Any]]] = {
     None: [],
-    "in place": [(writer, "stage", _stage_in_place), (writer, "commit", _commit_in_place)],
-    "delete first": [(writer, "commit", _delete_then_rename)],
+    "in place": [(writer, "open_staging_folder", _stage_in_place), (writer, "commit_tag", _commit_in_place)],
+    "delete first": [(writer, "commit_tag", _delete_then_rename)],
     "no fsync": [(os, "fsync", lambda descriptor: None)],
 }

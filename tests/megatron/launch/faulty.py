@@ -94,7 +94,7 @@ def main() -> int:
 
             Block.forward = with_hook  # type: ignore[method-assign]
         elif phase == "exchange":
-            for name in ("_pieces", "_exchange"):
+            for name in ("_segments", "_reduce_scatter_by_sends"):
                 before(mpu.backends, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
         elif phase == "optimizer step":
             before(OptimizerUpdate, "__call__", at_step)

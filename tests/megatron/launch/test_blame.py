@@ -99,25 +99,26 @@ def test_ranks_that_all_leave_in_the_middle_have_not_failed(start):  # noqa: F81
 
 
 def test_one_that_left_early_is_no_failure_where_all_others_end_well(start):  # noqa: F811
-    body = TRAINING.format(fault="os._exit(0)", patience=1).replace("raise PeerError", "HERE.take_leave(); return  #")
+    body = TRAINING.format(fault="os._exit(0)", patience=1).replace("raise PeerError", "STATUS.mark_done(); return  #")
     assert start(body).end() == (0, "", [])
 
 
 def test_one_that_has_taken_its_leave_is_not_blamed(start):  # noqa: F811
-    body = TRAINING.format(fault="HERE.take_leave(); return", patience=1)
+    body = TRAINING.format(fault="STATUS.mark_done(); return", patience=1)
     code, _, lines = start(body).end()
     assert code == 5 and lines == ["error: rank 0 waited in vain"]
 
 
 def test_a_short_pause_is_not_blamed(start):  # noqa: F811
     """A network that fails at once: whoever computes at that time has nothing to do with it."""
-    code, _, lines = start(TRAINING.format(fault="HERE.waits[1] += 1; time.sleep(60)", patience=0.3)).end()
+    body = TRAINING.format(fault="STATUS.collective_counters[1] += 1; time.sleep(60)", patience=0.3)
+    code, _, lines = start(body).end()
     assert code == 5 and lines == ["error: rank 0 waited in vain"]
 
 
 def test_an_error_of_a_ranks_own_goes_before_a_rank_that_hangs(start):  # noqa: F811
     body = TRAINING.format(fault="time.sleep(60)", patience=3).replace("raise PeerError(", "raise ValueError(")
-    code, _, lines = start(body.replace("HERE.waits[0] = 2", "")).end()
+    code, _, lines = start(body.replace("STATUS.collective_counters[0] = 2", "")).end()
     assert code == 5 and lines[0].startswith("error: internal error in rank 0: ValueError")
 
 

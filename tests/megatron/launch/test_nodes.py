@@ -403,7 +403,7 @@ def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: P
 
 def test_ranks_that_leave_on_all_nodes_have_not_failed(tmp_path: Path, port: int) -> None:
     """A script may end itself in the middle of a step; on one node it is done, and two do it one after the other."""
-    ends = ("os._exit(0)", "HERE.take_leave(); return", "time.sleep(1); os._exit(0)")
+    ends = ("os._exit(0)", "STATUS.mark_done(); return", "time.sleep(1); os._exit(0)")
     launchers = [Node(tmp_path, port, node, IN_A_STEP.format(folder=tmp_path, then=then), nodes=3)
                  for node, then in enumerate(ends)]
     assert [launcher.end() for launcher in launchers] == [(0, "", [])] * 3

@@ -43,7 +43,7 @@ def test_a_temporary_folder_without_room_is_named(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    owner, name = {"store": (launcher, "_allocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
+    owner, name = {"store": (launcher, "_fallocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
     monkeypatch.setattr(owner, name, fail)
     assert launcher.main(["--nproc-per-node", "2", __file__]) == 7
     assert capfd.readouterr().err == (

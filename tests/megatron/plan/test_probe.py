@@ -44,7 +44,7 @@ class FakeGpu:
 
 
 @pytest.mark.parametrize("work", [2e-6, 1e-5, 1e-3, 0.3])
-@pytest.mark.parametrize("kind", ["seconds", "together"])
+@pytest.mark.parametrize("kind", ["seconds", "collective_seconds"])
 def test_looks_at_the_clock_of_a_gpu_do_not_count(kind: str, work: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, work)
     assert getattr(ProbeTimer(CUDA, SOLO), kind)(gpu.call) == pytest.approx(work, rel=0.06)

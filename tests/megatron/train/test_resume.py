@@ -206,7 +206,7 @@ def interrupted_twice(rank: int, world: int, argv: list[object], where: str) -> 
         raise AssertionError("not reached")
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit")), twice)
+        patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit_tag")), twice)
         with pytest.raises(KeyboardInterrupt) as caught:
             train(argv)
     return exit_codes.exit_reason_of(caught.value).code
