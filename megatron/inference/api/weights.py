@@ -36,6 +36,8 @@ COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size
 
 HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner",
             "known_vocab_size": "vocab_size"}
+OUR_NAMES = {"known_vocab_size": "tokens"}
+"""How messages name a field, where not as it is."""
 
 
 def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
@@ -80,7 +82,8 @@ def weights_of_gpt2(model: GPT2) -> OpenedModel:
 
 def check_same_shape(wanted: ModelConfig, opened: OpenedModel) -> None:
     """A model of ours and the checkpoint in its place."""
-    _require_equal(opened, {name: (getattr(opened.shape, name), getattr(wanted, name)) for name in COMPARED_FIELDS})
+    _require_equal(opened, {OUR_NAMES.get(name, name): (getattr(opened.shape, name), getattr(wanted, name))
+                            for name in COMPARED_FIELDS})
 
 
 def check_not_meta(name: str, value: Tensor) -> None:

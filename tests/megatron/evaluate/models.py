@@ -65,7 +65,7 @@ class Chain(nn.Module):
     def hidden_states(self, tokens: Tensor) -> Tensor:
         return self.table[tokens]
 
-    def own_logits(self, x: Tensor) -> Tensor:
+    def local_logits(self, x: Tensor) -> Tensor:
         return x
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError, format_bytes
-from megatron.metrics import engine_monitor as monitor_module
+from megatron.zero.api import engine_monitor as monitor_module
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 

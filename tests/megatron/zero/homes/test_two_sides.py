@@ -86,7 +86,7 @@ def step(engine: Engine, rows: Tensor) -> None:
 def life(engine: Engine, rows: Tensor, sides: Sides, folder: Path) -> list[str]:
     """All that is done with an engine; returns what made somebody wait in passes and a step."""
     step(engine, rows)
-    step(engine, rows)  # in these two the engine compares what it has with what it was (roster.py)
+    step(engine, rows)  # in these two the engine compares what it has with what it was (units.py)
     with sides.watched() as waits:
         step(engine, rows)
     with torch.no_grad():
