@@ -105,7 +105,7 @@ class TraceRecorder:
             collective_tracker.write_counters_to(ObservedCounters(numbers, self._on_exchange))
             after.callback(collective_tracker.write_counters_to, numbers)
             log.observer = self
-            after.callback(partial(setattr, log, "follower", None))
+            after.callback(partial(setattr, log, "observer", None))
             yield
 
     def _on_status(self, place: int, number: int) -> None:

@@ -281,7 +281,7 @@ ENDING = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU)
 PROGRAM = """
 import pathlib, sys, time
 from data.storage import staged_file
-from {home} import run
+from {home} import {runner} as run
 def main():
     with staged_file("made.txt", "w") as file:
         file.write("begun")
@@ -301,11 +301,11 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("home", ["megatron.distributed.exit_codes", "data.cli"])
+@pytest.mark.parametrize("home, runner", [("megatron.distributed.exit_codes", "run"), ("data.cli", "run_command")])
 @pytest.mark.parametrize("number", ENDING)
-def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, number, tmp_path):
+def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = begin([sys.executable, "-c", PROGRAM.format(home=home)], cwd=tmp_path, env=environment,
+    process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment,
                     stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "begun").exists)
     assert [*tmp_path.glob(".made.txt.*")]

@@ -63,7 +63,8 @@ def inside() -> Iterator[list[tuple[str, int]]]:
 
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(patch.object(backends, kind, noted(kind, getattr(backends, kind))))
+            name = f"functional_{kind}"
+            stack.enter_context(patch.object(backends, name, noted(kind, getattr(backends, name))))
         yield sent
 
 

@@ -226,9 +226,9 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
         loss._CHUNK_BYTES, loss._BLOCK_ROWS, loss._SLAB_COLUMNS)
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
-        assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
+        assert memory.cuda_logit_rows(tokens, columns, element) == accelerator.rows_per_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.backends.SUM_BLOCK
-    assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
+    assert (memory.INIT_ELEMENTS_CPU, memory.INIT_ELEMENTS_CUDA) == (mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
     assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
     assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
@@ -271,7 +271,7 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | 
                                          "accumulation": steps, "world": 4}))
         quick = peak_memory(PlannedRun(config, 4, "cpu"))
         with monkeypatch.context() as patch:
-            patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.layers)))
+            patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.num_layers)))
             assert peak_memory(PlannedRun(config, 4, "cpu")) == quick
 
 
