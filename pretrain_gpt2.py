@@ -4,116 +4,118 @@ from __future__ import annotations
 
 import sys
 
-from megatron.launch.leaving import end_when_asked
+from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
-    end_when_asked()  # before the rest, which takes a while
+    exit_on_stop_signal()  # before the slow imports below
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from signal import SIGHUP
 
-from megatron.config.log import check_wandb
-from megatron.launch.distributed import read_environment, show_place
-from megatron.launch.exits import end_by_request, is_debugged, run
-from megatron.launch.signals import NOTHING_LOST, StopRequest
-from megatron.neighbours import check_neighbours
-from megatron.whereabouts import HERE, START_UP
+from megatron.config.run_config import check_wandb
+from megatron.distributed.exit_codes import exit_on_request, run, shows_tracebacks
+from megatron.distributed.process_group import publish_status, read_environment
+from megatron.distributed.rank_status import START_UP, STATUS
+from megatron.distributed.signals import BEFORE_FIRST_STEP, StopListener
+from megatron.package import check_package_shadowing
 
 
 def program() -> int:
-    """The exit code of this process."""
-    stop = StopRequest(starting=NOTHING_LOST)
+    """Run `main` with stop signals handled; returns the exit code of the process."""
+    stop = StopListener(startup_reason=BEFORE_FIRST_STEP)
     try:
-        return run(lambda: main(stop.listen(end_by_request, stacks=is_debugged())), is_job=True)
+        return run(lambda: main(stop.listen(exit_on_request, dump_stacks=shows_tracebacks())), is_job=True)
     finally:
-        stop.end()
+        stop.close()
 
 
-def main(stop: StopRequest | None = None) -> int:
-    """One run. A process may make several, and whatever ends one leaves nothing of it behind."""
-    with StopRequest().heard() if stop is None else nullcontext(stop) as listening:
+def main(stop: StopListener | None = None) -> int:
+    """One run. A process may call it several times: it restores all global state."""
+    with StopListener().listening() if stop is None else nullcontext(stop) as listening:
         return _run(listening)
 
 
-def _run(stop: StopRequest) -> int:
-    check_neighbours()
-    from megatron.config.flags import asks_for_plan, parse_args
+def _run(stop: StopListener) -> int:
+    check_package_shadowing()
+    from megatron.config.cli import is_dry_run, parse_args
 
-    place = read_environment()
-    world_size = place.world_size
-    show_place(place)
-    if asks_for_plan(sys.argv[1:]):
-        from megatron.plan.command import plan
-        return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
-    HERE.do(START_UP)
+    launcher_env = read_environment()
+    world_size = launcher_env.world_size
+    publish_status(launcher_env)
+    if is_dry_run(sys.argv[1:]):
+        from megatron.plan.cli import print_plan
+        return print_plan(sys.argv[1:], launcher_env.world_size, launcher_env.local_world_size,
+                          summary=True) if launcher_env.rank == 0 else 0
+    STATUS.set_activity(START_UP)
     config = parse_args(sys.argv[1:], world_size)
     if config.train.skip_train:
         config = replace(config, save=replace(config.save, save=None))
-    config.check_world(world_size)  # wrong flags end here, before torch is imported
-    if place.rank == 0 and config.log.wandb_project is not None:
-        with config.words.speaking():
+    config.check_world(world_size)  # wrong flags fail here, before torch is imported
+    if launcher_env.rank == 0 and config.log.wandb_project is not None:
+        with config.key_names.translate_errors():
             check_wandb("--wandb-project")
-    from megatron.train.inputs import check_inputs
-    check_inputs(config.data)  # and so do names of files that do not exist
+    from megatron.train.input_checks import check_inputs
+    check_inputs(config.data)  # missing files fail here too
 
-    from megatron.checkpoint.agree import agree, on_rank_0
-    from megatron.launch import distributed
-    from megatron.plan.shortage import explained
+    from megatron.distributed import process_group
+    from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
+    from megatron.plan.oom_hint import oom_hint
     from megatron.recompute import notes as recompute_notes
-    from megatron.train import build, facts
-    from megatron.train.allocator import keep_freed_memory
-    from megatron.train.log import RunLog, check_places
+    from megatron.train import build, run_header
+    from megatron.train.evaluation import generate_sample, printable
     from megatron.train.loop import Trainer
-    from megatron.train.processor import notes as processor_notes
-    from megatron.train.resume import Checkpoints
-    from megatron.train.sample import generate, printable
-    from megatron.zero.policy import notes as zero_notes
+    from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
+    from megatron.train.resume import RunCheckpoints
+    from megatron.train.run_log import RunLog, check_log_paths
+    from megatron.zero.stages import ineffective_setting_notes as zero_notes
     from mpu import groups as mpu_groups
 
-    distributed.hurries_when(stop.hurries)
-    env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit, told=config.told())
-    device = distributed.device_for(env, config.parallel.distributed_backend)
+    process_group.register_stop_check(stop.is_stop_pending)
+    env = process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
+                             must_match=config.rank_invariant_settings())
+    device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
-        keep_freed_memory(but_large_blocks=config.offload.uses_drive)
+        keep_freed_memory(return_large_blocks=config.offload.uses_nvme)
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
-    tokenizer = agree(lambda: build.tokenizer(config), groups.world)
-    config = build.with_vocabulary(config, tokenizer)
-    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
-            config.words.speaking(), ExitStack() as closing:
-        on_rank_0(lambda: check_places(config.log), groups.world)
-        checkpoints = closing.enter_context(Checkpoints(config, groups, tokenizer.facts))
+    tokenizer = all_succeed_or_raise(lambda: build.tokenizer(config), groups.world)
+    config = build.with_vocab_size(config, tokenizer)
+    with oom_hint(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
+            config.key_names.translate_errors(), ExitStack() as closing:
+        on_rank_0(lambda: check_log_paths(config.log), groups.world)
+        checkpoints = closing.enter_context(RunCheckpoints(config, groups, tokenizer.facts))
         datasets = build.datasets(config, tokenizer, groups)
         assert datasets.train is not None, "build.datasets refuses a run without training text"
         build.seed_everything(config.train, groups, device)
-        closing.enter_context(build.determinism(config.train))
+        closing.enter_context(build.deterministic_algorithms(config.train))
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine, datasets.fingerprint)
         log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
-                                           writes=groups.world.rank == 0, aside=recomputation.report,
-                                           outlives_reader=config.save.save is not None))
-        idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
-                *recompute_notes(config.recompute, groups.tp.size, device),
-                *processor_notes(config.precision.name, device))
-        log.begin(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
-        for line in (*engine.notes, *config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
-            log.say(config.in_its_words(line))
-        trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
-                          checkpoints.saver(engine, log.saved), stop, build.token_bytes(config, tokenizer))
+                                           writes=groups.world.rank == 0, extra_line=recomputation.report,
+                                           survives_closed_stdout=config.save.save is not None))
+        unused = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
+                  *recompute_notes(config.recompute, groups.tp.size, device),
+                  *processor_notes(config.precision.name, device))
+        log.start_run(config, run_header.header_record(config, groups, device),
+                      run_header.header_lines(config, groups, device, tokenizer))
+        for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
+            log.print_line(config.translate(line))
+        trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,
+                          checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         is_evaluation = config.train.skip_train
         if state.iteration >= config.train.train_iters > 0 and not is_evaluation:
-            log.say(facts.nothing_to_do(config, state.iteration))
-            checkpoints.save_finished(engine, log.saved, state)
+            log.print_line(run_header.nothing_to_do_line(config, state.iteration))
+            checkpoints.save_finished_run(engine, log.saved, state)
         elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
             if is_complete and config.log.sample_tokens and not config.data.mock_data:
-                log.say(f" sample: {printable(generate(engine, tokenizer, config))}")
-        if stop.signal != SIGHUP:  # the terminal has gone with its reader
-            log.check_reader(f"saved step {state.iteration} in {config.save.save}")
-    engine.core.homes.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
-    distributed.shutdown()
+                log.print_line(f" sample: {printable(generate_sample(engine, tokenizer, config))}")
+        if stop.signal != SIGHUP:  # the terminal was closed
+            log.check_console(f"saved step {state.iteration} in {config.save.save}")
+    engine.core.engine_storage.close()  # before the process group ends, which a rank may not survive: remove swap files
+    process_group.shutdown()
     return 0
 
 

@@ -1,8 +1,7 @@
-"""What the command lines of this package share: one-line errors, exit codes, progress.
+"""What this package's commands share: one-line errors, exit codes, progress.
 
-Exit codes: 0 done, 2 usage, 3 data, 5 a limit of the system or a bug, 7 storage, 130 interrupted. Every failure
-prints one line beginning `error:`; a reader of standard output that has seen enough (`| head`) ends a command quietly
-with 141, as it ends `yes`.
+Exit codes: 0 done, 2 usage, 3 data, 5 a system limit or a bug, 7 storage, 130 interrupted. Every failure prints one
+line that begins with `error:`. A closed standard output (`| head`) ends a command silently with 141, as it ends `yes`.
 """
 
 from __future__ import annotations
@@ -20,47 +19,46 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.storage import DataError, StorageFault, UsageError, one_line
+from data.storage import DataError, StorageFault, UsageError, escape_to_one_line
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals from users, closing terminals and batch systems that would otherwise end a program without an error line."""
+
+EXIT_CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
 
-REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""What would end a program without a word: from people, terminals that close and batch systems."""
-
-CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
+SYSTEM_LIMIT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""Errnos of limits on processes and open files."""
 
 
-LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""What a system says that gives no more processes or open files."""
-
-
-def typed(otherwise: str) -> str:
-    """The command as it was typed: one of an installation's, or else `otherwise`."""
+def command_name(default: str) -> str:
+    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
     name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else otherwise
+    return name if name.startswith("gpt2-") else default
 
 
-def dashed(words: Sequence[str]) -> list[str]:
-    """Dashes and underscores are the same in the name of a flag; after a `--` of its own there are no flags."""
-    end = words.index("--") if "--" in words else len(words)
-    names = (word.partition("=") for word in words[:end])
+def normalize_flag_names(arguments: Sequence[str]) -> list[str]:
+    """Replace underscores by dashes in flag names, up to a `--` argument."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    names = (word.partition("=") for word in arguments[:end])
     return ["".join((name.replace("_", "-"), *rest)) if name.startswith("--") else "".join((name, *rest))
-            for name, *rest in names] + list(words[end:])
+            for name, *rest in names] + list(arguments[end:])
 
 
-def misspelt(word: str, known: Iterable[str]) -> str:
+def suggest_spelling(word: str, known: Iterable[str]) -> str:
     """"did you mean X?" where `word` is X but for dashes, case and one letter in four, at most two; otherwise ""."""
     def plain(name: str) -> str:
         return name.lower().replace("-", "").replace("_", "")
 
     found: dict[int, list[str]] = {}
     for name in sorted(set(known)):
-        found.setdefault(_edits(plain(word), plain(name)), []).append(name)
+        found.setdefault(_edit_distance(plain(word), plain(name)), []).append(name)
     least = min(found, default=99)
     return f"did you mean {' or '.join(found[least])}?" if least <= min(2, len(plain(word)) // 4) else ""
 
 
-def _edits(one: str, other: str) -> int:
-    """Letters to insert, remove, replace or swap with the next in one text to get the other."""
+def _edit_distance(one: str, other: str) -> int:
+    """Number of insertions, deletions, replacements and swaps of neighbouring letters."""
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one):
         rows.append([i + 1])
@@ -72,31 +70,32 @@ def _edits(one: str, other: str) -> int:
     return rows[-1][-1]
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose usage errors are one line, and whose flags have dashes or underscores and no abbreviations."""
+class StrictArgumentParser(argparse.ArgumentParser):
+    """argparse with one-line usage errors, dashes or underscores in flags, and no abbreviations."""
 
     def __init__(self, prog: str, description: str | None = None, **more: Any) -> None:
-        if prog.startswith("data."):  # otherwise a command of a command, whose prog argparse makes
-            prog = typed(f"python -m {prog}")
+        if prog.startswith("data."):  # a sub-command's prog is set by argparse
+            prog = command_name(f"python -m {prog}")
         super().__init__(prog=prog, description=description, allow_abbrev=False, **more)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        asked, unknown = self.parse_known_args(dashed(sys.argv[1:] if args is None else args))
+        args_found, unknown = self.parse_known_args(normalize_flag_names(sys.argv[1:] if args is None else args))
         if unknown:
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
-            hint = "" if flag is None else misspelt(flag, self.flags())
+            hint = "" if flag is None else suggest_spelling(flag, self.flag_names())
             self.error(f"unexpected argument {unknown[0]}: flags begin with --" if flag is None else
                        f"unknown flag {flag}{': ' * bool(hint)}{hint}")
-        return asked
+        return args_found
 
-    def flags(self) -> set[str]:
-        """All names of flags, those of its commands as well."""
+    def flag_names(self) -> set[str]:
+        """All flag names, including those of sub-commands."""
         inner = [parser for action in self._actions if isinstance(action, argparse._SubParsersAction)
                  for parser in action.choices.values()]
-        return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flags())}
+        return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flag_names())}
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {self.prog.removeprefix('python -m ')}: {one_line(message)} (see --help)", file=sys.stderr)
+        print(f"error: {self.prog.removeprefix('python -m ')}: {escape_to_one_line(message)} (see --help)",
+              file=sys.stderr)
         sys.exit(2)
 
 
@@ -108,49 +107,49 @@ def positive(text: str) -> int:
     return value
 
 
-SIZES = {"k": 10, "m": 20, "g": 30, "t": 40}
+SIZE_SUFFIX_BITS = {"k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def size(text: str) -> int:
-    """Bytes: `67108864` or `64M`."""
-    unit = SIZES.get(text[-1:].lower())
+    """Parse bytes: `67108864` or `64M`."""
+    unit = SIZE_SUFFIX_BITS.get(text[-1:].lower())
     return positive(text) if unit is None else positive(text[:-1]) << unit
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """`1 file`, `1,234 files`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _prepare_streams() -> None:
-    """UTF-8 whatever the locale says. A stream that was closed before the start (`2>&-`) goes nowhere; otherwise the
-    next file to be opened gets its number, and error lines."""
+    """Switch the standard streams to UTF-8. A stream closed before the start (`2>&-`) is opened on /dev/null: otherwise
+    the next opened file would get its descriptor, and the error lines."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream, errors = getattr(sys, name), "surrogateescape" if mode == "r" else "backslashreplace"
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors=errors))
-            os.set_inheritable(getattr(sys, name).fileno(), True)  # for programs that it starts
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # for child processes
         elif isinstance(stream, io.TextIOWrapper) and (stream.encoding, stream.errors) != ("utf-8", errors):
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
-def _interrupt_when_asked() -> None:
-    """These signals are as Ctrl-C from now on; one is enough, and what is tidied up then is not interrupted."""
+def _interrupt_on_stop_signals() -> None:
+    """Treat these signals like Ctrl-C. Further ones are ignored, so that cleanup is not interrupted."""
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for other in heard:
+        for other in handled_signals:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
 
-    if threading.current_thread() is threading.main_thread():  # no other can listen
-        is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-        heard = [number for number in REQUESTS if not (is_deaf and number == signal.SIGHUP)]
-        for number in heard:
+    if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        handled_signals = [number for number in STOP_SIGNALS if not (ignores_hangup and number == signal.SIGHUP)]
+        for number in handled_signals:
             signal.signal(number, interrupt)
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Run a command and leave with its exit code."""
-    _interrupt_when_asked()
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run a command and exit with its exit code."""
+    _interrupt_on_stop_signals()
     _prepare_streams()
     code = 0
     try:
@@ -160,17 +159,18 @@ def run(main: Callable[[], None]) -> NoReturn:
             code = leaving.code if isinstance(leaving.code, int) else 0
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter would try once more to write what is left in the buffer.
+        # The interpreter would flush the rest of the buffer again and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
         message = " ".join(str(error).split()) or "interrupted"
-        print(f"error: {one_line(message)}", file=sys.stderr)
-        code = next(code for kind, code in CODES if isinstance(error, kind))
+        print(f"error: {escape_to_one_line(message)}", file=sys.stderr)
+        code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
     except Exception as error:
         if os.environ.get("MEGATRON_DEBUG", "0") not in ("", "0"):
             traceback.print_exception(error)
-        is_limit = isinstance(error, OSError) and error.errno in LIMITS or "can't start new thread" in str(error)
+        is_limit = (isinstance(error, OSError) and error.errno in SYSTEM_LIMIT_ERRNOS
+                    or "can't start new thread" in str(error))
         what = "a limit of the system on open files, threads or processes" if is_limit else "internal error"
         remedy = "raise it (ulimit -n, ulimit -u)" if is_limit else "MEGATRON_DEBUG=1 shows the traceback"
         print(f"error: {what}: {type(error).__name__}: {error}; {remedy}", file=sys.stderr)
@@ -178,18 +178,18 @@ def run(main: Callable[[], None]) -> NoReturn:
     sys.exit(code)
 
 
-class Progress:
-    """Counts documents and bytes, and says how fast they go."""
+class DocumentProgress:
+    """Counts documents and bytes, and reports their rate."""
 
     def __init__(self, interval: int, documents: int = 0, size: int = 0) -> None:
-        """`documents` and `size` were made before, by another process."""
+        """`documents` and `size` were done before by an interrupted process."""
         self._interval, self._next = interval, documents + interval
         self._start = time.monotonic()
         self._before = documents, size
         self.documents, self.bytes = documents, size
 
     def add(self, documents: int, size: int) -> None:
-        """Prints a line whenever another `interval` documents are complete (0: never)."""
+        """Print a line whenever another `interval` documents are complete (0: never)."""
         self.documents += documents
         self.bytes += size
         if self._interval and self.documents >= self._next:

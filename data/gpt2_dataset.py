@@ -1,31 +1,152 @@
-"""Fixed-length samples for training: any index, the same sample for ever.
+"""Fixed-length training samples: `GPT2Dataset`, `BlendedDataset`, and the shuffled index of each epoch.
 
-A *dataset* maps every index from 0 without end to seq_length + 1 token ids (inputs and targets overlap by all but
-one). Index i is sample i mod n of epoch i div n, n the samples of one epoch; it does not depend on how many samples
-will be asked for, on ranks or on what was read before. So the number of consumed samples is all that a resumed run
-must know.
+A dataset maps every index >= 0 to seq_length + 1 token ids. Index i is sample i mod n of epoch i div n. An epoch
+shuffles documents, concatenates them, cuts samples, and shuffles those: a pure function of (sizes, documents,
+seq_length, seed, epoch). So the number of consumed samples is the whole state of a resumed run.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.indexed import IndexedCorpus
-from data.sample_index import EpochStore, digest, samples_in
-from data.sampling import Blend, index_dtype
-from data.storage import DataError, read_for
+from data.sampling import Blend, epoch_permutation, index_dtype
+from data.stable_file import REBUILD_HINT, RowFile, write_row_file
+from data.storage import DataError, make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock
+
+BLOCK_DOCUMENTS = 1 << 20
+MIN_STORED_SAMPLES = 1 << 16
+"""Smaller epochs are not stored: computing them is faster than opening their files."""
+
+MAX_CACHED_EPOCHS = 2
+"""An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times."""
+
+SAMPLES_BEFORE_EVICTION = 4096
+"""Samples read from one epoch after which its neighbour is evicted."""
+
+
+def count_samples(tokens: int, seq_length: int) -> int:
+    """Number of samples of seq_length + 1 tokens in a stream; neighbouring samples share one token."""
+    return max(0, tokens - 1) // seq_length
+
+
+def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
+    """[samples, 2]: position in `order` and offset in that document of each sample's first token. Works in blocks, so
+    memory stays small for any corpus."""
+    total = int(
+        sum(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK_DOCUMENTS)))
+    samples = count_samples(total, seq_length)
+    starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
+    before, done = 0, 0  # tokens in earlier blocks; samples that begin in them
+    for at in range(0, len(order), BLOCK_DOCUMENTS):
+        lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
+        ends = before + np.cumsum(lengths)
+        stop = min(samples, -(-int(ends[-1]) // seq_length))
+        tokens = np.arange(done, stop) * seq_length
+        # "right" skips zero-length documents, and one that ends exactly here.
+        where = np.searchsorted(ends, tokens, side="right")
+        starts[done:stop, 0] = at + where
+        starts[done:stop, 1] = tokens - (ends[where] - lengths[where])
+        before, done = int(ends[-1]), stop
+    return starts
+
+
+@dataclass(frozen=True)
+class EpochIndex:
+    """The order of one epoch."""
+
+    documents: NDArray[np.integer] | RowFile
+    """Document numbers in shuffled order."""
+    starts: NDArray[np.integer] | RowFile
+    """[samples, 2]: position in `documents` and offset of the first token, in sample order."""
+
+
+def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int,
+                seed: int, epoch: int) -> EpochIndex:
+    """Shuffle documents, cut samples, shuffle samples."""
+    order = documents[epoch_permutation(len(documents), seed, epoch, stream=0)]
+    starts = sample_starts(sizes, order, seq_length)
+    return EpochIndex(order, starts[epoch_permutation(len(starts), seed, epoch, stream=1)])
+
+
+class EpochCache:
+    """Epochs by number. Holds one in memory, two around an epoch's end, and stores all as files if a folder is given.
+    Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
+    (stable_file.py). One of the processes that share the folder builds an epoch; the others wait and read its files."""
+
+    def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
+                 samples: int, folder: str | None = None) -> None:
+        self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
+        self._samples = samples
+        self._folder = make_folder(folder) if folder is not None and samples >= MIN_STORED_SAMPLES else None
+        self._cached: OrderedDict[int, EpochIndex] = OrderedDict()
+        self._last_epoch, self._reads_of_last_epoch = -1, 0
+
+    def __getitem__(self, epoch: int) -> EpochIndex:
+        index = self._cached.get(epoch)
+        if index is None:
+            while len(self._cached) >= MAX_CACHED_EPOCHS:  # before the new one is built
+                self._cached.popitem(last=False)
+            index = self._build(epoch) if self._folder is None else self._load_or_build(epoch, self._folder)
+            self._cached[epoch] = index
+        self._cached.move_to_end(epoch)
+        self._reads_of_last_epoch = self._reads_of_last_epoch + 1 if epoch == self._last_epoch else 1
+        self._last_epoch = epoch
+        while len(self._cached) > 1 and self._reads_of_last_epoch >= SAMPLES_BEFORE_EVICTION:
+            self._cached.popitem(last=False)
+        return index
+
+    @cached_property
+    def _content_name(self) -> str:
+        """Digest of everything that all epochs depend on."""
+        return content_digest([self._sizes.tobytes(), self._documents.tobytes(),
+                               repr((self._seq_length, self._seed)).encode()])
+
+    def _build(self, epoch: int) -> EpochIndex:
+        return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
+
+    def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
+        names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
+        paths = [folder / f"{name}.rows" for name in names]
+        if not all(path.exists() for path in paths):
+            with prefix_storage_errors("--data-cache-path"), wait_for_lock(folder / f".{self._content_name}.lock"):
+                if not all(path.exists() for path in paths):
+                    index = self._build(epoch)
+                    for path, name, values in zip(paths, names, (index.documents, index.starts)):
+                        assert isinstance(values, np.ndarray), "made just now"
+                        write_row_file(path, name, values)
+        found = EpochIndex(*map(RowFile, paths, names))
+        shapes = (self._documents.shape, (self._samples, 2))
+        for path, rows, shape in zip(paths, (found.documents, found.starts), shapes):
+            if rows.shape != shape:
+                raise DataError(f"{path}: expected an order of {shape} numbers, found {rows.shape}; {REBUILD_HINT}")
+        return found
+
+
+def content_digest(parts: Iterable[bytes]) -> str:
+    """16 hexadecimal digits that identify a sequence of byte strings."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()[:16]
+
 
 Sample = NDArray[np.int64]
 
 
 class Dataset(ABC):
-    """What a trainer reads. Equal fingerprints mean equal samples at every index."""
+    """What the trainer reads. Equal fingerprints mean equal samples at every index."""
 
     name: str
     seq_length: int
@@ -34,34 +155,35 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def distinct_samples(self) -> int | None:
-        """So many samples from index 0 on show no text twice; None where there is no such limit."""
+        """Number of samples from index 0 on before text repeats; None if unlimited."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
-        """seq_length + 1 token ids of sample `index`, 0 or more."""
+        """seq_length + 1 token ids of sample `index` >= 0."""
 
 
 @final
 class GPT2Dataset(Dataset):
-    """Samples of some documents of one corpus, joined across documents."""
+    """Samples from a range of documents of one corpus, concatenated across documents."""
 
     def __init__(self, corpus: IndexedCorpus, documents: Sequence[int] | ArrayLike, seq_length: int, seed: int,
                  name: str, cache_path: str | None = None, vocab_size: int | None = None, flag: str = "") -> None:
-        """`flag`: where the name of the corpus is from, for errors."""
+        """`flag` is the flag that named the corpus, for errors."""
         self.name, self.seq_length, self._flag = name, seq_length, flag
         self._corpus, self._vocab_size = corpus, vocab_size
         chosen = np.arange(documents.start, documents.stop, documents.step) if isinstance(documents, range) \
             else np.asarray(documents)
         chosen = chosen.astype(index_dtype(corpus.num_documents))
         tokens = int(corpus.sizes[chosen].sum(dtype=np.int64))
-        self.samples_per_epoch = samples_in(tokens, seq_length)
+        self.samples_per_epoch = count_samples(tokens, seq_length)
         if not self.samples_per_epoch:
             raise DataError(f"{corpus.prefix}: {name}: {len(chosen)} documents with {tokens} tokens, one sample needs "
                             f"{seq_length + 1}; give more text, another --split or a shorter --seq-length")
         if vocab_size is not None:
             corpus.check_vocabulary(vocab_size)
-        self._epochs = EpochStore(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
-        self.fingerprint = digest([corpus.fingerprint.encode(), chosen.tobytes(), repr((seq_length, seed)).encode()])
+        self._epochs = EpochCache(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
+        self.fingerprint = content_digest([corpus.fingerprint.encode(), chosen.tobytes(),
+                                           repr((seq_length, seed)).encode()])
 
     @property
     def distinct_samples(self) -> int:
@@ -70,7 +192,7 @@ class GPT2Dataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}: expected 0 or more")
-        with read_for(self._flag):
+        with prefix_data_errors(self._flag):
             return self._sample(index)
 
     def _sample(self, index: int) -> Sample:
@@ -80,13 +202,13 @@ class GPT2Dataset(Dataset):
         sample = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         while filled < len(sample):
-            run = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
-            sample[filled:filled + len(run)] = run
-            filled += len(run)
+            ids = self._corpus.read(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+            sample[filled:filled + len(ids)] = ids
+            filled += len(ids)
             position, offset = position + 1, 0
-        # As unsigned numbers the negative ids are large too: one comparison finds both.
+        # Viewed as unsigned, negative ids are large too: one comparison finds both.
         if self._vocab_size is not None and sample.view(np.uint64).max() >= self._vocab_size:
-            self._corpus.refuse_token(self._vocab_size)
+            self._corpus.raise_for_invalid_token(self._vocab_size)
         return sample
 
 
@@ -99,11 +221,12 @@ class BlendedDataset(Dataset):
         assert len(datasets) == len(weights) and all(part.seq_length == self.seq_length for part in datasets)
         self._datasets = tuple(datasets)
         self._blend = Blend(weights)
-        self.fingerprint = digest([self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
+        self.fingerprint = content_digest(
+            [self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
 
     @property
     def distinct_samples(self) -> int | None:
-        # The first part to run out ends it; its share of the blend says when.
+        # The dataset that runs out first limits the blend.
         limits = [part.distinct_samples * self._blend.period // int(count)
                   for part, count in zip(self._datasets, self._blend.counts) if part.distinct_samples is not None]
         return min(limits, default=None)
@@ -117,12 +240,12 @@ class BlendedDataset(Dataset):
 
 @final
 class MockDataset(Dataset):
-    """Uniformly random ids: for measuring and for tests, nothing can be learnt from it."""
+    """Uniformly random ids, for benchmarks and tests; nothing can be learnt from it."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, name: str = "mock") -> None:
         self.name, self.seq_length = name, seq_length
         self._vocab_size, self._seed = vocab_size, seed
-        self.fingerprint = digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
+        self.fingerprint = content_digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
 
     @property
     def distinct_samples(self) -> None:

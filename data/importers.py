@@ -1,11 +1,10 @@
-"""Token files of other projects to a corpus: `python -m data.importers --input FILE.bin... --output-prefix P`.
+"""Import token files of nanoGPT and llm.c: `python -m data.importers --input FILE.bin... --output-prefix P`.
 
-nanoGPT's `.bin` is uint16 ids and nothing else; in llm.c's a header of 256 int32 (magic, version 1, number of tokens)
-comes before them. Neither says where documents end or which tokenizer made them: documents are cut at the
-end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
-each document and llm.c before it; whether the first file begins with it shows which it is, and no token moves. Files of
-one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order. What
-shows that they are not in it, or no stream, is told (`doubts`) or refused.
+nanoGPT's `.bin` holds only uint16 ids; llm.c's has a header of 256 int32 (magic, version 1, number of tokens) before
+them. Neither records document boundaries or the tokenizer: documents are cut at the end-of-document id of the given
+tokenizer, whose vocabulary must contain every id. nanoGPT writes that id after each document, llm.c before it; the
+first file shows which, and no token moves. The files are one stream, as llm.c's shards end anywhere: give them in
+order. Signs of a wrong order or of several streams give warnings (`order_warnings`) or errors.
 """
 
 from __future__ import annotations
@@ -21,80 +20,80 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.cli import Parser, run
-from data.compressed import is_compressed, reading
-from data.draft import files_of
-from data.indexed import BLOCK
-from data.inputs import kind_of
-from data.preprocess import OTHER_PREFIX, add_tokenizer_arguments, build_tokenizer
-from data.storage import DataError, check_is_file, check_not_over, crc32, crc32_file, make_folder, watched
+from data.cli import StrictArgumentParser, run_command
+from data.compressed import is_compressed, read_errors_for
+from data.indexed import BLOCK_ENTRIES
+from data.input_files import kind_of
+from data.preprocess import OTHER_PREFIX_HINT, add_tokenizer_arguments, build_tokenizer
+from data.storage import (DataError, change_detector, check_is_file, check_outputs_are_not_inputs, crc32, crc32_file,
+                          make_folder)
 from data.tokenizer import Tokenizer
-from data.writer import MAX_LENGTH, CorpusWriter
+from data.writer import MAX_DOCUMENT_TOKENS, CorpusWriter, corpus_files
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
-"""No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""
+"""No GPT-2 file of nanoGPT begins like this: 55448, the lower half of the magic, is not a GPT-2 id."""
 
-DTYPE = np.dtype("<u2")
+TOKEN_DTYPE = np.dtype("<u2")
 
-SAMPLED = 1 << 16
-"""Bytes at either end of files of one size that are compared before all of them are."""
+COMPARED_BYTES = 1 << 16
+"""Bytes at both ends of equally long files that are compared before all of them."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file that may be one of tokens, by its size and header."""
+    """A token file, by its size and header."""
 
     path: str
-    start: int
-    """Of the first token: after a header, or at 0."""
-    count: int
-    first: int
-    last: int
-    """Token ids."""
+    tokens_offset: int
+    """Offset of the first token: after a header, or 0."""
+    num_tokens: int
+    first_token: int
+    last_token: int
 
     @property
     def has_header(self) -> bool:
-        """Of llm.c."""
-        return self.start > 0
+        """Whether it has llm.c's header."""
+        return self.tokens_offset > 0
 
 
-def say_warning(line: str) -> None:
+def print_warning(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: Tokenizer,
-                  say: Callable[[str], None] = say_warning) -> str:
-    """Write the corpus of some token files, one after the other; says what became of it."""
-    check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
-    check_unchanged = watched(inputs)
-    files = [token_file(path) for path in inputs]  # every file is looked at before anything is written
+                  warn: Callable[[str], None] = print_warning) -> str:
+    """Write the corpus of token files, in order; returns a summary."""
+    check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
+    check_unchanged = change_detector(inputs)
+    files = [inspect_token_file(path) for path in inputs]  # check every file before anything is written
     _check_distinct(files)
-    for line in doubts(files, tokenizer.eod):
-        say(line)
+    for line in order_warnings(files, tokenizer.eod):
+        warn(line)
     make_folder(Path(prefix).parent)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
-        _copy(files, writer, tokenizer)
+        _copy_tokens(files, writer, tokenizer)
         check_unchanged()
     return f"{os.fspath(prefix)}: {writer.documents} documents, {writer.tokens} tokens"
 
 
-def token_file(path: str | os.PathLike[str]) -> TokenFile:
-    """Refuses what cannot be a token file."""
+def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
+    """Size and header of a token file; DataError if it cannot be one."""
     name = os.fspath(path)
     check_is_file(name)
     if kind_of(name) or is_compressed(name):
         raise DataError(f"{name}: expected a file of tokens, found " + (
             "text by its name; python -m data.preprocess tokenizes text" if kind_of(name) else
             "a compressed one; decompress it first"))
-    with reading(name):
+    with read_errors_for(name):
         size = os.path.getsize(name)
-        start, count = _extent(name, size, np.fromfile(name, "<i4", LLMC_HEADER))
-        first, last = (int(np.fromfile(name, DTYPE, 1, offset=at)[0]) for at in (start, size - DTYPE.itemsize))
+        start, count = _token_extent(name, size, np.fromfile(name, "<i4", LLMC_HEADER))
+        first, last = (int(np.fromfile(name, TOKEN_DTYPE, 1, offset=at)[0])
+                       for at in (start, size - TOKEN_DTYPE.itemsize))
     return TokenFile(name, start, count, first, last)
 
 
-def _extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
-    """Where the tokens of a file begin, and how many there are, at least one."""
+def _token_extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
+    """(offset of the first token, number of tokens >= 1)."""
     if len(head) and head[0] == LLMC_MAGIC:
         what = f"{name}: a header of llm.c"
         if len(head) < LLMC_HEADER:
@@ -102,47 +101,49 @@ def _extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
         if head[1] != LLMC_VERSION:
             raise DataError(f"{what}: version: expected {LLMC_VERSION}, found {head[1]}; only uint16 tokens, as llm.c "
                             "writes them of GPT-2's vocabulary, can be read")
-        expected = 4 * LLMC_HEADER + DTYPE.itemsize * int(head[2])
+        expected = 4 * LLMC_HEADER + TOKEN_DTYPE.itemsize * int(head[2])
         if size != expected or head[2] < 1:
             raise DataError(f"{what} for {head[2]} tokens: size: expected {expected} bytes, found {size}"
                             if head[2] else f"{what} for 0 tokens: expected at least 1")
         return 4 * LLMC_HEADER, int(head[2])
-    if size == 0 or size % DTYPE.itemsize:
+    if size == 0 or size % TOKEN_DTYPE.itemsize:
         raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
-    return 0, size // DTYPE.itemsize
+    return 0, size // TOKEN_DTYPE.itemsize
 
 
-def doubts(files: Sequence[TokenFile], eod: int) -> list[str]:
-    """What shows that the files are hardly the stream that was meant, a line each."""
-    return [line for line in (_begins_inside(files[0], eod), _mixed(files, eod), _disordered(files)) if line]
+def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
+    """Warnings that the files may not be one stream in order."""
+    return [line for line in (_starts_inside_document(files[0], eod), _mixed_conventions(files, eod),
+                              _out_of_order(files)) if line]
 
 
-def _begins_inside(file: TokenFile, eod: int) -> str | None:
-    if not file.has_header or file.first == eod:
+def _starts_inside_document(file: TokenFile, eod: int) -> str | None:
+    if not file.has_header or file.first_token == eod:
         return None
     return (f"{file.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
-            f"{file.first} instead of {eod}: its first document is cut, or the tokenizer is another one "
+            f"{file.first_token} instead of {eod}: its first document is cut, or the tokenizer is another one "
             "(--tokenizer-type). Is it not the first shard? Make one corpus of all shards, in their order: "
             "python -m data.importers --input SHARD... --output-prefix PREFIX")
 
 
-def _mixed(files: Sequence[TokenFile], eod: int) -> str | None:
-    """Two conventions in one stream: which documents are cut at the wrong side follows from the first file."""
+def _mixed_conventions(files: Sequence[TokenFile], eod: int) -> str | None:
+    """A warning if end-of-document ids precede documents in one file and follow them in another: the first file decides
+    where documents are cut."""
     for before, after in pairwise(files):
         if before.has_header != after.has_header:
             which = ("has a header of llm.c, and {} has none" if before.has_header else
                      "has no header, and {} has llm.c's")
             return (f"{before.path}: {which.format(after.path)}: are they of one program? Documents are cut as the "
                     "first file has them; import the others by themselves, and join the corpora with data.merge")
-        if before.last == after.first == eod:
+        if before.last_token == after.first_token == eod:
             return (f"{before.path}: ends with the end-of-document id, and {after.path} begins with it: one is written "
                     "with it after each document, the other before? Import them by themselves, and join the corpora "
                     "with data.merge")
     return None
 
 
-def _disordered(files: Sequence[TokenFile]) -> str | None:
-    """Names that are alike but for their numbers, against the order of these."""
+def _out_of_order(files: Sequence[TokenFile]) -> str | None:
+    """A warning if names that differ only in numbers are not in ascending order."""
     for before, after in pairwise(files):
         parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
         if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
@@ -152,67 +153,69 @@ def _disordered(files: Sequence[TokenFile]) -> str | None:
 
 
 def _check_distinct(files: Sequence[TokenFile]) -> None:
-    """No file twice, under whatever names. Files of one size are compared, their ends first."""
+    """Raise if a file is given twice, also as a copy. Files of equal size are compared, their ends first."""
     seen: dict[tuple[int, int, int], list[str]] = {}
     for file in files:
-        with reading(file.path):
+        with read_errors_for(file.path):
             size = os.path.getsize(file.path)
-            alike = seen.setdefault((size, *_ends(file.path, size)), [])
-            for other in alike:
-                is_one = os.path.samefile(other, file.path)
-                if is_one or crc32_file(other) == crc32_file(file.path):
-                    raise DataError(f"{file.path}: is " + ("the same file as" if is_one else "a copy of") +
+            same_size = seen.setdefault((size, *_end_checksums(file.path, size)), [])
+            for other in same_size:
+                is_same_file = os.path.samefile(other, file.path)
+                if is_same_file or crc32_file(other) == crc32_file(file.path):
+                    raise DataError(f"{file.path}: is " + ("the same file as" if is_same_file else "a copy of") +
                                     f" {other}: every token would be there twice; name it once")
-        alike.append(file.path)
+        same_size.append(file.path)
 
 
-def _ends(path: str, size: int) -> tuple[int, int]:
-    """Checksums of a little of it."""
+def _end_checksums(path: str, size: int) -> tuple[int, int]:
+    """Checksums of both ends of a file."""
     with open(path, "rb") as file:
-        beginning = crc32(file.read(SAMPLED))
-        file.seek(max(0, size - SAMPLED))
-        return beginning, crc32(file.read(SAMPLED))
+        beginning = crc32(file.read(COMPARED_BYTES))
+        file.seek(max(0, size - COMPARED_BYTES))
+        return beginning, crc32(file.read(COMPARED_BYTES))
 
 
-def _copy(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
-    """The tokens of all files, which are one stream: a document may go on in the next one. And the sizes of the
-    documents, as they end."""
-    read = begun = 0  # tokens read; where the document that is being read began
-    after = 0 if files[0].first == tokenizer.eod else 1  # tokens from an end-of-document id to the cut
-    for file, ids in _blocks(files, tokenizer.vocab_size):
+def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
+    """Copy the tokens of all files as one stream, in which documents may cross files, and add the sizes of the
+    documents."""
+    read = document_start = 0  # tokens read; start of the current document
+    after = 0 if files[0].first_token == tokenizer.eod else 1  # 1: cut after the end-of-document id; 0: before it
+    for file, ids in _token_blocks(files, tokenizer.vocab_size):
         cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
-        cuts = cuts[cuts > begun]
-        sizes = np.diff(cuts, prepend=begun)
+        cuts = cuts[cuts > document_start]
+        sizes = np.diff(cuts, prepend=document_start)
         read += len(ids)
-        begun = int(cuts[-1]) if len(cuts) else begun
-        if max(sizes.max(initial=0), read - begun) > MAX_LENGTH:
-            raise DataError(f"{file.path}: a document that ends here, or goes on, has more than {MAX_LENGTH} tokens: "
-                            f"expected the end-of-document id {tokenizer.eod} between documents; {ANOTHER}")
+        document_start = int(cuts[-1]) if len(cuts) else document_start
+        if max(sizes.max(initial=0), read - document_start) > MAX_DOCUMENT_TOKENS:
+            raise DataError(
+                f"{file.path}: a document that ends here, or goes on, has more than {MAX_DOCUMENT_TOKENS} tokens: "
+                f"expected the end-of-document id {tokenizer.eod} between documents; {OTHER_TOKENIZER_HINT}")
         writer.add_tokens(ids)
         writer.add_sizes(sizes)
-    writer.add_sizes([read - begun] if read > begun else [])
+    writer.add_sizes([read - document_start] if read > document_start else [])
 
 
-ANOTHER = "was it made with another tokenizer? (--tokenizer-type)"
+OTHER_TOKENIZER_HINT = "was it made with another tokenizer? (--tokenizer-type)"
 
 
-def _blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:
-    """The tokens in order. An id that the tokenizer has not is told with its place."""
+def _token_blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:
+    """Blocks of tokens in order; DataError with the position of an id outside the vocabulary."""
     for file in files:
-        left = file.count
-        with reading(file.path), open(file.path, "rb") as opened:
-            opened.seek(file.start)
-            while len(ids := np.fromfile(opened, DTYPE, min(BLOCK, left))):
+        left = file.num_tokens
+        with read_errors_for(file.path), open(file.path, "rb") as opened:
+            opened.seek(file.tokens_offset)
+            while len(ids := np.fromfile(opened, TOKEN_DTYPE, min(BLOCK_ENTRIES, left))):
                 if int(ids.max()) >= vocab_size:
                     at = int((ids >= vocab_size).argmax())
-                    raise DataError(f"{file.path}: token {file.count - left + at} (of {file.count}, from 0): expected "
-                                    f"an id from 0 to {vocab_size - 1}, found {ids[at]}; {ANOTHER}")
+                    raise DataError(
+                        f"{file.path}: token {file.num_tokens - left + at} (of {file.num_tokens}, from 0): expected "
+                        f"an id from 0 to {vocab_size - 1}, found {ids[at]}; {OTHER_TOKENIZER_HINT}")
                 left -= len(ids)
                 yield file, ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.importers", "Make a corpus of the .bin files of nanoGPT or llm.c.")
+    parser = StrictArgumentParser("data.importers", "Make a corpus of the .bin files of nanoGPT or llm.c.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="token files, one after the other")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     add_tokenizer_arguments(parser)
@@ -221,4 +224,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

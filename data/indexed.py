@@ -1,9 +1,8 @@
-"""A corpus on disk, read where it is. Writing one: `writer`.
+"""`IndexedCorpus`: a read-only corpus on disk, checked against its index when opened.
 
-A *corpus* is `PREFIX.bin` and `PREFIX.idx` (see `format`) and, when we wrote it, `PREFIX.json`: its *facts*, which
-say what the two cannot (tokenizer, checksum, largest id). Corpora written by Megatron-LM have no facts and work
-too. A corpus is trusted only after `IndexedCorpus(prefix)` compared every number of the index with the files, and the
-files with each other.
+A corpus is `PREFIX.bin`, `PREFIX.idx` (see `format`) and, if we wrote it, `PREFIX.json`. Opening compares every number
+of the index with the files, and the identity in `PREFIX.json` with index and tokens; corpora of Megatron-LM, without
+that file, work too. Token values are checked when they are read, or by `data.verify`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.facts import read_facts
-from data.format import HEADER, Header, read_header
-from data.held import HeldFile
-from data.identity import identity, of_tokens
+from data.format import INDEX_HEADER, IndexHeader, parse_index_header, read_corpus_facts
 from data.sampling import index_dtype
-from data.storage import DataError, check_is_kept, crc32
+from data.stable_file import StableFile
+from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32
 
-BLOCK = 1 << 20
-"""Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
+SAMPLED_PLACES = 32
+SAMPLED_BYTES = 1 << 12
 
-READ_AGAIN = 1 << 35
-"""Bytes of tokens up to which all are read again to tell a write from another name or other rights: half a minute."""
 
-SCAN_LIMIT = 1 << 28
+def corpus_identity(index: StableFile, tokens: StableFile) -> str:
+    """8 hexadecimal digits for the index, and 8 for the tokens."""
+    crc = 0
+    for at in range(0, index.size, READ_BYTES):
+        crc = crc32(index.read(at, min(READ_BYTES, index.size - at), "u1").data, crc)
+    return f"{crc:08x}{sampled_crc32(tokens):08x}"
+
+
+def sampled_crc32(file: StableFile) -> int:
+    """CRC-32 of evenly spaced samples of a file, including both ends."""
+    length = min(SAMPLED_BYTES, file.size)
+    crc = crc32(file.size.to_bytes(8, "little"))
+    for at in sorted({(file.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
+        crc = crc32(file.read(at, length, "u1").data, crc)
+    return crc
+
+
+BLOCK_ENTRIES = 1 << 20
+"""Entries processed at a time in a full scan, to bound memory."""
+
+REREAD_LIMIT_BYTES = 1 << 35
+"""Up to this many bytes all tokens are read again (half a minute) to tell a write from a changed name or changed
+permissions."""
+
+SCAN_LIMIT_TOKENS = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
 
 
@@ -41,40 +60,41 @@ class IndexedCorpus:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         self._index, self._name = self._open(".idx"), f"{self.prefix}.idx"
-        first = self._index.read(0, min(HEADER.size, self._index.size), "u1").tobytes()
-        header = read_header(first, self._index.size, self._name)
+        first = self._index.read(0, min(INDEX_HEADER.size, self._index.size), "u1").tobytes()
+        header = parse_index_header(first, self._index.size, self._name)
         self.dtype = header.dtype
         self._bin = self._open(".bin")
-        starts = self._starts_of_sequences(header)
+        starts = self._read_sequence_starts(header)
         self.num_tokens = int(starts[-1])
         self.num_documents = header.boundaries - 1
         self._starts = self._check_index(header, starts)
-        self.facts = read_facts(f"{self.prefix}.json")
+        self.facts = read_corpus_facts(f"{self.prefix}.json")
         if self.facts and (self.facts.documents, self.facts.tokens) != (self.num_documents, self.num_tokens):
             raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
                             f"(the index), found {self.facts.documents} and {self.facts.tokens}")
         self._check_identity()
-        places, this = of_tokens(self._bin), weakref.ref(self)  # a cycle would keep the files open
-        self._bin.vouch(lambda: (corpus := this()) is None or corpus._is_as_it_was(places))
+        # weak: a reference cycle would keep the files open
+        tokens_crc, this = sampled_crc32(self._bin), weakref.ref(self)
+        self._bin.set_content_check(lambda: (corpus := this()) is None or corpus._tokens_are_unchanged(tokens_crc))
 
-    def _is_as_it_was(self, places: int) -> bool:
-        """The tokens: all of them where their checksum is known and it does not take too long, else at some places."""
-        if self.facts is None or self._bin.size > READ_AGAIN:
-            return of_tokens(self._bin) == places
+    def _tokens_are_unchanged(self, expected_crc: int) -> bool:
+        """Compare all tokens if their checksum is known and the file is small enough, else samples."""
+        if self.facts is None or self._bin.size > REREAD_LIMIT_BYTES:
+            return sampled_crc32(self._bin) == expected_crc
         crc = 0
-        for _, tokens in self.blocks():
+        for _, tokens in self.token_blocks():
             crc = crc32(tokens.data, crc)
         return f"{crc:08x}" == self.facts.crc32
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[str]]:
-        return IndexedCorpus, (self.prefix,)  # a worker process opens the files again instead of receiving them
+        return IndexedCorpus, (self.prefix,)  # a worker process opens the files itself
 
-    def _open(self, suffix: str) -> HeldFile:
+    def _open(self, suffix: str) -> StableFile:
         path = self.prefix + suffix
         if not os.path.lexists(path):
-            check_is_kept(self.prefix)
+            check_is_rereadable(self.prefix)
         try:
-            file = HeldFile(path)
+            file = StableFile(path)
         except OSError as error:
             raise DataError(f"{path}: cannot read: {error.strerror or error}; a corpus is {self.prefix}.bin and "
                             f"{self.prefix}.idx (python -m data.preprocess builds one)") from error
@@ -82,10 +102,10 @@ class IndexedCorpus:
             raise DataError(f"{path}: size: the file is empty")
         return file
 
-    def _starts_of_sequences(self, header: Header) -> NDArray[np.int64]:
-        """The first token of each, then the end, which has to be that of the tokens."""
+    def _read_sequence_starts(self, header: IndexHeader) -> NDArray[np.int64]:
+        """[sequences + 1]: first token of each sequence, then the end, which must match the size of .bin."""
         starts = np.zeros(header.sequences + 1, np.int64)
-        for at, lengths in self._numbers(header.lengths_at, header.sequences, "<i4"):
+        for at, lengths in self._index_blocks(header.lengths_offset, header.sequences, "<i4"):
             if (lengths < 0).any():
                 where = int((lengths < 0).argmax())
                 raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
@@ -96,16 +116,16 @@ class IndexedCorpus:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
         return starts
 
-    def _check_index(self, header: Header, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Compare pointers and boundaries with the lengths; return the first token of each document, then the end."""
-        for at, pointers in self._numbers(header.pointers_at, header.sequences, "<i8"):
+    def _check_index(self, header: IndexHeader, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Compare pointers and boundaries with the lengths; returns the first token of each document, then the end."""
+        for at, pointers in self._index_blocks(header.pointers_offset, header.sequences, "<i8"):
             expected = starts[at:at + len(pointers)] * self.dtype.itemsize
             if (pointers != expected).any():
                 where = int((pointers != expected).argmax())
                 raise DataError(f"{self._name}: pointers[{at + where}]: expected {expected[where]} "
                                 f"(the lengths before it), found {pointers[where]}")
         documents = np.empty(header.boundaries, np.int64)
-        for at, some in self._numbers(header.documents_at, header.boundaries, "<i8"):
+        for at, some in self._index_blocks(header.documents_offset, header.boundaries, "<i8"):
             documents[at:at + len(some)] = some
         if documents[0] != 0 or documents[-1] != header.sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {header.sequences}, "
@@ -114,91 +134,88 @@ class IndexedCorpus:
             where = int((documents[1:] < documents[:-1]).argmax())
             raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
                             f"found {documents[where + 1]}")
-        return starts if header.boundaries == header.sequences + 1 and _is_range(documents) else starts[documents]
+        return starts if header.boundaries == header.sequences + 1 and _is_arange(documents) else starts[documents]
 
     def _check_identity(self) -> None:
-        """The three files are of one corpus, and were while they were opened."""
-        if not self._index.is_in_place():  # a writer takes the old index away before it touches the tokens
+        """Raise unless the three files belong to one corpus, and did so while they were opened."""
+        if not self._index.is_still_at_path():  # a writer removes the old index before it changes the tokens
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
         expected = self.facts and self.facts.identity
-        if expected and (found := identity(self._index, self._bin)) != expected:
+        if expected and (found := corpus_identity(self._index, self._bin)) != expected:
             suffix = ".idx" if found[:8] != expected[:8] else ".bin"
             raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
                             f"expected {expected}, found {found}): damaged, or of another corpus; copy all three files "
                             "again, or make the corpus again")
 
-    def _numbers(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Of the index, a block at a time, each with its place."""
-        for at in range(0, count, BLOCK):
-            yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK, count - at), dtype)
+    def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(position, block) over an array of the index."""
+        for at in range(0, count, BLOCK_ENTRIES):
+            yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK_ENTRIES, count - at), dtype)
 
     @cached_property
     def sizes(self) -> NDArray[np.integer]:
-        """Tokens of each document."""
+        """[documents]: tokens of each document."""
         sizes = np.diff(self._starts)
         return sizes.astype(index_dtype(int(sizes.max())))
 
     def document(self, number: int) -> NDArray[Any]:
-        """The ids of one document."""
         return self.read(number)
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Ids `start` to `stop` of one document, as a slice would: never beyond the document."""
+        """Ids [start, stop) of one document, clipped to it like a slice."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         first, end = int(self._starts[number]), int(self._starts[number + 1])
         chosen = range(first, end)[start:stop]
-        return self._tokens(chosen.start, chosen.stop)
+        return self._read_tokens(chosen.start, chosen.stop)
 
-    def tokens_of(self, first: int, stop: int) -> NDArray[Any]:
-        """The ids of the neighbouring documents `first` to `stop`."""
-        return self._tokens(int(self._starts[first]), int(self._starts[stop]))
+    def read_documents(self, first: int, stop: int) -> NDArray[Any]:
+        """The ids of documents [first, stop)."""
+        return self._read_tokens(int(self._starts[first]), int(self._starts[stop]))
 
-    def _tokens(self, first: int, stop: int) -> NDArray[Any]:
-        """Of the whole corpus, as a slice would."""
+    def _read_tokens(self, first: int, stop: int) -> NDArray[Any]:
+        """Tokens [first, stop) of the corpus, with slice semantics."""
         first, stop, _ = slice(first, stop).indices(self.num_tokens)
         return self._bin.read(first * self.dtype.itemsize, max(0, stop - first), self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same on every rank that opened the same corpus: the index, both ends of the tokens and samples between,
-        and the checksum of all of them where one is recorded."""
-        digest = hashlib.sha256(identity(self._index, self._bin).encode())
-        digest.update(self._tokens(0, BLOCK).data)
-        digest.update(self._tokens(-min(BLOCK, self.num_tokens), self.num_tokens).data)
+        """Equal on every rank that opened the same corpus: a digest of the index, both ends and samples of the tokens,
+        and their checksum if recorded."""
+        digest = hashlib.sha256(corpus_identity(self._index, self._bin).encode())
+        digest.update(self._read_tokens(0, BLOCK_ENTRIES).data)
+        digest.update(self._read_tokens(-min(BLOCK_ENTRIES, self.num_tokens), self.num_tokens).data)
         digest.update(self.facts.crc32.encode() if self.facts else b"")
         return digest.hexdigest()[:16]
 
-    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The whole corpus, BLOCK tokens at a time, each with the number of its first."""
-        for at in range(0, self.num_tokens, BLOCK):
-            yield at, self._tokens(at, at + BLOCK)
+    def token_blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(number of the first token, block) over the whole corpus."""
+        for at in range(0, self.num_tokens, BLOCK_ENTRIES):
+            yield at, self._read_tokens(at, at + BLOCK_ENTRIES)
 
-    def scan_range(self) -> tuple[int, int]:
-        """The smallest and the largest id, read from the whole file."""
+    def scan_id_range(self) -> tuple[int, int]:
+        """(smallest id, largest id), from the whole file."""
         lowest, highest = 0, -1
-        for _, block in self.blocks():
+        for _, block in self.token_blocks():
             lowest, highest = min(lowest, int(block.min())), max(highest, int(block.max()))
         return lowest, highest
 
     @cached_property
-    def _known_range(self) -> tuple[int, int] | None:
+    def _known_id_range(self) -> tuple[int, int] | None:
         if self.facts:
             return 0, self.facts.max_token
-        return self.scan_range() if self.num_tokens < SCAN_LIMIT else None
+        return self.scan_id_range() if self.num_tokens < SCAN_LIMIT_TOKENS else None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a corpus with ids outside 0..vocab_size-1, naming the first. Nothing is read where facts are recorded.
-
-        A very large corpus without facts passes here; whoever reads its tokens checks them again.
-        """
-        known = self._known_range
+        """Raise for ids outside 0..vocab_size-1, naming the first. Reads no tokens if facts are recorded. A very large
+        corpus without facts passes: readers of its tokens check again."""
+        known = self._known_id_range
         if known is not None and (known[0] < 0 or known[1] >= vocab_size):
-            self.refuse_token(vocab_size)
+            self.raise_for_invalid_token(vocab_size)
 
-    def refuse_token(self, vocab_size: int) -> None:
+    def raise_for_invalid_token(self, vocab_size: int) -> None:
         """Raise for the first id outside the vocabulary, if there is one."""
-        for at, block in self.blocks():
+        for at, block in self.token_blocks():
             bad = (block >= vocab_size) | (block < 0)
             if bad.any():
                 where = at + int(bad.argmax())
@@ -208,6 +225,6 @@ class IndexedCorpus:
                                 "was the corpus made with another tokenizer?")
 
 
-def _is_range(values: NDArray[np.int64]) -> bool:
-    return all(np.array_equal(values[at:at + BLOCK], np.arange(at, min(at + BLOCK, len(values))))
-               for at in range(0, len(values), BLOCK))
+def _is_arange(values: NDArray[np.int64]) -> bool:
+    return all(np.array_equal(values[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(values))))
+               for at in range(0, len(values), BLOCK_ENTRIES))

@@ -1,7 +1,7 @@
-"""Loose JSON: one object per line, one text per object. Strict reading, with the place of every fault.
+"""Loose JSON: one object per line, one text per object. Strict, with the position of every fault.
 
-Chunks are runs of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is no part
-of the first. What counts as malformed is listed in `parse_text`; and a line that is too long to be held is.
+Chunks consist of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is ignored.
+Malformed lines are those that `parse_text` refuses, and lines too long to hold.
 """
 
 from __future__ import annotations
@@ -13,122 +13,123 @@ from io import BufferedReader, BytesIO
 from stat import S_ISREG
 from typing import BinaryIO, NoReturn
 
-from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, count_lines, too_long
-from data.compressed import before_damage, is_compressed, line_before_damage, opened, reading
-from data.storage import told
+from data.compressed import is_compressed, open_decompressed, read_errors_for, read_until_damage, readline_until_damage
+from data.plain_text import (BOM, CHUNK_BYTES, CONVERT_UTF16_HINT, MAX_DOCUMENT_BYTES, UTF16_BOMS, Chunk, DamagedRest,
+                             MalformedDocument, count_lines, too_long_document)
+from data.storage import parse_error_text
+
+SKIP_BYTES = 1 << 20
 
 
-AT_A_TIME = 1 << 20
-
-
-def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *, limit: int = LONGEST) -> Iterator[Chunk]:
-    """The lines of a file in order, about `size` bytes (and at least one line) at a time. What is left of a line after
-    that, if it is more than `limit`, is passed over."""
+def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
+                     limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
+    """The lines of a file in order, in chunks of about `size` bytes and at least one line. The rest of a line that
+    exceeds `limit` after that is skipped."""
     name, offset = os.fspath(path), 0
-    with reading(name), opened(name) as file:
+    with read_errors_for(name), open_decompressed(name) as file:
         status = os.stat(name)
         if is_compressed(name) or not S_ISREG(status.st_mode):
-            yield from _streamed(name, file, size, limit)
+            yield from _read_streamed(name, file, size, limit)
         else:
             while offset < status.st_size:
                 end = file.seek(min(offset + size, status.st_size))
                 rest_size = _skip_line(file)
-                chunk = Chunk(name, offset, end - offset, passed_over=rest_size) if rest_size > limit \
+                chunk = Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit \
                     else Chunk(name, offset, end - offset + rest_size)
                 yield chunk
                 offset = chunk.end
 
 
-def _streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
-    """Of what can only be read from its start."""
+def _read_streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
+    """Chunks of a file that can only be read from its start."""
     offset, damage = 0, None
     while damage is None:
-        data, damage = before_damage(file, size)
+        data, damage = read_until_damage(file, size)
         passed_over = 0
         if data and damage is None:
-            rest, damage = line_before_damage(file, limit + 1)
+            rest, damage = readline_until_damage(file, limit + 1)
             if len(rest) <= limit:
                 data += rest
             else:
                 passed_over = len(rest)
                 while rest and not rest.endswith(b"\n"):
-                    rest, damage = line_before_damage(file, AT_A_TIME)
+                    rest, damage = readline_until_damage(file, SKIP_BYTES)
                     passed_over += len(rest)
         if not data and damage is None:
             break
         at = offset + len(data) + passed_over
-        fault = Damage(name, count_lines(data), at, str(damage)) if damage else None
-        chunk = Chunk(name, offset, len(data), data, passed_over=passed_over, damage=fault)
+        fault = DamagedRest(name, count_lines(data), at, str(damage)) if damage else None
+        chunk = Chunk(name, offset, len(data), data, skipped_bytes=passed_over, damage=fault)
         yield chunk
         offset = chunk.end
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; how many bytes that was."""
+    """Read to the end of the line; returns the number of bytes."""
     skipped = 0
-    while part := file.readline(AT_A_TIME):
+    while part := file.readline(SKIP_BYTES):
         skipped += len(part)
         if part.endswith(b"\n"):
             break
     return skipped
 
 
-def lines_of(chunk: Chunk, data: bytes, key: str, limit: int = LONGEST) -> Iterator[tuple[bytes, str | Malformed]]:
-    """Each line of a chunk that was read which is not blank, without its end, and its text or why it has none."""
+def parse_lines(chunk: Chunk, data: bytes, key: str,
+                limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[bytes, str | MalformedDocument]]:
+    """(line without its end, text or reason of failure) for each line of a chunk that is not blank."""
     offset, number = chunk.offset, -1
-    held = data.rfind(b"\n") + 1 if chunk.passed_over else len(data)
-    beginning = data[held:]
-    data = data[:held]
+    whole_lines_end = data.rfind(b"\n") + 1 if chunk.skipped_bytes else len(data)
+    beginning = data[whole_lines_end:]
+    data = data[:whole_lines_end]
     if offset == 0 and data.startswith(BOM):
         data, offset = data.removeprefix(BOM), len(BOM)
     for number, whole in enumerate(BytesIO(data)):
         if len(whole) > limit:
-            yield whole, too_long(chunk.path, number, offset, limit)
+            yield whole, too_long_document(chunk.path, number, offset, limit)
         elif not whole.isspace():
             line = whole.removesuffix(b"\n")
             try:
                 yield line, parse_text(line, key)
             except (ValueError, RecursionError) as error:
-                reason = f"not JSON we can read: {told(error)}" if isinstance(error, RecursionError) else str(error)
-                if offset == 0 and whole.startswith(UTF16):
-                    reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
-                if whole.endswith(b"\n") or not chunk.damage:  # else cut short: a part of the damage
-                    yield line, Malformed(chunk.path, number, offset, reason)
+                reason = (f"not JSON we can read: {parse_error_text(error)}" if isinstance(error, RecursionError)
+                          else str(error))
+                if offset == 0 and whole.startswith(UTF16_BOMS):
+                    reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
+                if whole.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
+                    yield line, MalformedDocument(chunk.path, number, offset, reason)
         offset += len(whole)
-    if chunk.passed_over:
-        yield beginning, too_long(chunk.path, number + 1, offset, limit)
+    if chunk.skipped_bytes:
+        yield beginning, too_long_document(chunk.path, number + 1, offset, limit)
     if chunk.damage:
         yield b"", chunk.damage
 
 
-SEVERAL_LINES = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
+MULTILINE_JSON_HINT = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
 
 
 def parse_text(line: bytes, key: str) -> str:
-    """The text under `key` of one JSON object. ValueError says what is wrong with the line.
-
-    Refused: bytes that are not UTF-8, what is not JSON (NaN and Infinity included), anything but an object, a key that
-    appears twice, a missing key, a value that is not text, and text with lone surrogates, which no tokenizer keeps.
-    """
+    """The text under `key` of one JSON object; ValueError says what is wrong. Refused: bytes that are not UTF-8,
+    invalid JSON (including NaN and Infinity), anything but an object, a duplicate key, a missing key, a value that is
+    not text, and lone surrogates, which no tokenizer preserves."""
     try:
         decoded = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from error
     try:
-        value = _json(decoded)
+        value = _load_json(decoded)
     except json.JSONDecodeError as error:
         hint = ""
         if error.pos >= len(decoded.rstrip()) and decoded.lstrip()[:1] in ("{", "["):
-            hint = f" (is it JSON over several lines? {SEVERAL_LINES})"
+            hint = f" (is it JSON over several lines? {MULTILINE_JSON_HINT})"
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}{hint}") from error
     if not isinstance(value, dict):
-        hint = f" ({SEVERAL_LINES})" if isinstance(value, list) else ""
-        raise ValueError(f"expected a JSON object, found {_kind(value)}{hint}")
+        hint = f" ({MULTILINE_JSON_HINT})" if isinstance(value, list) else ""
+        raise ValueError(f"expected a JSON object, found {_json_type_name(value)}{hint}")
     if key not in value:
         raise ValueError(f"no key {key!r}; found {', '.join(map(repr, value)) or 'no keys'} (see --json-key)")
     text = value[key]
     if not isinstance(text, str):
-        raise ValueError(f"key {key!r}: expected text, found {_kind(text)}")
+        raise ValueError(f"key {key!r}: expected text, found {_json_type_name(text)}")
     try:
         if not text.isascii():
             text.encode("utf-8")
@@ -138,8 +139,8 @@ def parse_text(line: bytes, key: str) -> str:
     return text
 
 
-def _json(line: str) -> object:
-    """DECODER.decode, which looks for white space first; nearly no line has any at its ends."""
+def _load_json(line: str) -> object:
+    """As DECODER.decode, without its search for surrounding white space, which is rare."""
     try:
         value, end = DECODER.scan_once(line, 0)  # type: ignore[attr-defined]
         if end == len(line):
@@ -149,7 +150,7 @@ def _json(line: str) -> object:
     return DECODER.decode(line)
 
 
-def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
@@ -158,14 +159,14 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"not JSON: {name} is not a JSON number")
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refuse_constant)
-"""`json.loads` with these hooks would make one for every line."""
+DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+"""Shared: `json.loads` with hooks would create a decoder per line."""
 
 
-def _kind(value: object) -> str:
+def _json_type_name(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

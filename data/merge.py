@@ -1,7 +1,7 @@
-"""Several corpora to one: `python -m data.merge OUT PREFIX...`. The last step after many machines made a part each.
+"""Merge corpora: `python -m data.merge OUT PREFIX...`. The last step after several machines made a part each.
 
-The documents follow one another in the order given, so the corpora that `data.preprocess --shard` made of some files
-merge to the very bytes that one run over all of them makes. Tokens are copied in blocks and checked on the way.
+Documents follow in the order given, so corpora from `data.preprocess --shard` merge to the same bytes as one run over
+all files. Tokens are copied in blocks and checked.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ from pathlib import Path
 
 import numpy as np
 
-from data.cli import Parser, run
-from data.draft import files_of
-from data.facts import TokenizerFacts
+from data.cli import StrictArgumentParser, run_command
+from data.format import TokenizerFacts
 from data.indexed import IndexedCorpus
-from data.storage import DataError, check_not_over, crc32, make_folder
-from data.writer import CorpusWriter
+from data.storage import DataError, check_outputs_are_not_inputs, crc32, make_folder
+from data.writer import CorpusWriter, corpus_files
 
 
-def merge(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
-    """Write the corpus `out`; says what became of it. All must have one token dtype and one tokenizer."""
-    check_not_over([path for prefix in prefixes for path in files_of(prefix)], files_of(out),
-                   "a corpus cannot be merged into itself: choose another OUT")
-    dtype, tokenizer = _in_common(prefixes)
+def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
+    """Write the corpus `out`; returns a summary. All corpora must have one token dtype and one tokenizer."""
+    check_outputs_are_not_inputs([path for prefix in prefixes for path in corpus_files(prefix)], corpus_files(out),
+                                 "a corpus cannot be merged into itself: choose another OUT")
+    dtype, tokenizer = _common_dtype_and_tokenizer(prefixes)
     make_folder(Path(out).parent)
     documents = tokens = 0
     with CorpusWriter(out, tokenizer=tokenizer, dtype=dtype) as writer:
         for prefix in prefixes:
-            corpus = IndexedCorpus(prefix)  # one at a time: each holds eight bytes a document
-            _copy(corpus, writer)
+            corpus = IndexedCorpus(prefix)  # one at a time: each needs eight bytes per document
+            _copy_corpus(corpus, writer)
             documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
     return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
 
 
-def _in_common(prefixes: Sequence[str | os.PathLike[str]]) -> tuple[np.dtype[np.generic], TokenizerFacts | None]:
-    """The dtype and the tokenizer of all. Everything is opened, and so checked, before anything is written."""
+def _common_dtype_and_tokenizer(prefixes: Sequence[str | os.PathLike[str]]
+                                ) -> tuple[np.dtype[np.generic], TokenizerFacts | None]:
+    """The common dtype and tokenizer; DataError if they differ. Opens, and so checks, everything before anything is
+    written."""
     first = IndexedCorpus(prefixes[0])
     for other in map(IndexedCorpus, prefixes[1:]):
         if other.dtype != first.dtype:
             raise DataError(f"cannot merge {first.prefix} ({first.dtype.name}) and {other.prefix} ({other.dtype.name})")
-        if _tokenizer(other) != _tokenizer(first):
+        if _tokenizer_of(other) != _tokenizer_of(first):
             raise DataError(f"cannot merge {first.prefix} and {other.prefix}: different tokenizers "
-                            f"({_tokenizer(first)} and {_tokenizer(other)})")
-    return first.dtype, _tokenizer(first)
+                            f"({_tokenizer_of(first)} and {_tokenizer_of(other)})")
+    return first.dtype, _tokenizer_of(first)
 
 
-def _tokenizer(corpus: IndexedCorpus) -> TokenizerFacts | None:
+def _tokenizer_of(corpus: IndexedCorpus) -> TokenizerFacts | None:
     return corpus.facts.tokenizer if corpus.facts else None
 
 
-def _copy(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
-    """All documents."""
+def _copy_corpus(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
     crc = 0
-    for _, tokens in corpus.blocks():
+    for _, tokens in corpus.token_blocks():
         crc = crc32(tokens.data, crc)
         writer.add_tokens(tokens)
     if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
@@ -64,12 +64,13 @@ def _copy(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.merge", "Join corpora of one tokenizer, in the order given, into OUT.bin, .idx and .json.")
+    parser = StrictArgumentParser("data.merge",
+                                  "Join corpora of one tokenizer, in the order given, into OUT.bin, .idx and .json.")
     parser.add_argument("out", metavar="OUT", help="prefix of the corpus to write")
     parser.add_argument("prefixes", metavar="PREFIX", nargs="+", help="prefixes of the corpora to join")
     args = parser.parse_args(argv)
-    print(merge(args.prefixes, args.out))
+    print(merge_corpora(args.prefixes, args.out))
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

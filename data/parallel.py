@@ -1,8 +1,8 @@
-"""An ordered map over processes that neither reorders, nor hangs on a dead worker, nor leaves one behind.
+"""An ordered map over processes that keeps the order, does not hang on a dead worker, and leaves no worker behind.
 
-Each worker has a pipe of its own and one item at a time; the next item goes to whoever is free. A result whose turn has
-not come waits, and when many do, no item is given out. A worker that dies closes its pipe, which is an error at once;
-`multiprocessing.Pool` waits for ever in that case. A worker whose parent dies sees its pipe close too, and ends.
+Each worker has its own pipe and one item at a time; a free worker gets the next item. Results wait for their turn, and
+if many do, no new item is sent. A worker that dies closes its pipe, which raises at once; `multiprocessing.Pool` would
+wait forever. A worker whose parent dies sees its pipe close and exits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.storage import Unfinished
+from data.storage import ResumableError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Answer = tuple[Any, Exception | None]
+WorkerResult = tuple[Any, Exception | None]
 
-AHEAD = 4
-"""Items a worker that are under way or wait for their turn."""
+MAX_PENDING_PER_WORKER = 4
+"""Items per worker that are in progress or wait for their turn."""
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map(function, items)` by `workers` processes (1: in this one). The function and its results are pickled."""
+    """`map(function, items)` in `workers` processes (1: in this one). The function and its results are pickled."""
     if workers <= 1:
         yield from map(function, items)
         return
@@ -40,14 +40,14 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process = context.Process(target=_worker_loop, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        for pipe in pipes:  # now that all have been started: a large one is taken when a worker is up
+        for pipe in pipes:  # after all have started: a large function is received once a worker runs
             _send(pipe, function)
-        yield from _in_order(items, pipes)
+        yield from _results_in_order(items, pipes)
     finally:
         for pipe in pipes:
             pipe.close()
@@ -56,37 +56,37 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
             process.join()
 
 
-def _in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iterator[Any]:
-    free, at_work = deque(pipes), dict[Connection, int]()
-    answers: dict[int, Answer] = {}
-    given = turn = 0  # items given to a worker, results handed on
+def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iterator[Any]:
+    free, busy = deque(pipes), dict[Connection, int]()
+    finished: dict[int, WorkerResult] = {}
+    num_sent = next_result = 0  # items sent, results yielded
 
     def collect() -> None:
-        for pipe in wait(list(at_work)):
+        for pipe in wait(list(busy)):
             assert isinstance(pipe, Connection)
-            answers[at_work.pop(pipe)] = _receive(pipe)
+            finished[busy.pop(pipe)] = _receive(pipe)
             free.append(pipe)
 
     def results(most: int) -> Iterator[Any]:
-        """Those whose turn has come; waits for more while more than `most` items are without theirs."""
-        nonlocal turn
-        while turn in answers or given - turn > most:
-            if turn in answers:
-                result, error = answers.pop(turn)
+        """Results in order; waits while more than `most` items are outstanding."""
+        nonlocal next_result
+        while next_result in finished or num_sent - next_result > most:
+            if next_result in finished:
+                result, error = finished.pop(next_result)
                 if error is not None:
                     raise error
                 yield result
-                turn += 1
+                next_result += 1
             else:
                 collect()
 
     for item in items:
         if not free:
             collect()
-        at_work[pipe := free.popleft()] = given
-        _send(pipe, item)  # before results are used: the worker goes on meanwhile
-        given += 1
-        yield from results(AHEAD * len(pipes))
+        busy[pipe := free.popleft()] = num_sent
+        _send(pipe, item)  # before yielding, so that the worker is busy meanwhile
+        num_sent += 1
+        yield from results(MAX_PENDING_PER_WORKER * len(pipes))
     yield from results(0)
 
 
@@ -94,29 +94,29 @@ def _send(pipe: Connection, item: object) -> None:
     try:
         pipe.send(item)
     except OSError as gone:
-        raise _died() from gone
+        raise _worker_died() from gone
 
 
-def _receive(pipe: Connection) -> Answer:
+def _receive(pipe: Connection) -> WorkerResult:
     try:
-        answer: Answer = pipe.recv()
+        answer: WorkerResult = pipe.recv()
     except (EOFError, OSError) as gone:
-        raise _died() from gone
+        raise _worker_died() from gone
     return answer
 
 
-def _died() -> Unfinished:
-    return Unfinished("a worker process died; out of memory, perhaps: fewer --workers need less")
+def _worker_died() -> ResumableError:
+    return ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less")
 
 
-def _work(pipe: Connection) -> None:
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is done, or gone
+def _worker_loop(pipe: Connection) -> None:
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has finished or died
         function = pipe.recv()
         while True:
-            pipe.send(_answer(function, pipe.recv()))
+            pipe.send(_call_function(function, pipe.recv()))
 
 
-def _answer(function: Callable[[Any], object], item: object) -> Answer:
+def _call_function(function: Callable[[Any], object], item: object) -> WorkerResult:
     try:
         return function(item), None
     except Exception as error:
@@ -124,27 +124,28 @@ def _answer(function: Callable[[Any], object], item: object) -> Answer:
 
 
 def call_within(function: Callable[[Item], Result], item: Item, seconds: float, memory: int) -> Result | None:
-    """`function(item)` in a forked process that may use this much processor time and so many bytes more; None if it
-    needs more. For libraries in C, which nothing else can interrupt."""
+    """`function(item)` in a forked process limited to `seconds` of CPU time and `memory` more bytes; None if it exceeds
+    them. For C libraries, which cannot be interrupted otherwise."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
 
     def limited(item: Item) -> Result:
         (used, *_), (_, most) = Path("/proc/self/statm").read_text().split(), resource.getrlimit(resource.RLIMIT_AS)
         limit = int(used) * resource.getpagesize() + memory
-        os.closerange(0, theirs.fileno())  # a lock must not outlive its owner, and a C library may print
+        # close all descriptors: locks must not outlive their owner, and a C library may print
+        os.closerange(0, theirs.fileno())
         os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends a process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
         return function(item)
 
     try:
         child = os.fork()
     except OSError as failed:
-        raise Unfinished(f"cannot start a process: {failed.strerror}") from failed
+        raise ResumableError(f"cannot start a process: {failed.strerror}") from failed
     if child == 0:
         try:
-            theirs.send(_answer(limited, item))
+            theirs.send(_call_function(limited, item))
         finally:
             os._exit(0)
     theirs.close()

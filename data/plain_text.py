@@ -1,12 +1,8 @@
-r"""Plain text: `.txt` files to documents, in bounded memory.
+"""Chunks of text files, the unit of parallel work, and `.txt` files to documents in bounded memory.
 
-A *document* is a whole file; or, with a `Separator`, what is between two separators, without the line ends around it.
-What holds nothing but white space is not a document. Text is UTF-8; a byte order mark at the start of a file is
-dropped, and `\r\n` becomes `\n`. Anything else is kept as it is.
-
-A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
-tokenizer names the white space before which it always begins a token anew (`Tokenizer.cuts_before`). Where it names
-none, the document is held in memory as a whole; where it does, a document without such a place is soon malformed.
+A document is a whole file or, with a `Separator`, the text between two separators. Text is UTF-8; a byte order mark at
+the start is dropped, and CRLF becomes LF. Long documents are split where that does not change their tokens: before
+`Tokenizer.safe_split_characters`. Documents without text are skipped.
 """
 
 from __future__ import annotations
@@ -18,96 +14,184 @@ from dataclasses import dataclass, replace
 from functools import cache
 from stat import S_ISREG
 
-from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, too_long
-from data.compressed import before_damage, is_compressed, opened, reading
+import numpy as np
+
+from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for, read_until_damage
+from data.storage import DataError
+
+CHUNK_BYTES = 1 << 20
+
+MAX_DOCUMENT_BYTES = 1 << 26
+"""Default limit in bytes of a line, or of text without a place to cut. Bounds memory."""
+
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
+BOM = b"\xef\xbb\xbf"
+"""The UTF-8 byte order mark; not part of the text at the start of a file."""
+
+
+@dataclass(frozen=True)
+class MalformedDocument:
+    """A document that cannot be used: the line and the reason."""
+
+    path: str
+    lines_before: int
+    """Lines before it in its chunk."""
+    offset: int
+    reason: str
+
+    def to_error(self, lines_before_chunk: int) -> DataError:
+        """The error, for a chunk that begins after `lines_before_chunk` lines. Reports damaged compression if that is
+        the cause."""
+        line = lines_before_chunk + self.lines_before + 1
+        if damage := find_damage(self.path):
+            return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
+                             f"{self.reason}")
+        return DataError(f"{self.path}:{line} {self.reason} (the line begins at byte {self.offset})")
+
+
+def too_long_document(path: str, lines_before: int, offset: int, limit: int,
+                      what: str = "in this line") -> MalformedDocument:
+    return MalformedDocument(path, lines_before, offset, f"more than {limit} bytes {what}, which would have to be held "
+                             "in memory; --max-document-bytes of data.preprocess allows more")
+
+
+class DamagedRest(MalformedDocument):
+    """The rest of a file that cannot be decompressed; counts as one document."""
+
+    def to_error(self, lines_before_chunk: int) -> DataError:
+        return DataError(
+            f"{self.path}: cannot read: {self.reason}; it is in line {lines_before_chunk + self.lines_before + 1}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of bytes of a file; the bytes themselves only if the file cannot be read at an offset."""
+
+    path: str
+    offset: int
+    """Offset in the (decompressed) file."""
+    size: int
+    data: bytes | None = None
+    """The bytes, if the file is compressed or a pipe."""
+    starts_inside_document: bool = False
+    ends_inside_document: bool = False
+    skipped_bytes: int = 0
+    """Following bytes of its last line, too many to hold."""
+    damage: DamagedRest | None = None
+    """Damage after all that."""
+
+    @property
+    def end(self) -> int:
+        """Offset of the next chunk."""
+        return self.offset + self.size + self.skipped_bytes
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        with read_errors_for(self.path), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
+        return data
+
+
+def count_lines(data: bytes) -> int:
+    r"""As `data.count(b"\\n")`, but vectorized."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
+
 
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
-"""White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers treat as white space."""
+"""Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space."""
 
-NEAR = 1 << 12
+TAIL_BYTES = 1 << 12
 """Bytes at the end of a buffer that are searched first for a place to cut."""
 
 
 @dataclass(frozen=True)
 class Separator:
-    """What ends a document inside a file. `parse` reads the word of the command line."""
+    """What ends a document within a file. `parse` reads the command line value."""
 
     pattern: re.Pattern[bytes]
-    complete: re.Pattern[bytes]
-    """The same, but no match that more text could make longer."""
-    longest: int
-    """Bytes of a match, where a cut before white space could fall into it."""
+    final_pattern: re.Pattern[bytes]
+    """The same, without matches that more text could extend."""
+    max_match_bytes: int
+    """Longest match in bytes that a cut before white space could split."""
 
     @staticmethod
     def parse(word: str | None) -> Separator | None:
         r"""`blank-line`, or a text in which `\n`, `\t` and `\\` stand for themselves; None: files are documents."""
         if not word:
             return None
-        if word == BLANK_LINE:  # it is all white space, and no cut is inside white space
+        if word == BLANK_LINE:  # all white space, which is never cut
             blank = rb"\r?\n(?:[ \t]*\r?\n)+"
             return Separator(re.compile(blank), re.compile(blank + rb"(?=[ \t]*[^ \t\r\n])"), 1)
         typed = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word)
-        text = typed.encode("utf-8", "surrogateescape")  # bytes that the locale cannot read
+        text = typed.encode("utf-8", "surrogateescape")  # keeps bytes that the locale cannot decode
         pattern = re.compile(rb"\r?\n".join(map(re.escape, text.split(b"\n"))))
         return Separator(pattern, pattern, len(text) + text.count(b"\n"))
 
 
-def read_parts(path: str | os.PathLike[str], separator: Separator | None = None, cuts_before: str = "",
-               size: int = CHUNK_BYTES, *, limit: int = LONGEST) -> Iterator[Chunk]:
-    """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer. A
-    file ends, for us, where a part of more than `limit` bytes cannot be cut though the tokenizer could."""
+def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None = None, safe_split_characters: str = "",
+                     size: int = CHUNK_BYTES, *, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
+    """The documents of a file in order, in chunks of about `size` bytes: whole documents, or parts of a long one. Ends
+    with an error chunk at a part of more than `limit` bytes that cannot be cut."""
     name = os.fspath(path)
-    offset, held, continues = 0, bytearray(), False
-    with reading(name), opened(name) as file:
+    offset, buffered, continues = 0, bytearray(), False
+    with read_errors_for(name), open_decompressed(name) as file:
         seekable = not is_compressed(name) and S_ISREG(os.stat(name).st_mode)
 
         def chunk(length: int, unfinished: bool) -> Chunk:
-            data = None if seekable else bytes(held[:length])
+            data = None if seekable else bytes(buffered[:length])
             return Chunk(name, offset, length, data, continues, unfinished)
 
         while True:
-            more, damage = before_damage(file, max(size, len(held)))  # what was not cut is looked at half as often
-            held += more
+            # doubling, so that uncut text is searched half as often
+            more, damage = read_until_damage(file, max(size, len(buffered)))
+            buffered += more
             if damage or not more:
                 break
-            end, unfinished = _last_cut(held, separator, cuts_before)
+            end, unfinished = _find_cut(buffered, separator, safe_split_characters)
             if end:
                 yield chunk(end, unfinished)
                 offset, continues = offset + end, unfinished
-                del held[:end]
-            elif cuts_before and len(held) > limit:
-                yield Chunk(name, offset, 0, b"", continues, passed_over=len(held))
+                del buffered[:end]
+            elif safe_split_characters and len(buffered) > limit:
+                yield Chunk(name, offset, 0, b"", continues, skipped_bytes=len(buffered))
                 return
-        if damage:  # the document in which it is goes with it
-            found = _last(separator.pattern, held, len(held)) if separator else None
-            at_fault = Damage(name, held.count(b"\n"), offset + len(held), str(damage))
+        if damage:  # drops the document that contains the damage
+            found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
+            at_fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(damage))
             yield replace(chunk(found.end() if found else 0, False), damage=at_fault)
-        elif held or continues:
-            yield chunk(len(held), False)
+        elif buffered or continues:
+            yield chunk(len(buffered), False)
 
 
-def _last_cut(data: bytearray, separator: Separator | None, cuts_before: str) -> tuple[int, bool]:
-    """Where to end a chunk, 0 for nowhere yet; and whether that is inside a document."""
-    if separator and (found := _last(separator.complete, data, len(data))):
+def _find_cut(data: bytearray, separator: Separator | None, safe_split_characters: str) -> tuple[int, bool]:
+    """(where to end a chunk, 0 if nowhere yet; whether that is inside a document)."""
+    if separator and (found := _last_match(separator.final_pattern, data, len(data))):
         return found.end(), False
-    if not cuts_before:
+    if not safe_split_characters:
         return 0, False
-    # Not inside a separator that reaches beyond the data.
-    found = _last(_place(cuts_before), data, len(data) - (separator.longest - 1 if separator else 0))
+    # Do not cut inside a separator that extends beyond the data.
+    found = _last_match(_cut_pattern(safe_split_characters), data,
+                        len(data) - (separator.max_match_bytes - 1 if separator else 0))
     return (found.end(), True) if found else (0, False)
 
 
 @cache
-def _place(cuts_before: str) -> re.Pattern[bytes]:
-    """Matches the end of a character that is not white space, where white space to cut before follows."""
-    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(cuts_before.encode()) + b"])")
+def _cut_pattern(safe_split_characters: str) -> re.Pattern[bytes]:
+    """Matches the end of a non-space character that is followed by white space to cut before."""
+    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(safe_split_characters.encode()) +
+                      b"])")
 
 
-def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
-    """The last match in `data[:stop]`: mostly near its end, so that is searched first."""
-    near = NEAR
+def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
+    """The last match in `data[:stop]`; the end is searched first."""
+    near = TAIL_BYTES
     while True:
         start = max(0, stop - near)
         last = None
@@ -118,26 +202,26 @@ def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[by
         near *= 8
 
 
-def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None,
-             limit: int = LONGEST) -> Iterator[str | Malformed]:
-    """The documents of a chunk that was read, or its parts of one; what is not UTF-8 is refused."""
-    if chunk.passed_over:
-        yield too_long(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
+def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
+                limit: int = MAX_DOCUMENT_BYTES) -> Iterator[str | MalformedDocument]:
+    """The documents of a chunk, or its part of one; invalid UTF-8 gives a MalformedDocument."""
+    if chunk.skipped_bytes:
+        yield too_long_document(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
         return
-    pieces = list(_pieces(data, separator))
-    if chunk.damage and not chunk.size:  # a document that began before is not whole
-        pieces = []
-    for number, (start, stop) in enumerate(pieces):
+    bounds = list(_document_bounds(data, separator))
+    if chunk.damage and not chunk.size:  # the document that began earlier is incomplete
+        bounds = []
+    for number, (start, stop) in enumerate(bounds):
         first = number == 0
-        begins = not (first and chunk.continues)
-        ends = not (number == len(pieces) - 1 and chunk.unfinished)
+        begins = not (first and chunk.starts_inside_document)
+        ends = not (number == len(bounds) - 1 and chunk.ends_inside_document)
         raw = data[start:stop]
         if first and chunk.offset == 0:
             raw = raw.removeprefix(BOM)
         try:
             text = raw.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            yield _malformed(chunk, data, stop - len(raw) + error.start)
+            yield _not_utf8(chunk, data, stop - len(raw) + error.start)
             continue
         if separator:
             text = text.lstrip("\n") if begins else text
@@ -148,8 +232,8 @@ def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None,
         yield chunk.damage
 
 
-def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
-    """Start and stop of what is between the separators; never none."""
+def _document_bounds(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
+    """(start, stop) between separators; at least one."""
     start = 0
     for found in separator.pattern.finditer(data) if separator else ():
         yield start, found.start()
@@ -158,9 +242,9 @@ def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int
         yield start, len(data)
 
 
-def _malformed(chunk: Chunk, data: bytes, at: int) -> Malformed:
+def _not_utf8(chunk: Chunk, data: bytes, at: int) -> MalformedDocument:
     begin = data.rfind(b"\n", 0, at) + 1
     reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - begin + 1}; convert the file (iconv -t UTF-8)"
-    if chunk.offset == 0 and data.startswith(UTF16):
-        reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
-    return Malformed(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)
+    if chunk.offset == 0 and data.startswith(UTF16_BOMS):
+        reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
+    return MalformedDocument(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)

@@ -19,222 +19,225 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.chunks import CHUNK_BYTES, LONGEST, Chunk, Damage, Malformed, count_lines
-from data.cli import Parser, Progress, counted, positive, run, size
-from data.draft import files_of
+from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
 from data.format import token_dtype
-from data.inputs import PLAIN_TEXT, find, kind_of
-from data.jsonl import lines_of, read_chunks
+from data.gpt2_dataset import content_digest
+from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
+from data.jsonl import parse_lines, read_line_chunks
 from data.parallel import ordered_map
-from data.plain_text import Separator, read_parts, texts_of
-from data.recorded import check_recorded
-from data.sample_index import digest
-from data.storage import DataError, check_not_over, make_folder, one_line, state_of, watched
+from data.plain_text import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
+                             count_lines, parse_texts, read_text_chunks)
+from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, file_stamp,
+                          make_folder)
 from data.tokenizer import Tokenizer
-from data.writer import CorpusWriter
+from data.writer import CorpusWriter, corpus_files
 
+RESUME_POINT_BYTES = 1 << 28
+"""Bytes of text between two resume points: about half a minute of work."""
 
-MARK_BYTES = 1 << 28
-"""Of text, between the places from which an interrupted run can go on: half a minute of work, perhaps."""
-
-OTHER_PREFIX = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
+OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
 REVISION = 2
-"""Raised whenever the same text would be cut into other chunks, or give other tokens."""
+"""Increment it when the same text would give other chunks or tokens."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How files become documents: flags of the command line."""
+class TextReadOptions:
+    """How files become documents (command line flags)."""
 
-    key: str = "text"
-    """Of the text in a JSON object."""
+    json_key: str = "text"
+    """Key of the text in a JSON object."""
     separator: Separator | None = None
-    """Between the documents of a plain text file."""
+    """Separator of documents in a plain text file."""
     append_eod: bool = True
-    max_bytes: int = LONGEST
-    """Of a line, and of text in which no place to cut it is found."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Longest line, or text without a place to cut."""
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """All of it as text, for digests."""
+    def digest_parts(self) -> tuple[str, ...]:
+        """The options as text, for digests."""
         separator = self.separator.pattern.pattern.hex() if self.separator else "none"
-        return self.key, separator, str(self.append_eod)
+        return self.json_key, separator, str(self.append_eod)
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The documents of one chunk."""
+class EncodedChunk:
+    """The tokenized documents of one chunk."""
 
     tokens: NDArray[np.integer]
     sizes: NDArray[np.int64]
-    """Tokens of each document that ends in this chunk; those of a document that goes on come after them."""
+    """Tokens of each document that ends in this chunk; tokens of an unfinished document follow them."""
     chunk: Chunk
     lines: int
-    refused: list[Malformed]
-    refuses_first: bool
-    """What goes on from the chunk before, and the document with it."""
-    refuses_last: bool
-    """What goes on in the next chunk."""
+    malformed: list[MalformedDocument]
+    first_is_malformed: bool
+    """The continued part at its start is malformed, and so the whole document."""
+    last_is_malformed: bool
+    """The unfinished part at its end is malformed."""
 
 
-def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: Reading) -> Encoded:
-    """Tokenize the documents of a chunk; what is malformed is left out and named."""
+def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -> EncodedChunk:
+    """Tokenize the documents of a chunk; malformed ones are left out and listed."""
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
-    pieces: list[NDArray[np.uint32]] = [end[:0]]  # so that there is one
-    sizes, refused = [], []
+    pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
+    sizes, malformed = [], []
     data = chunk.read()
-    are_good = []
-    for text in _texts(chunk, data, reading):
-        are_good.append(not isinstance(text, Malformed))
-        if isinstance(text, Malformed):
-            refused.append(text)
+    are_well_formed = []
+    for text in _parse_chunk(chunk, data, reading):
+        are_well_formed.append(not isinstance(text, MalformedDocument))
+        if isinstance(text, MalformedDocument):
+            malformed.append(text)
         else:
             ids = tokenizer.encode_array(text)
             pieces += (ids, end)
             sizes.append(len(ids) + len(end))
-    if chunk.unfinished and sizes:
+    if chunk.ends_inside_document and sizes:
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return Encoded(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data), refused,
-                   chunk.continues and not are_good[0], chunk.unfinished and are_good[-1:] == [False])
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data),
+                        malformed, chunk.starts_inside_document and not are_well_formed[0],
+                        chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
-def _texts(chunk: Chunk, data: bytes, reading: Reading) -> Iterator[str | Malformed]:
+def _parse_chunk(chunk: Chunk, data: bytes, options: TextReadOptions) -> Iterator[str | MalformedDocument]:
     if kind_of(chunk.path) == PLAIN_TEXT:
-        return texts_of(chunk, data, reading.separator, reading.max_bytes)
-    return (text for _, text in lines_of(chunk, data, reading.key, reading.max_bytes))
+        return parse_texts(chunk, data, options.separator, options.max_document_bytes)
+    return (text for _, text in parse_lines(chunk, data, options.json_key, options.max_document_bytes))
 
 
-def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, reading: Reading = Reading(),
-                 *, workers: int = 1, skip_malformed: bool = False, log_interval: int = 0,
-                 readers: int = 1) -> tuple[Progress, int]:
-    """Write the corpus of some files. Returns the progress made and how many documents were skipped.
-
-    A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
-    `readers` are threads that compare shards with what their stage wrote, where they may be more than `workers`.
-    """
+def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
+                 options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
+                 log_interval: int = 0, checksum_threads: int = 1) -> tuple[DocumentProgress, int]:
+    """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
+    rest of a damaged file, raises an error with its line, unless `skip_malformed`. `checksum_threads` check stage
+    shards; may exceed `workers`."""
     inputs = list(inputs)
-    check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
+    check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
-    key = _key(inputs, tokenizer, reading, skip_malformed)
-    check_unchanged = watched(inputs)
-    check_recorded(inputs, max(workers, readers))
-    encode = partial(encode_chunk, tokenizer=tokenizer, reading=reading)
-    chunks = (chunk for path in inputs for chunk in _chunks(path, reading, tokenizer.cuts_before))
+    key = _resume_key(inputs, tokenizer, options, skip_malformed)
+    check_unchanged = change_detector(inputs)
+    check_stage_shards(inputs, max(workers, checksum_threads))
+    encode = partial(encode_chunk, tokenizer=tokenizer, reading=options)
+    chunks = (chunk for path in inputs for chunk in _read_chunks(path, options, tokenizer.safe_split_characters))
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        at = Position(**writer.taken_up) if writer.taken_up else Position()
-        if at.chunks:
-            print(f"{os.fspath(prefix)}: going on after {counted(at.documents, 'document')} of an interrupted run",
-                  file=sys.stderr, flush=True)
-        progress, marked = Progress(log_interval, at.documents, at.bytes), at.bytes
-        for encoded in ordered_map(encode, islice(chunks, at.chunks, None), workers):
-            at.lines *= encoded.chunk.offset > 0
-            at.of_file *= encoded.chunk.offset > 0
-            if encoded.refused and not skip_malformed:
-                raise encoded.refused[0].error(at.lines)
-            ended = at.write(encoded, writer)
-            at.of_file += ended
-            at.damaged += [f"{fault.error(at.lines)}; before the damage: {counted(at.of_file, 'document')}"
-                           for fault in encoded.refused if isinstance(fault, Damage)]
-            at.lines += encoded.lines
+        position = PreprocessPosition(**writer.resumed_state) if writer.resumed_state else PreprocessPosition()
+        if position.chunks:
+            print(f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an "
+                  "interrupted run", file=sys.stderr, flush=True)
+        progress, resume_point = DocumentProgress(log_interval, position.documents, position.bytes), position.bytes
+        for encoded in ordered_map(encode, islice(chunks, position.chunks, None), workers):
+            position.lines *= encoded.chunk.offset > 0
+            position.of_file *= encoded.chunk.offset > 0
+            if encoded.malformed and not skip_malformed:
+                raise encoded.malformed[0].to_error(position.lines)
+            ended = position.write_chunk(encoded, writer)
+            position.of_file += ended
+            position.damaged += [
+                f"{fault.to_error(position.lines)}; before the damage: {format_count(position.of_file, 'document')}"
+                for fault in encoded.malformed if isinstance(fault, DamagedRest)]
+            position.lines += encoded.lines
             progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
-            at.chunks, at.documents, at.bytes = at.chunks + 1, progress.documents, progress.bytes
-            if at.bytes - marked >= MARK_BYTES:
-                writer.mark(asdict(at))
-                marked = at.bytes
+            position.chunks, position.documents, position.bytes = position.chunks \
+                + 1, progress.documents, progress.bytes
+            if position.bytes - resume_point >= RESUME_POINT_BYTES:
+                writer.save_resume_point(asdict(position))
+                resume_point = position.bytes
         check_unchanged()
-        if at.skipped and not writer.tokens:
-            raise DataError(f"{os.fspath(prefix)}: no tokens: {counted(at.skipped, 'malformed document')} skipped, and "
-                            "no text beside; without --on-error skip the first is named")
-    for damage in at.damaged:
-        print(f"skipped the rest of a file: {one_line(damage)}", file=sys.stderr)
-    return progress, at.skipped
+        if position.skipped and not writer.tokens:
+            raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(position.skipped, 'malformed document')} "
+                            "skipped, and no text beside; without --on-error skip the first is named")
+    for damage in position.damaged:
+        print(f"skipped the rest of a file: {escape_to_one_line(damage)}", file=sys.stderr)
+    return progress, position.skipped
 
 
 @dataclass
-class Position:
-    """How far a corpus has come: what a process needs to know that goes on with it."""
+class PreprocessPosition:
+    """How far a corpus is: the state for a process that resumes it."""
 
     chunks: int = 0
-    """Of all files, which are always cut alike."""
+    """Chunks of all files done; files are always cut alike."""
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
     lines: int = 0
-    """Of the present file, before the next chunk."""
+    """Lines of the current file before the next chunk."""
     of_file: int = 0
-    """Documents of the present file that were kept."""
+    """Documents kept of the current file."""
     begun: int = 0
-    """Tokens of a document that goes on in the next chunk."""
+    """Tokens so far of a document that continues in the next chunk."""
     before: tuple[int, ...] = ()
-    """Where the corpus was when that document began."""
+    """Savepoint of the corpus at the start of that document."""
     is_refused: bool = False
-    """Something in that document is malformed: its other parts are left out as well, and it counted already."""
+    """A part of that document was malformed: its other parts are dropped, and it is already counted."""
     damaged: list[str] = field(default_factory=list)
-    """What to say at the end: each file of which the rest was skipped."""
+    """Messages for the end: files whose rest was skipped."""
 
-    def write(self, encoded: Encoded, writer: CorpusWriter) -> int:
-        """The documents of a chunk, or its part of one, but for what is refused. Returns how many end in it."""
+    def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:
+        """Write the documents of a chunk, or its part of one, without malformed ones; returns how many end in it."""
         tokens, sizes = encoded.tokens, encoded.sizes
-        self.skipped += len(encoded.refused) - (encoded.refuses_first and self.is_refused)
-        if encoded.refuses_first and self.begun:
-            writer.back_to(self.before)
+        self.skipped += len(encoded.malformed) - (encoded.first_is_malformed and self.is_refused)
+        if encoded.first_is_malformed and self.begun:
+            writer.rollback_to(self.before)
             self.begun = 0
-        elif self.is_refused and encoded.chunk.continues and not encoded.refuses_first:  # a good part of a bad document
+        elif self.is_refused and encoded.chunk.starts_inside_document and not encoded.first_is_malformed:
+            # a valid part of a malformed document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
         sizes[:1] += self.begun
         writer.add_documents(tokens[:ended], sizes)
-        if not (encoded.chunk.continues and encoded.chunk.unfinished):
-            self.begun, self.before, self.is_refused = 0, writer.place(), False
-        self.is_refused |= encoded.refuses_last
+        if not (encoded.chunk.starts_inside_document and encoded.chunk.ends_inside_document):
+            self.begun, self.before, self.is_refused = 0, writer.savepoint(), False
+        self.is_refused |= encoded.last_is_malformed
         writer.add_tokens(tokens[ended:])
         self.begun += len(tokens) - ended
         return len(sizes)
 
 
-def _key(inputs: Sequence[str | Path], tokenizer: Tokenizer, reading: Reading, skip_malformed: bool) -> str | None:
-    """All that decides the tokens, files by their size and times; None: a pipe, which gives nothing twice."""
-    states = [state_of(path) for path in inputs]
+def _resume_key(inputs: Sequence[str | Path], tokenizer: Tokenizer, options: TextReadOptions,
+                skip_malformed: bool) -> str | None:
+    """Digest of everything that decides the tokens, files by size and times; None for a pipe, which cannot be read
+    again."""
+    states = [file_stamp(path) for path in inputs]
     if None in states:
         return None
-    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *reading.words, str(reading.max_bytes),
-             str(skip_malformed), *(f"{os.path.abspath(path)} {state}" for path, state in zip(inputs, states)))
-    return digest(map(os.fsencode, words))
+    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
+             str(options.max_document_bytes), str(skip_malformed), *(f"{os.path.abspath(path)} {state}"
+                                                                     for path, state in zip(inputs, states)))
+    return content_digest(map(os.fsencode, words))
 
 
-def _chunks(path: str | os.PathLike[str], reading: Reading, cuts_before: str) -> Iterator[Chunk]:
+def _read_chunks(path: str | os.PathLike[str], options: TextReadOptions, safe_split_characters: str) -> Iterator[Chunk]:
     if kind_of(path) == PLAIN_TEXT:
-        return read_parts(path, reading.separator, cuts_before, limit=reading.max_bytes)
-    return read_chunks(path, limit=reading.max_bytes)
+        return read_text_chunks(path, options.separator, safe_split_characters, limit=options.max_document_bytes)
+    return read_line_chunks(path, limit=options.max_document_bytes)
 
 
 @dataclass(frozen=True)
-class Shard:
-    """`3/8`: the share of one machine of eight, numbered from 0, of a list of files."""
+class ShardSpec:
+    """`3/8`: share 3, from 0, of 8 shares of a list of files."""
 
     index: int = 0
     count: int = 1
 
     @staticmethod
-    def parse(text: str) -> Shard:
+    def parse(text: str) -> ShardSpec:
         index, _, count = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
             raise ArgumentTypeError(f"{text}: expected I/N with I from 0 to N - 1")
-        return Shard(int(index), int(count))
+        return ShardSpec(int(index), int(count))
 
-    def of(self, files: Sequence[str]) -> Sequence[str]:
-        """Neighbouring files: the shards in order are the whole list."""
+    def select(self, files: Sequence[str]) -> Sequence[str]:
+        """Consecutive files; the shares in order are the whole list."""
         if len(files) < self.count:
             raise DataError(f"--shard {self.index}/{self.count}: there are only {len(files)} input files, and a file "
                             f"is not cut; use {len(files)} shards at most, or smaller files")
         return files[len(files) * self.index // self.count:len(files) * (self.index + 1) // self.count]
 
 
-def add_tokenizer_arguments(parser: Parser) -> None:
+def add_tokenizer_arguments(parser: StrictArgumentParser) -> None:
     parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", help=f"one of {', '.join(tokenizers.KINDS)}")
     parser.add_argument("--vocab-file", help="GPT-2's vocab.json, or the text of a character vocabulary")
     parser.add_argument("--merge-file", help="GPT-2's merges; without it the packaged vocabulary is used")
@@ -242,13 +245,13 @@ def add_tokenizer_arguments(parser: Parser) -> None:
 
 
 def build_tokenizer(args: Namespace) -> Tokenizer:
-    """Of these flags, for a corpus that is none of its files."""
+    """The tokenizer of these flags; raises if the output would overwrite its files."""
     files = [path for path in (args.vocab_file, args.merge_file, args.tokenizer_path) if path]
-    check_not_over(files, files_of(args.output_prefix), OTHER_PREFIX)
+    check_outputs_are_not_inputs(files, corpus_files(args.output_prefix), OTHER_PREFIX_HINT)
     return tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
 
 
-def add_reading_arguments(parser: Parser) -> None:
+def add_text_read_arguments(parser: StrictArgumentParser) -> None:
     parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
     parser.add_argument("--document-separator", metavar="TEXT",
                         help="what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>', "
@@ -256,35 +259,35 @@ def add_reading_arguments(parser: Parser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.preprocess", "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and "
-                    "PREFIX.json.")
+    parser = StrictArgumentParser("data.preprocess",
+                                  "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE",
                         help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    add_reading_arguments(parser)
+    add_text_read_arguments(parser)
     add_tokenizer_arguments(parser)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes; same output")
-    parser.add_argument("--shard", type=Shard.parse, default=Shard(), metavar="I/N",
+    parser.add_argument("--shard", type=ShardSpec.parse, default=ShardSpec(), metavar="I/N",
                         help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
                         help="a malformed document ends the run, or is left out and counted")
-    parser.add_argument("--max-document-bytes", type=size, default=LONGEST, metavar="SIZE",
+    parser.add_argument("--max-document-bytes", type=size, default=MAX_DOCUMENT_BYTES, metavar="SIZE",
                         help="a longer line, or text without white space, is malformed (default: 64M)")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
-    found = find(args.input)
-    files = args.shard.of(found.files)
+    found = find_text_files(args.input)
+    files = args.shard.select(found.files)
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    progress, skipped = build_corpus(
-        files, args.output_prefix, tokenizer,
-        Reading(args.json_key, Separator.parse(args.document_separator), args.append_eod, args.max_document_bytes),
-        workers=args.workers, skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {counted(len(files), 'file')}, {progress}; {counted(skipped, 'malformed document')} "
-          "skipped", file=sys.stderr)
+    progress, skipped = build_corpus(files, args.output_prefix, tokenizer,
+                                     TextReadOptions(args.json_key, Separator.parse(args.document_separator),
+                                                     args.append_eod, args.max_document_bytes), workers=args.workers,
+                                     skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
+    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress}; "
+          f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,8 +1,8 @@
-"""Which sample comes when: pure functions of (seed, epoch, index). No files, no state.
+"""The order of samples: pure functions of (seed, epoch, index). No files, no state.
 
-A *split* cuts the documents of a corpus into train, validation and test ranges. A *permutation* orders one epoch.
-A *blend* draws from several datasets in fixed proportions. All are exact arithmetic on integers, so every rank, every
-layout and every resumed run computes the same order.
+A *split* divides the documents of a corpus into train, validation and test ranges. A *permutation* orders one epoch. A
+*blend* draws from several datasets in fixed proportions. All use exact integer arithmetic, so every rank, layout and
+resumed run computes the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 
 
 def parse_number(text: str) -> Fraction | None:
-    """A finite decimal number, exactly; None for anything else."""
+    """A finite decimal number as an exact fraction; None for anything else."""
     try:
         return Fraction(text.strip()) if "/" not in text else None
     except ValueError:
@@ -30,11 +30,9 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
-    """The train, validation and test shares of `949,50,1` or `949/50/1`, scaled to sum to one.
-
-    Shares that sum to less than one are fractions of the whole and the next share is the rest (`0.9` is
-    `0.9,0.1`; `0.9,0.05` is `0.9,0.05,0.05`); a share that is missing otherwise is zero.
-    """
+    """Train, validation and test shares of `949,50,1` or `949/50/1`, scaled to sum to one. If shares sum to less than
+    one, they are fractions and the next share is the rest (`0.9` is `0.9,0.1`; `0.9,0.05` is `0.9,0.05,0.05`); other
+    missing shares are zero. Raises UsageError."""
     shares = [parse_number(part) for part in split.replace("/", ",").split(",")]
     known = [share for share in shares if share is not None and share >= 0]
     total = sum(known, Fraction(0))
@@ -48,18 +46,16 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def split_documents(shares: Sequence[Fraction], documents: int) -> list[range]:
-    """Neighbouring ranges of documents, one per share; every document is in exactly one."""
+    """Consecutive ranges of documents, one per share; every document is in exactly one."""
     total = sum(shares)
     bounds = [round(documents * sum(shares[:k]) / total) for k in range(len(shares) + 1)]
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:])]
 
 
 def epoch_permutation(n: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.integer]:
-    """A random order of 0..n-1. Streams of one epoch are independent.
-
-    Sorted raw bits instead of `Generator.permutation`: numpy promises the raw stream for ever, the methods built on
-    it only within a version, and a resumed run must not see another order after an upgrade.
-    """
+    """A random order of 0..n-1; streams of one epoch are independent. Sorts raw bits in place of
+    `Generator.permutation`: numpy guarantees the raw stream forever, its methods only within a version, and a resumed
+    run must see the same order after an upgrade."""
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch, stream])).random_raw(n)
     order = np.argsort(bits, kind="stable")
     return order.astype(index_dtype(n))
@@ -70,53 +66,49 @@ def index_dtype(n: int) -> type[np.signedinteger[Any]]:
     return np.int32 if n <= np.iinfo(np.int32).max else np.int64
 
 
-PERIOD = 1 << 16
-"""Weights whose smallest common period is longer are rounded to multiples of 1 / PERIOD."""
+MAX_BLEND_PERIOD = 1 << 16
+"""Weights with a longer common period are rounded to multiples of 1 / MAX_BLEND_PERIOD."""
 
 
 class Blend:
-    """Draws from datasets in proportion to weights: sample index -> (dataset, index within it), in closed form.
-
-    After any n samples each dataset was drawn less than one sample more or less than n times its share. The order is
-    one period long, then repeats, so a table of one period answers for every index.
-    """
+    """Draws from datasets in proportion to weights: sample index -> (dataset, index within it), in closed form. After
+    any n samples each dataset is within one sample of n times its share. The order repeats after one period, so a table
+    of one period serves every index."""
 
     def __init__(self, weights: Sequence[Fraction | int]) -> None:
         if not weights or any(weight <= 0 for weight in weights):
             raise DataError(f"blend weights: expected numbers greater than 0, found {', '.join(map(str, weights))}")
         self.counts = np.array(integer_weights(weights), np.int64)
         self.period = int(self.counts.sum())
-        self._dataset = fair_order(self.counts.tolist())
+        self._dataset = evenly_spread_order(self.counts.tolist())
         order = np.argsort(self._dataset, kind="stable")
         firsts = np.cumsum(self.counts) - self.counts
         self._within = np.empty(self.period, np.int64)
         self._within[order] = np.arange(self.period) - np.repeat(firsts, self.counts)
 
     def locate(self, index: IntArray | int) -> tuple[IntArray, IntArray]:
-        """The dataset of each sample, and its index within that dataset."""
+        """(dataset of each sample, index within that dataset)."""
         periods, phase = np.divmod(np.asarray(index, np.int64), self.period)
         dataset = self._dataset[phase]
         return dataset, periods * self.counts[dataset] + self._within[phase]
 
 
 def integer_weights(weights: Sequence[Fraction | int]) -> list[int]:
-    """The smallest integers in the proportion of the weights, rounded where their sum would exceed PERIOD."""
+    """The smallest integers in proportion to the weights, rounded if their sum exceeds MAX_BLEND_PERIOD."""
     fractions = [Fraction(weight) for weight in weights]
     scale = lcm(*(weight.denominator for weight in fractions))
     counts = [int(weight * scale) for weight in fractions]
     divisor = gcd(*counts)
     counts = [count // divisor for count in counts]
     total = sum(counts)
-    return counts if total <= PERIOD else [max(1, round(PERIOD * count / total)) for count in counts]
+    return counts if total <= MAX_BLEND_PERIOD else [max(1, round(MAX_BLEND_PERIOD * count / total))
+                                                     for count in counts]
 
 
-def fair_order(counts: Sequence[int]) -> IntArray:
-    """One period in which dataset k appears counts[k] times, as evenly as possible.
-
-    Draw j (from 0) of dataset k with share w must fall into steps floor(j/w) .. ceil((j+1)/w) - 1, or it would be a
-    whole sample early or late. These are unit jobs with a release and a deadline on one machine that is exactly
-    full: taking the earliest deadline among the released ones meets them all.
-    """
+def evenly_spread_order(counts: Sequence[int]) -> IntArray:
+    """One period in which dataset k appears counts[k] times, as evenly as possible. Draw j (from 0) of dataset k with
+    share w must fall into steps floor(j/w) .. ceil((j+1)/w) - 1, or it would be a full sample early or late. These are
+    unit jobs with release times and deadlines on one fully loaded machine: earliest deadline first meets them all."""
     period = sum(counts)
     order = np.empty(period, np.int64)
     waiting = [(0, k, 0) for k in range(len(counts))]  # (release, dataset, draw)

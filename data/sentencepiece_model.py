@@ -1,4 +1,4 @@
-"""SentencePiece: reading a model, and training one that gives every text back unchanged."""
+"""SentencePiece models: use one, or train a lossless one."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.storage import DataError, staged_file
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, read_flag_file, tokenizer_fingerprint
 
-
-PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
-"""What models change that are not to: the beginning of a text, white space, characters that have a plain form."""
+LOSSLESS_PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
+"""Texts that a lossy model changes: start of text, white space, characters with a plain form."""
 
 
 @final
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Models of `train_sentencepiece` give every text back unchanged."""
+    """A SentencePiece model. Models of `train_sentencepiece` are lossless."""
 
     name = "SentencePieceTokenizer"
 
     SPACE = "\u2581"
-    """Stands for a space inside the model, which reads a real one as a space too unless it is spelled in bytes."""
+    """Stands for a space inside the model, which also reads this character as a space unless it is encoded as bytes."""
 
     def __init__(self, model_file: str, flag: str = "--tokenizer-path") -> None:
         import sentencepiece
 
-        model = read(model_file, flag)
+        model = read_flag_file(model_file, flag)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise DataError(f"{flag} {model_file}: not a SentencePiece model") from error
-        self._pieces = int(self._model.vocab_size())
+        self._num_pieces = int(self._model.vocab_size())
         end = int(self._model.eos_id())
-        self.eod = end if end >= 0 else self._pieces
-        self.vocab_size = max(self._pieces, self.eod + 1)
+        self.eod = end if end >= 0 else self._num_pieces
+        self.vocab_size = max(self._num_pieces, self.eod + 1)
         spelled = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self.SPACE.encode()]
-        self._space = spelled if self._model.unk_id() not in spelled else None
-        self.fingerprint = fingerprint(self.name, model)
-        self.cuts_before = " " if self._begins_anew_at_spaces() else ""
+        self._space_symbol_ids = spelled if self._model.unk_id() not in spelled else None
+        self.fingerprint = tokenizer_fingerprint(self.name, model)
+        self.safe_split_characters = " " if self._is_safe_to_split_at_spaces() else ""
 
-    def _begins_anew_at_spaces(self) -> bool:
-        """Whether no piece spans the start of a run of spaces, and nothing is added to the start of a text."""
-        pieces = map(self._model.id_to_piece, range(self._pieces))
+    def _is_safe_to_split_at_spaces(self) -> bool:
+        """Whether no piece spans the start of a run of spaces, and no prefix is added to a text."""
+        pieces = map(self._model.id_to_piece, range(self._num_pieces))
         if any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces):
             return False
         rests = (" b", "  b", " \n", " ")
@@ -54,41 +53,39 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode("utf-8")
-        if self._space is None or self.SPACE not in text:
+        if self._space_symbol_ids is None or self.SPACE not in text:
             return list(self._model.encode(text))
         first, *rest = text.split(self.SPACE)
         ids = list(self._model.encode(first))
         for part in rest:
-            ids += self._space + self._model.encode(part)
+            ids += self._space_symbol_ids + self._model.encode(part)
         return ids
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """None for a model that changes texts: what it adds to them or takes away is in no id."""
+        """None for a lossy model: changes to the text are not in the ids."""
         model, found = self._model, np.zeros(self.vocab_size, np.int64)
-        for token in range(self._pieces):
+        for token in range(self._num_pieces):
             if model.is_byte(token):
                 found[token] = 1
             elif not (model.is_control(token) or model.is_unknown(token) or model.is_unused(token)):
                 found[token] = len(model.id_to_piece(token).replace(self.SPACE, " ").encode())
-        return found if all(found[self.encode(text)].sum() == len(text.encode()) for text in PROBES) else None
+        return found if all(found[self.encode(text)].sum() == len(text.encode()) for text in LOSSLESS_PROBES) else None
 
     def decode(self, ids: Iterable[int]) -> str:
         def spell(kind: str, run: list[int]) -> str:
             return str(self._model.decode(run)) if kind == "piece" else kind * len(run)
 
-        return "".join(spell(kind, list(run)) for kind, run in groupby(map(int, ids), self._kind))
+        return "".join(spell(kind, list(run)) for kind, run in groupby(map(int, ids), self._decode_kind))
 
-    def _kind(self, token: int) -> str:
+    def _decode_kind(self, token: int) -> str:
         if token == self.eod:
             return END_OF_TEXT
-        return "piece" if 0 <= token < self._pieces else REPLACEMENT
+        return "piece" if 0 <= token < self._num_pieces else REPLACEMENT_CHARACTER
 
 
 def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size: int) -> None:
-    """Train a model of exactly `vocab_size` ids (end of document included) that gives every text back unchanged.
-
-    Equal texts give equal files: BPE training counts in integers, so the threads do not show.
-    """
+    """Train a lossless model of exactly `vocab_size` ids, end of document included. Equal texts give equal files: BPE
+    training counts integers, so threads do not matter."""
     import sentencepiece
 
     with staged_file(model_path) as file:
@@ -98,6 +95,6 @@ def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size
                 byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
                 remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, split_digits=True,
                 character_coverage=0.9999, max_sentence_length=1 << 20, num_threads=2, minloglevel=2,
-                unk_id=0, eos_id=1, bos_id=-1, pad_id=-1, eos_piece=END_OF_TEXT, unk_surface=REPLACEMENT)
+                unk_id=0, eos_id=1, bos_id=-1, pad_id=-1, eos_piece=END_OF_TEXT, unk_surface=REPLACEMENT_CHARACTER)
         except RuntimeError as error:
             raise DataError(f"{model_path}: cannot train a SentencePiece model of {vocab_size} ids: {error}") from error

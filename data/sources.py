@@ -1,66 +1,83 @@
-"""What a value of `--train-data` names: `parse_sources`, and `check_sources`, which checks that it is there.
+"""`open_datasets`: from the values of `--train-data`, `--valid-data` and `--test-data` to blended datasets.
 
-A name is the prefix of a corpus, a file, a folder, or one of the words in `NAMED`. Not here: opening it (`corpora`).
+A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, or `default` or `webtext`.
+Sources that are not a corpus are converted once and kept in `--data-cache-path` (or `SOURCE.cache/`), under a digest of
+their content, tokenizer and read options; one process builds, the others wait. Several sources are blended by weight or
+size. `--split` cuts every training source by documents.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
-from data.sampling import parse_number
-from data.storage import DataError, check_is_kept, read_for
+from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, content_digest, count_samples
+from data.importers import import_tokens, inspect_token_file, order_warnings
+from data.indexed import IndexedCorpus
+from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, FoundFiles, checksum_in_threads, find_text_files, kind_of
+from data.plain_text import Separator
+from data.preprocess import TextReadOptions, build_corpus
+from data.sampling import parse_number, parse_split, split_documents
+from data.storage import (DataError, StorageFault, check_is_file, check_is_rereadable, crc32_file, escape_to_one_line,
+                          make_folder, prefix_data_errors, prefix_storage_errors, wait_for_lock, write_json_atomic)
+from data.tokenizer import Tokenizer
 
-NEAR = 3
-"""Names that are offered for a mistyped one."""
+MAX_SUGGESTIONS = 3
+"""Suggestions for a mistyped name."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """One corpus of a list and its weight, None when none was given."""
+class WeightedSource:
+    """A source of a list and its weight; None if none was given."""
 
     name: str
     weight: Fraction | None = None
 
 
-def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
-    """`weight name weight name ...` or names alone."""
+def parse_sources(words: Sequence[str], flag: str) -> list[WeightedSource]:
+    """`weight name weight name ...`, or names only."""
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
-        return [Source(word) for word in words]
+        return [WeightedSource(word) for word in words]
     for word, weight in zip(words[::2], weights):
-        if weight is not None and _there(word):
+        if weight is not None and _source_exists(word):
             raise DataError(f"{flag} {' '.join(words)}: {word} is a weight here, but something of this name is there; "
                             f"write ./{word} for what is there, or +{word} for the weight")
     if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
         raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
-    return [Source(name, weight) for name, weight in zip(words[1::2], weights)]
+    return [WeightedSource(name, weight) for name, weight in zip(words[1::2], weights)]
 
 
 def check_sources(words: Sequence[str], flag: str) -> None:
-    """Refuse a name behind which there is nothing; no file is opened."""
+    """Raise for a name that does not exist. Opens no file."""
     for source in parse_sources(words, flag):
         name = source.name
-        if name in NAMED:
-            NAMED[name]()
-        elif not _there(name):
-            raise DataError(f"{flag} {name}: no file or folder of this name{_hint(name)}")
+        if name in NAMED_CORPORA:
+            NAMED_CORPORA[name]()
+        elif not _source_exists(name):
+            raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
         elif not os.path.lexists(f"{name}.idx"):
-            with read_for(flag):
-                check_is_kept(name)
+            with prefix_data_errors(flag):
+                check_is_rereadable(name)
 
 
-def _there(name: str) -> bool:
+def _source_exists(name: str) -> bool:
     return any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin"))
 
 
-def _hint(name: str) -> str:
-    """What may be meant instead: what is in that folder and has nearly this name, or the first part of it."""
+def _suggestion(name: str) -> str:
+    """A hint: entries of that folder with a similar name or the same stem."""
     folder, word = os.path.split(name.rstrip("/"))
     try:
         entries = os.listdir(folder or ".")
@@ -70,7 +87,7 @@ def _hint(name: str) -> str:
     parts = {corpus + suffix for corpus in corpora for suffix in (".bin", ".idx", ".json")}
     known = sorted(corpora | {entry for entry in entries if not entry.startswith(".")} - parts)
     near = [entry for entry in known if entry.split(".")[0] == word.split(".")[0]]
-    near = (near or difflib.get_close_matches(word, known, NEAR))[:NEAR]
+    near = (near or difflib.get_close_matches(word, known, MAX_SUGGESTIONS))[:MAX_SUGGESTIONS]
     if near:
         return f"; did you mean {' or '.join(os.path.join(folder, entry) for entry in near)}?"
     return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
@@ -92,5 +109,264 @@ def webtext_prefix() -> str:
     return prefix
 
 
-NAMED: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
-"""Word -> the prefix of the corpus it stands for."""
+NAMED_CORPORA: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
+"""Name -> prefix of its corpus."""
+
+
+TOKENS_SUFFIX = ".bin"
+CHECKSUMS_FILE = ".sums.json"
+ANNOUNCED_BYTES = 1 << 26
+"""Bytes of a source from which a line announces the build."""
+
+
+def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
+                  ) -> tuple[str, list[str]]:
+    """(prefix of the corpus of a file or folder, lines with a summary and warnings). Builds it if it is not cached."""
+    found = find_text_files([source])
+    verb, past_verb = ("copying", "copied") if _are_token_files(found.files) else ("tokenizing", "tokenized")
+    beside = os.path.abspath(source)
+    folder = make_folder(cache_path or beside + CACHE_SUFFIX)
+    contents, size = _content_keys(found.files, ChecksumCache(folder))
+    key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
+    prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
+    start = time.monotonic()
+    with wait_for_lock(folder / f".{prefix.name}.lock"):
+        is_new = not prefix.with_name(prefix.name + ".idx").exists()
+        if is_new:
+            if size >= ANNOUNCED_BYTES:
+                print(escape_to_one_line(f"{source}: {verb} {size / 1e9:.2f} GB into {prefix} (once)"), file=sys.stderr,
+                      flush=True)
+            _build_cached(found.files, prefix, tokenizer, options)
+            if _content_keys(found.files, ChecksumCache(None))[0] != contents:
+                prefix.with_name(prefix.name + ".idx").unlink()
+                raise DataError(f"{source}: changed while it was read; start again when it is complete")
+    outcome = f"{past_verb} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
+    warnings = order_warnings([inspect_token_file(path)
+                               for path in found.files], tokenizer.eod) if _are_token_files(found.files) else []
+    return str(prefix), [_describe_cached(source, found, IndexedCorpus(prefix),
+                                          outcome), *(f"warning: {line}" for line in warnings)]
+
+
+def _content_keys(files: Sequence[str], checksums: ChecksumCache) -> tuple[list[str], int]:
+    """(what identifies the content of each file, total bytes)."""
+    for path in files:
+        check_is_file(path)
+    try:
+        sizes = [os.path.getsize(path) for path in files]
+        with checksums:
+            found = list(checksum_in_threads(checksums.checksum_of, files, _checksum_threads()))
+    except StorageFault:  # the checksum cache cannot be written
+        raise
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
+    return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
+
+
+def _checksum_threads() -> int:
+    """All cores: the other ranks of the machine wait for this one."""
+    return len(os.sched_getaffinity(0))
+
+
+MTIME_SETTLED_NS = 2_000_000_000
+"""A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored."""
+
+
+class ChecksumCache:
+    """Checksums of files, stored in a folder that processes share; valid while inode, size and times are unchanged.
+    Without a folder they are always computed."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: dict[str, Any] = {}
+        self._has_new_entries = False
+        self._lock = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._folder is not None:
+            self._lock.enter_context(wait_for_lock(self._folder / ".sums.lock"))
+            with suppress(OSError, ValueError):
+                found = json.loads((self._folder / CHECKSUMS_FILE).read_bytes())
+                self._known = found if isinstance(found, dict) else {}
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            if self._has_new_entries and self._folder is not None:
+                write_json_atomic(self._folder / CHECKSUMS_FILE, self._known)
+
+    def checksum_of(self, path: str) -> str:
+        status = os.stat(path)
+        stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
+        if isinstance(known, dict) and known.get("mark") == stamp and isinstance(known.get("crc32"), str):
+            return str(known["crc32"])
+        now_ns = time.time_ns()
+        crc = crc32_file(path)
+        if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
+            self._known[name], self._has_new_entries = {"mark": stamp, "crc32": crc}, True
+        return crc
+
+
+def _are_token_files(files: Sequence[str]) -> bool:
+    """Whether it is a token file of nanoGPT or llm.c."""
+    return files[0].endswith(TOKENS_SUFFIX)
+
+
+def _build_cached(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, options: TextReadOptions) -> None:
+    if _are_token_files(files):
+        import_tokens(files, prefix, tokenizer, warn=lambda line: None)  # printed at every start by cached_corpus
+    else:
+        build_corpus(files, prefix, tokenizer, options, checksum_threads=_checksum_threads())
+
+
+def _describe_cached(source: str, found: FoundFiles, corpus: IndexedCorpus, outcome: str) -> str:
+    empty = sum(os.path.getsize(path) == 0 for path in found.files)
+    kind = "file of tokens" if _are_token_files(found.files) else "file"
+    parts = (format_count(len(found.files), kind) + (f" ({empty} empty)" if empty else ""), format_count(
+        corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{outcome}: {corpus.prefix}")
+    return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")
+
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """One dataset per split; None if there is no data for it."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    notes: tuple[str, ...] = ()
+    """Notes for the user: what text files were converted to, why a split is empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly if they read the same samples."""
+        return content_digest(
+            (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
+
+
+def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
+                  split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
+                  cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
+                  json_key: str = "text", document_separator: str | None = None) -> Datasets:
+    """Open and check everything that training reads, before its first step."""
+    if mock:
+        train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
+                              for k, part in enumerate(PARTS))
+        return Datasets(train, valid, test)
+    read_options = TextReadOptions(json_key, Separator.parse(document_separator), append_eod)
+    builder = _DatasetBuilder(seq_length, seed, tokenizer, cache_path, read_options, split)
+    for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
+        check_sources(words, flag)  # all of them, before the first conversion
+    shares = dict(zip(PARTS, parse_split(split)))
+    replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
+    split_parts = [part for part in PARTS if part not in replaced and shares[part] > 0]
+    ranges_of_part: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
+    for source in parse_sources(train_data, "--train-data"):
+        corpus = builder.open_corpus(source.name, "--train-data")
+        ranges = split_documents([shares[part] for part in split_parts], corpus.num_documents)
+        for part, documents in zip(split_parts, ranges):
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, documents, source.weight))
+    for part, words in replaced.items():
+        for source in parse_sources(words, f"--{part}-data"):
+            corpus = builder.open_corpus(source.name, f"--{part}-data")
+            ranges_of_part[part].append(DocumentRange(source.name, corpus, range(corpus.num_documents), source.weight,
+                                                      f"--{part}-data"))
+    # Named sources must be usable; a part that --split leaves too small is only absent, with a note.
+    datasets = {part: builder.build_dataset(part, ranges_of_part[part], required=part == "train" or part in replaced)
+                for part in PARTS}
+    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(builder.notes))
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """A range of documents of a source."""
+
+    source: str
+    corpus: IndexedCorpus
+    documents: range
+    weight: Fraction | None
+    flag: str = "--train-data"
+
+    def count_tokens(self) -> int:
+        return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
+
+
+@dataclass
+class _DatasetBuilder:
+    """Settings common to all sources of a run, and the corpora opened so far."""
+
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    cache_path: str | None
+    read_options: TextReadOptions
+    split: str
+    notes: list[str] = field(default_factory=list)
+    open_corpora: dict[str, IndexedCorpus] = field(default_factory=dict)
+
+    def open_corpus(self, name: str, flag: str) -> IndexedCorpus:
+        """The corpus of a source, checked against the tokenizer."""
+        with prefix_data_errors(flag):
+            return self._open_corpus(name)
+
+    def _open_corpus(self, name: str) -> IndexedCorpus:
+        if name not in self.open_corpora:
+            corpus = IndexedCorpus(self.resolve_prefix(name))
+            made_by = corpus.facts and corpus.facts.tokenizer
+            if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
+                raise DataError(f"{corpus.prefix}: made with {made_by.description}, but this run uses "
+                                f"{self.tokenizer.facts.description}; change --tokenizer-type and its files, or "
+                                "preprocess the text again")
+            corpus.check_vocabulary(self.tokenizer.vocab_size)
+            self.open_corpora[name] = corpus
+        return self.open_corpora[name]
+
+    def resolve_prefix(self, name: str) -> str:
+        """The prefix of the corpus that a name stands for; converts text and token files."""
+        if name in NAMED_CORPORA:
+            return NAMED_CORPORA[name]()
+        if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
+            return name.removesuffix(TOKENS_SUFFIX)
+        if os.path.exists(f"{name}.idx"):
+            return name
+        if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
+            with prefix_storage_errors("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a "
+                                       "folder given with --data-cache-path replaces"):
+                prefix, notes = cached_corpus(name, self.tokenizer, self.read_options, self.cache_path)
+            self.notes += notes
+            return prefix
+        if os.path.isfile(name):
+            raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "
+                            f"or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")
+        return name
+
+    def build_dataset(self, part: str, ranges: Sequence[DocumentRange], *, required: bool) -> Dataset | None:
+        """The blended dataset of one part."""
+        if not required:
+            ranges = [piece for piece in ranges if self.fills_a_sample(part, piece)]
+        if not ranges:
+            return None
+        # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
+        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(ranges))]
+        datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
+                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(ranges, seeds)]
+        if len(datasets) == 1:
+            return datasets[0]
+        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, datasets)]
+        return BlendedDataset(datasets, weights, part)
+
+    def fills_a_sample(self, part: str, documents: DocumentRange) -> bool:
+        tokens = documents.count_tokens()
+        enough = count_samples(tokens, self.seq_length) > 0
+        if not enough:
+            total, kept = documents.corpus.num_documents, len(documents.documents)
+            why = (f"leaves {kept} of the {format_count(total, 'document')} of {documents.source}, "
+                   f"{format_count(tokens, 'token')}, and a sample needs {self.seq_length + 1}")
+            remedy = "a larger share in --split"
+            if total == 1 and not kept:
+                why = f"cuts between documents, and {documents.source} is a single one"
+                remedy = "a --document-separator"
+            self.notes.append(f"{part}: --split {self.split} {why}: not used; give --{part}-data, or {remedy}")
+        return enough

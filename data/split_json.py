@@ -1,8 +1,9 @@
-"""JSONL to training, validation and test files: `python -m data.split_json FILE --split 949,50,1 --output-prefix P`.
+"""Split JSONL into training, validation and test files: `python -m data.split_json FILE --split 949,50,1
+--output-prefix P`.
 
-A document goes where a hash of its text says. So its part depends on nothing else: not on its neighbours, the order of
-the files or the machine, and equal texts are never in two parts. The price is that the shares are those of a random
-assignment: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to the byte.
+A hash of its text decides the part of a document, independent of other documents, file order and machine, and equal
+texts are in the same part. So shares are only approximate: 1 % of 10,000 documents is 100 +- 20. Lines are copied byte
+for byte.
 """
 
 from __future__ import annotations
@@ -17,72 +18,73 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from data.chunks import LONGEST, Damage, Malformed, count_lines
-from data.cli import Parser, counted, run, size
-from data.inputs import find
-from data.jsonl import lines_of, read_chunks
-from data.lock import alone, remove_leftovers
-from data.recorded import check_recorded
+from data.cli import StrictArgumentParser, format_count, run_command, size
+from data.input_files import check_stage_shards, find_text_files
+from data.jsonl import parse_lines, read_line_chunks
+from data.plain_text import MAX_DOCUMENT_BYTES, DamagedRest, MalformedDocument, count_lines
 from data.sampling import parse_split
-from data.storage import UsageError, check_not_over, leftovers, make_folder, one_line, staged_file, watched, writing
+from data.storage import (UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
+                          hold_writer_lock, make_folder, remove_stale_files, staged_file, stale_temporary_files,
+                          write_errors_for)
 
 PARTS = ("train", "valid", "test")
 
 
-def part_of(text: str, ends: Sequence[int], seed: int) -> int:
-    """The part that a text belongs to: the first whose end, of 2^64, is beyond its hash."""
+def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:
+    """The part of a text: the first whose end, in units of 2^-64, is above its hash."""
     digest = hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest()
     return bisect_right(ends, int.from_bytes(digest, "big"))
 
 
 def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *, key: str = "text", seed: int = 0,
-               skip_malformed: bool = False, max_bytes: int = LONGEST) -> tuple[dict[str, int], int]:
-    """Write `PREFIX.train.jsonl` and its sisters; none for a share of 0. Documents of each, and lines skipped."""
+               skip_malformed: bool = False, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, int], int]:
+    """Write `PREFIX.<part>.jsonl` for each share above 0; returns (documents per part, skipped lines)."""
     inputs = list(inputs)
-    check_not_over(inputs, [f"{prefix}.{name}.jsonl" for name in PARTS], "choose another --output-prefix")
+    check_outputs_are_not_inputs(inputs, [f"{prefix}.{name}.jsonl" for name in PARTS], "choose another --output-prefix")
     make_folder(Path(prefix).parent)
     ends = [int(end * 2**64) for end in accumulate(shares)]
-    check_unchanged = watched(inputs)
-    check_recorded(inputs)
+    check_unchanged = change_detector(inputs)
+    check_stage_shards(inputs)
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
                          "documents: remove it, or choose another --output-prefix")
-    skipped = before = of_file = 0
+    skipped = before = kept_of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
-    with ExitStack() as stack:  # a file appears when all are written
-        if stack.enter_context(alone(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
-            remove_leftovers(prefix, [left for path in paths.values() for left in leftovers(path)])
+    with ExitStack() as stack:  # all files appear together at the end
+        if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
+            remove_stale_files(prefix, [left for path in paths.values() for left in stale_temporary_files(path)])
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
-        for chunk in (chunk for path in inputs for chunk in read_chunks(path, limit=max_bytes)):
+        for chunk in (chunk for path in inputs for chunk in read_line_chunks(path, limit=max_bytes)):
             data = chunk.read()
-            before, of_file = before * (chunk.offset > 0), of_file * (chunk.offset > 0)
-            for line, text in lines_of(chunk, data, key, max_bytes):
-                if not isinstance(text, Malformed):
-                    name = PARTS[part_of(text, ends, seed)]
+            before, kept_of_file = before * (chunk.offset > 0), kept_of_file * (chunk.offset > 0)
+            for line, text in parse_lines(chunk, data, key, max_bytes):
+                if not isinstance(text, MalformedDocument):
+                    name = PARTS[part_of_text(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
-                    of_file += 1
+                    kept_of_file += 1
                 elif skip_malformed:
                     skipped += 1
-                    if isinstance(text, Damage):
-                        print(f"skipped the rest of a file: {one_line(text.error(before))}; before the damage: "
-                              f"{counted(of_file, 'document')}", file=sys.stderr)
+                    if isinstance(text, DamagedRest):
+                        print(f"skipped the rest of a file: {escape_to_one_line(text.to_error(before))}; before the "
+                              f"damage: {format_count(kept_of_file, 'document')}", file=sys.stderr)
                 else:
-                    raise text.error(before)
+                    raise text.to_error(before)
             before += count_lines(data)
         check_unchanged()
-        with writing(prefix):
-            for file in files.values():  # a full disk shows here, while the old files are whole
+        with write_errors_for(prefix):
+            for file in files.values():  # a full disk fails here, before the old files are removed
                 file.flush()
                 os.fsync(file.fileno())
-            for path in paths.values():  # a part of each split would be a mixture, if we died between two renames
+            for path in paths.values():  # so that a crash between two renames leaves no mixture of old and new
                 Path(os.path.realpath(path)).unlink(missing_ok=True)
     return counts, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.split_json", "Split JSONL files into P.train.jsonl, P.valid.jsonl and P.test.jsonl.")
+    parser = StrictArgumentParser("data.split_json",
+                                  "Split JSONL files into P.train.jsonl, P.valid.jsonl and P.test.jsonl.")
     parser.add_argument("input", nargs="+", metavar="FILE",
                         help="JSONL files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--split", default="949,50,1", help="shares of the three (default: 949,50,1)")
@@ -91,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="another seed draws other lots; a part that is split again needs one")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
-    parser.add_argument("--max-document-bytes", type=size, default=LONGEST, metavar="SIZE",
+    parser.add_argument("--max-document-bytes", type=size, default=MAX_DOCUMENT_BYTES, metavar="SIZE",
                         help="a longer line is malformed (default: 64M)")
     args = parser.parse_args(argv)
-    found = find(args.input, (".jsonl", ".ndjson"))
+    found = find_text_files(args.input, (".jsonl", ".ndjson"))
     if found.left_out:
         print(found.left_out, file=sys.stderr)
     counts, skipped = split_json(
@@ -105,4 +107,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,7 +1,8 @@
-"""Files that are either whole or absent: stage, fsync, rename, checksum. No knowledge of what is in them.
+"""Durable files: staged writes with fsync and rename, checksums, file locks, and the error classes of `data`.
 
-A *staged* file is written under a hidden temporary name beside its target and takes the target's name only when
-every byte is on the disk. A process killed at any moment leaves the old file or none under the final name.
+A *staged* file is written under a hidden temporary name and renamed when every byte is on disk, so a killed process
+leaves the old file or none. Locks are flock: they end with their process. `wait_for_lock` waits for the holder,
+`hold_writer_lock` refuses a second writer.
 """
 
 from __future__ import annotations
@@ -12,53 +13,55 @@ import json
 import os
 import re
 import secrets
+import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any, Literal, overload
 
 try:
-    from isal.isal_zlib import crc32 as crc32  # the same CRC-32 as zlib's, several times as fast
+    from isal.isal_zlib import crc32 as crc32  # same CRC-32 as zlib's, several times faster
 except ImportError:
     from zlib import crc32 as crc32
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE}
-"""What a write can meet; any other OSError raised inside a `staged_file` block has nothing to do with the target."""
+"""Errnos of failed writes; other OSErrors inside a `staged_file` block do not concern its file."""
 
-CHUNK = 1 << 20
-"""Bytes read at a time: they are summed while they are in the cache."""
+READ_BYTES = 1 << 20
+"""Bytes per read, which fit the CPU cache for the checksum."""
 
 
 class DataError(Exception):
-    """Data that cannot be used as it is (the user's to mend): names file, field, expected and found. Exit code 3."""
+    """Unusable data (for the user to fix): names file, field, expected and found. Exit code 3."""
 
 
-# What a terminal obeys, what ends a line, what reverses the text around it, and halves of surrogate pairs.
+# Terminal controls, line ends, bidirectional overrides and surrogates.
 _CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def one_line(text: object, keep: str = "") -> str:
-    """Any text as one line for a terminal or a log: control characters but `keep` become escapes (`\\x1b`). A line of
-    JSON keeps its values."""
+def escape_to_one_line(text: object, allowed: str = "") -> str:
+    """Any text as one line for a terminal or a log: control characters but `allowed` become escapes (`\\x1b`). A line
+    of JSON keeps its values."""
     def escaped(found: re.Match[str]) -> str:
         sign = found[0]
-        return sign if sign in keep else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
+        return sign if sign in allowed else f"\\u{ord(sign):04x}" if sign > "~" else ascii(sign)[1:-1]
 
     return _CONTROL.sub(escaped, str(text))
 
 
-def told(error: Exception) -> str:
-    """An error of parsing, in words of what is parsed."""
+def parse_error_text(error: Exception) -> str:
+    """The message of a parsing error."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 class UsageError(DataError):
-    """A flag whose value cannot be used, whatever the data is. Exit code 2."""
+    """An unusable value of a flag, whatever the data. Exit code 2."""
 
 
-class Unfinished(DataError):
-    """Work that ended early through no fault of the data, and may be taken up again as it is."""
+class ResumableError(DataError):
+    """Work that was interrupted, not because of the data, and can be resumed."""
 
 
 class StorageFault(OSError):
@@ -66,8 +69,8 @@ class StorageFault(OSError):
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Any OSError of the block means that `path` cannot be written, but lack of memory."""
+def write_errors_for(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an OSError in the block into a StorageFault for `path`; ENOMEM passes through."""
     try:
         yield
     except StorageFault:
@@ -79,8 +82,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def named_by(flag: str) -> Iterator[None]:
-    """What cannot be written in the block has its name from this flag, and the error says so."""
+def prefix_storage_errors(flag: str) -> Iterator[None]:
+    """Prefix a StorageFault in the block with the flag that named the path."""
     try:
         yield
     except StorageFault as error:
@@ -88,8 +91,8 @@ def named_by(flag: str) -> Iterator[None]:
 
 
 @contextmanager
-def read_for(flag: str) -> Iterator[None]:
-    """What cannot be used in the block was named with this flag, and the error says so."""
+def prefix_data_errors(flag: str) -> Iterator[None]:
+    """Prefix a DataError in the block with the flag that named the data."""
     try:
         yield
     except DataError as error:
@@ -99,8 +102,8 @@ def read_for(flag: str) -> Iterator[None]:
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
-    """Wait until the content of a file (or the entries of a folder) is on the disk."""
-    with writing(path):
+    """Wait until the content of a file (or the entries of a folder) is on disk."""
+    with write_errors_for(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -109,7 +112,7 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Wait until the names in a folder are on the disk: a renamed file survives a power cut only after this."""
+    """Wait until the entries of a folder are on disk: only then does a rename survive a power loss."""
     fsync_file(path)
 
 
@@ -123,24 +126,22 @@ def staged_file(path: str | os.PathLike[str], mode: Literal["w"]) -> AbstractCon
 
 @contextmanager
 def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Write a file that appears under its name complete and durable, or not at all.
-
-    Mode "wb" or "w" (UTF-8). The folder must exist. Concurrent writers of one name do not meet: the last rename wins. A
-    link stays one: what it leads to is written. What is no file, a pipe or a device, is written as it comes.
-    """
+    """Write a file that appears complete and durable under its name, or not at all. Mode "wb" or "w" (UTF-8). The
+    folder must exist. Of concurrent writers the last rename wins. A symbolic link stays, and its target is replaced. A
+    pipe or device is written directly."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file() and not target.is_dir():
-        with writing(target):
+        with write_errors_for(target):
             stream = open(target, mode, encoding=None if "b" in mode else "utf-8")
         with stream:
             yield stream
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    with writing(target):
+    with write_errors_for(target):
         file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
     try:
         yield file
-        with writing(target):
+        with write_errors_for(target):
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -151,14 +152,14 @@ def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
             raise StorageFault(f"{target}: cannot write: {error.strerror}") from error
         raise
     finally:
-        with suppress(OSError):  # a full disk fails once more here, when the buffer is flushed
+        with suppress(OSError):  # a full disk fails again when the buffer is flushed
             file.close()
-        with suppress(FileNotFoundError):  # gone after a good rename
+        with suppress(FileNotFoundError):  # missing after a successful rename
             os.unlink(temporary)
 
 
-def leftovers(path: str | os.PathLike[str]) -> list[Path]:
-    """The temporary files beside `path` that staging it can have left, if no process is about it now."""
+def stale_temporary_files(path: str | os.PathLike[str]) -> list[Path]:
+    """Temporary files that staging of `path` may have left, if no process is writing it now."""
     target = Path(os.path.realpath(path))
     temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")
     try:
@@ -168,36 +169,36 @@ def leftovers(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
-    """One JSON document, indented, keys in the order given."""
+    """Write an indented JSON document atomically, keys in the given order."""
     with staged_file(path, "w") as file:
         json.dump(value, file, indent=1, allow_nan=False)
         file.write("\n")
 
 
 def crc32_file(path: str | os.PathLike[str]) -> str:
-    """CRC-32 of a whole file as 8 hexadecimal digits."""
-    crc, buffer = 0, memoryview(bytearray(CHUNK))
+    """CRC-32 of a file as 8 hexadecimal digits."""
+    crc, buffer = 0, memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = crc32(buffer[:count], crc)
     return f"{crc:08x}"
 
 
-def watched(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:
-    """To be called before files are read; what it returns, afterwards, raises a DataError where one has another size or
-    time by then, and was perhaps not whole. (A pipe is read as it comes.)"""
-    before = {os.fspath(path): state_of(path) for path in paths}
+def change_detector(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:
+    """Call it before files are read, and the returned check afterwards: raises DataError if a file's size or time has
+    changed, since it may have been incomplete. Pipes are not checked."""
+    before = {os.fspath(path): file_stamp(path) for path in paths}
 
     def check() -> None:
         for path, state in before.items():
-            if state_of(path) != state:
+            if file_stamp(path) != state:
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
 
     return check
 
 
-def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """What changes when a file does. None: no file, which whoever opens it will say, or none that has a size."""
+def file_stamp(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """(inode, size, mtime in ns), which change with the file; None if it is no regular file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -205,66 +206,64 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
 
-def check_not_over(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[str | os.PathLike[str]],
-                   remedy: str = "choose another name for what is written") -> None:
-    """Before anything is written: no output is an input, by whatever name, symbolic or hard link."""
-    read = {mark: os.fspath(path) for path in inputs for mark in _marks(path)}
+def check_outputs_are_not_inputs(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[str | os.PathLike[str]],
+                                 remedy: str = "choose another name for what is written") -> None:
+    """Raise if an output is also an input, under any name, symbolic or hard link. Call it before writing."""
+    read = {mark: os.fspath(path) for path in inputs for mark in _file_identities(path)}
     for output in outputs:
         path = os.fspath(output)
-        for mark in _marks(path):
-            if mark in read:
-                also = "" if path == read[mark] else f", which is {read[mark]}"
+        for identity in _file_identities(path):
+            if identity in read:
+                also = "" if path == read[identity] else f", which is {read[identity]}"
                 raise UsageError(f"{path}{also}: is read by this command, which would write over it; {remedy}")
 
 
-def _marks(path: str | os.PathLike[str]) -> list[str | tuple[int, int]]:
-    """What two names of one file have in common. A pipe or a terminal may be read and written."""
+def _file_identities(path: str | os.PathLike[str]) -> list[str | tuple[int, int]]:
+    """What all names of one file have in common; [] for pipes and terminals, which may be read and written."""
     try:
         status = os.stat(path)
-    except OSError:  # perhaps there will be one
+    except OSError:  # it may be created
         return [os.path.realpath(path)]
     return [os.path.realpath(path), (status.st_dev, status.st_ino)] if S_ISREG(status.st_mode) else []
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
-    """For whoever reads it more than once."""
+    """Raise unless `path` is a regular file, for callers that read it more than once."""
     if os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: expected a file, found a folder")
-    check_is_kept(path)
+    check_is_rereadable(path)
 
 
-def check_is_kept(path: str | os.PathLike[str]) -> None:
-    """The same, of what may be a folder as well. It comes before all questions about names: none helps a pipe."""
+def check_is_rereadable(path: str | os.PathLike[str]) -> None:
+    """Raise for a pipe or device. Comes before checks of the name, which do not help with a pipe."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: is no file but a pipe or a device, which can be read only once; write "
                         "what comes from it to a file first")
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, created with its parents where missing."""
-    with writing(path):
+    """Create the folder and its parents if missing; returns it."""
+    with write_errors_for(path):
         os.makedirs(path, exist_ok=True)
     return Path(path)
 
 
 @contextmanager
-def exclusive(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold an advisory lock: of several processes that would build the same thing one builds, the others wait.
-
-    The lock goes with the process, so a killed holder never blocks anyone. The empty lock file stays.
-    """
-    with writing(path):
+def wait_for_lock(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold an advisory lock: one process builds, the others wait. It ends with the process, so a killed holder blocks
+    no other process. The empty lock file stays."""
+    with write_errors_for(path):
         file = open(path, "ab")
-    with file, letting_go(file):
-        with writing(path):
+    with file, unlock_on_exit(file):
+        with write_errors_for(path):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def letting_go(file: IO[Any] | int) -> Iterator[None]:
-    """The kernel's lock on the file goes with the block: also where a forked child has a copy of the descriptor, and
-    not where such a child ends its copy of the block."""
+def unlock_on_exit(file: IO[Any] | int) -> Iterator[None]:
+    """Unlock at the end of the block, even if a forked child still has a copy of the descriptor; a forked child does
+    not unlock."""
     owner = os.getpid()
     try:
         yield
@@ -272,3 +271,81 @@ def letting_go(file: IO[Any] | int) -> Iterator[None]:
         if os.getpid() == owner:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def hold_writer_lock(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
+    """Exclude other writers of this name, and of the real paths (`targets`) of its files; raises StorageFault. Yields
+    False if the file system has no locks."""
+    name = os.fspath(path)
+    with ExitStack() as stack:  # sorted, so that two writers cannot block each other
+        are_locked = [stack.enter_context(_hold_lock_file(place, name))
+                      for place in sorted({*map(_canonical_path, (path, *targets))})]
+        yield all(are_locked)
+
+
+def _canonical_path(path: str | os.PathLike[str]) -> str:
+    """The path with links of its folder resolved."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+@contextmanager
+def _hold_lock_file(path: str, name: str) -> Iterator[bool]:
+    lock = Path(path).with_name(f".{Path(path).name}.writing")
+    with write_errors_for(name):
+        file, is_locked = _acquire_lock_file(lock, name)
+    owner = os.getpid()
+    with file, unlock_on_exit(file):
+        try:
+            yield is_locked
+        finally:
+            with suppress(OSError):
+                if is_locked and os.getpid() == owner:  # not in a forked child
+                    os.unlink(lock)  # while still locked: a process that opened the file meanwhile detects the deletion
+
+
+def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> None:
+    """Delete files of dead writers, found while holding the writer lock; prints a note."""
+    found = [(path, path.lstat().st_size) for path in paths]
+    for path, _ in found:
+        path.unlink()
+    if found:
+        print(f"{name}: removed what a process that ended early had left{reason} "
+              f"({sum(size for _, size in found) / 1e6:.1f} MB)", file=sys.stderr, flush=True)
+
+
+def _acquire_lock_file(lock: Path, name: str) -> tuple[IO[str], bool]:
+    """(lock file, whether it is locked)."""
+    while True:
+        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=_open_without_following)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            with file:
+                file.seek(0)
+                holder = " ".join(file.read(200).split()) or "another process"
+            raise StorageFault(f"{name}: {holder} is writing under this name now; wait for its end, or choose another "
+                               "name") from error
+        except OSError:  # the file system has no locks
+            with suppress(OSError):
+                os.unlink(lock)
+            return file, False
+        if _is_same_file(lock, file):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            return file, True
+        file.close()  # a previous holder has just deleted it
+
+
+def _open_without_following(path: str, flags: int) -> int:
+    """The file is truncated, which must not hit the target of a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _is_same_file(lock: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

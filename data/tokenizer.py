@@ -18,23 +18,24 @@ from numpy.typing import NDArray
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.sentencepiece_model import SentencePieceTokenizer
 from data.storage import UsageError
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, check_file, fingerprint, read_text
+from data.tokenizer_base import (END_OF_TEXT, REPLACEMENT_CHARACTER, Tokenizer, check_flag_file, read_flag_text,
+                                 tokenizer_fingerprint)
 
 __all__ = ["KINDS", "ByteLevelTokenizer", "CharacterLevelTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer",
-           "Tokenizer", "build", "canonical_kind", "check_files"]
+           "Tokenizer", "build", "canonical_kind", "check_tokenizer_files"]
 
 
 @final
 class ByteLevelTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+    """The 256 bytes of UTF-8, and id 256 for the end of a document."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
     eod = 256
-    cuts_before = " \n"
+    safe_split_characters = " \n"
 
     def __init__(self) -> None:
-        self.fingerprint = fingerprint(self.name)
+        self.fingerprint = tokenizer_fingerprint(self.name)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -51,26 +52,26 @@ class ByteLevelTokenizer(Tokenizer):
         def spell(token: int) -> bytes:
             if 0 <= token < 256:
                 return bytes((token,))
-            return (END_OF_TEXT if token == self.eod else REPLACEMENT).encode()
+            return (END_OF_TEXT if token == self.eod else REPLACEMENT_CHARACTER).encode()
 
         return b"".join(map(spell, ids)).decode("utf-8", "replace")
 
 
 @final
 class CharacterLevelTokenizer(Tokenizer):
-    """The distinct characters of a text file, in code point order; then one id for all others, then the end."""
+    """The distinct characters of a text file in code point order, then one id for all others, then end of document."""
 
     name = "CharacterLevelTokenizer"
-    cuts_before = " \n"
+    safe_split_characters = " \n"
 
     def __init__(self, vocab_file: str) -> None:
-        characters = sorted(set(read_text(vocab_file, "--vocab-file")))
+        characters = sorted(set(read_flag_text(vocab_file, "--vocab-file")))
         self._ids = {character: i for i, character in enumerate(characters)}
         self._characters = characters
         self._unknown = len(characters)
         self.eod = len(characters) + 1
         self.vocab_size = len(characters) + 2
-        self.fingerprint = fingerprint(self.name, "".join(characters).encode())
+        self.fingerprint = tokenizer_fingerprint(self.name, "".join(characters).encode())
 
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(character, self._unknown) for character in text]
@@ -82,7 +83,7 @@ class CharacterLevelTokenizer(Tokenizer):
         def spell(token: int) -> str:
             if 0 <= token < self._unknown:
                 return self._characters[token]
-            return END_OF_TEXT if token == self.eod else REPLACEMENT
+            return END_OF_TEXT if token == self.eod else REPLACEMENT_CHARACTER
 
         return "".join(map(spell, ids))
 
@@ -97,7 +98,7 @@ SHORT_NAMES = {
 
 
 def canonical_kind(kind: str) -> str:
-    """Megatron's name of a tokenizer kind; its case does not matter and the short names will do."""
+    """The full name of a tokenizer kind; accepts any case and short names."""
     known = {name.lower(): name for name in KINDS} | SHORT_NAMES
     found = known.get(kind.lower())
     if found is None:
@@ -115,14 +116,15 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
         return GPT2BPETokenizer(vocab_file, merge_file)
     if name == ByteLevelTokenizer.name:
         return ByteLevelTokenizer()
-    check_files(name, vocab_file, merge_file, tokenizer_path)
+    check_tokenizer_files(name, vocab_file, merge_file, tokenizer_path)
     if name == CharacterLevelTokenizer.name:
         return CharacterLevelTokenizer(str(vocab_file))
     return SentencePieceTokenizer(str(tokenizer_path or vocab_file), _model_flag(tokenizer_path))
 
 
-def check_files(name: str, vocab_file: str | None, merge_file: str | None, tokenizer_path: str | None) -> None:
-    """Refuse a tokenizer whose files are not named, or do not exist."""
+def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | None,
+                          tokenizer_path: str | None) -> None:
+    """Raise if a tokenizer's files are not given or do not exist."""
     if name == CharacterLevelTokenizer.name and vocab_file is None:
         raise UsageError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
     if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
@@ -133,9 +135,9 @@ def check_files(name: str, vocab_file: str | None, merge_file: str | None, token
             SentencePieceTokenizer.name: {_model_flag(tokenizer_path): tokenizer_path or vocab_file}}
     for flag, path in used.get(name, {}).items():
         if path is not None:
-            check_file(path, flag)
+            check_flag_file(path, flag)
 
 
 def _model_flag(tokenizer_path: str | None) -> str:
-    """The flag that a SentencePiece model was given with: --vocab-file does as well."""
+    """The flag that named a SentencePiece model; --vocab-file works too."""
     return "--vocab-file" if tokenizer_path is None else "--tokenizer-path"

@@ -1,8 +1,7 @@
-"""What every tokenizer is: text to ids and back. The kinds are in `gpt2_bpe`, `sentencepiece_model` and `tokenizer`.
+"""The tokenizer interface: text to ids and back. Implementations: `gpt2_bpe`, `sentencepiece_model`, `tokenizer`.
 
-`eod` is the id that ends a document; it never comes out of `encode`, whatever the text says. `decode` accepts any
-ids: what is not a token, and bytes that are not UTF-8, become U+FFFD. `fingerprint` is equal exactly where two
-tokenizers give equal ids to equal text; a corpus remembers it.
+`eod` is the id that ends a document; `encode` never returns it. `decode` accepts any ids: unknown ids and invalid UTF-8
+become U+FFFD. `fingerprint` is equal exactly if two tokenizers give equal ids for equal text; a corpus records it.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.facts import TokenizerFacts
+from data.format import TokenizerFacts
 from data.storage import DataError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Maps text to ids and back."""
 
     name: str
     vocab_size: int
-    """Ids are 0 to vocab_size - 1, `eod` included; padding for tensor parallelism is the model's business."""
+    """Ids are 0 to vocab_size - 1, `eod` included; the model adds padding for tensor parallelism."""
     eod: int
     fingerprint: str
-    cuts_before: str = ""
-    """White space before which a text can be cut, after anything but white space, without changing its ids."""
+    safe_split_characters: str = ""
+    """White space characters before which, after a non-space, a text can be split without changing its ids."""
 
     @property
     def facts(self) -> TokenizerFacts:
-        """What a corpus remembers of the tokenizer that made it."""
+        """What a corpus records of its tokenizer."""
         return TokenizerFacts(self.name, self.fingerprint, self.vocab_size, self.eod)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; lone surrogates are replaced, everything else comes back from `decode`."""
+        """The ids of a text; lone surrogates are replaced, everything else is restored by `decode`."""
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
-        """The same ids as an array. Kinds that need no list for it override this."""
+        """The ids as an array; overridden by kinds that need no list for it."""
         return np.array(self.encode(text), np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """Of each id: the bytes of the text that it stands for; none for the end of a document and for what is not
-        known. None where the ids of a text do not add up to it."""
+        """[vocab_size]: bytes of text per id, 0 for end of document and unknown. None if the ids of a text do not add
+        up to its length."""
         return None
 
     @abstractmethod
@@ -56,31 +55,31 @@ class Tokenizer(ABC):
         """The text of any sequence of ids."""
 
 
-def fingerprint(name: str, *parts: bytes) -> str:
+def tokenizer_fingerprint(name: str, *parts: bytes) -> str:
     digest = hashlib.sha256(name.encode())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
 
 
-def check_file(path: str | Path, flag: str) -> None:
-    """Refuse a flag that names no file."""
+def check_flag_file(path: str | Path, flag: str) -> None:
+    """Raise if the path given with `flag` is no file."""
     if not Path(path).is_file():
         raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
                          "file that exists")
 
 
-def read(path: str | Path, flag: str) -> bytes:
-    """The content of a file that a flag names."""
-    check_file(path, flag)
+def read_flag_file(path: str | Path, flag: str) -> bytes:
+    """The content of the file given with `flag`."""
+    check_flag_file(path, flag)
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{flag} {path}: cannot read: {error.strerror}") from error
 
 
-def read_text(path: str | Path, flag: str) -> str:
+def read_flag_text(path: str | Path, flag: str) -> str:
     try:
-        return read(path, flag).decode("utf-8")
+        return read_flag_file(path, flag).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error

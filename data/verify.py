@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data.cli import Parser, positive, run
-from data.compressed import reading
+from data.cli import StrictArgumentParser, positive, run_command
+from data.compressed import read_errors_for
 from data.indexed import IndexedCorpus
 from data.storage import DataError, crc32_file
 
 
-def verify(prefix: str, vocab_size: int | None = None) -> str:
-    """Everything `IndexedCorpus` checks, then the checksum, then every id; a summary of what was found."""
+def verify_corpus(prefix: str, vocab_size: int | None = None) -> str:
+    """Check everything that `IndexedCorpus` checks, the checksum and every id; returns a summary."""
     corpus = IndexedCorpus(prefix)
     facts = corpus.facts
     if facts:
-        with reading(f"{prefix}.bin"):
+        with read_errors_for(f"{prefix}.bin"):
             found = crc32_file(f"{prefix}.bin")
         if found != facts.crc32:
             raise DataError(f"{prefix}.bin: crc32: expected {facts.crc32} ({prefix}.json), found {found}; "
                             "preprocess the text again")
         if vocab_size is None and facts.tokenizer:
             vocab_size = facts.tokenizer.vocab_size
-    lowest, highest = corpus.scan_range()
+    lowest, highest = corpus.scan_id_range()
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
-        corpus.refuse_token(highest + 1 if vocab_size is None else vocab_size)
+        corpus.raise_for_invalid_token(highest + 1 if vocab_size is None else vocab_size)
     if facts and highest != facts.max_token:
         raise DataError(f"{prefix}.json: max_token: expected {highest} (the tokens), found {facts.max_token}")
     made_by = f"{facts.tokenizer.name} {facts.tokenizer.fingerprint}" if facts and facts.tokenizer else "unknown"
@@ -34,12 +34,12 @@ def verify(prefix: str, vocab_size: int | None = None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.verify", "Check the index, the checksum and every token id of a corpus.")
+    parser = StrictArgumentParser("data.verify", "Check the index, the checksum and every token id of a corpus.")
     parser.add_argument("prefix")
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="default: what the corpus says of itself")
     args = parser.parse_args(argv)
-    print(verify(args.prefix, args.vocab_size))
+    print(verify_corpus(args.prefix, args.vocab_size))
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

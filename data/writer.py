@@ -1,35 +1,207 @@
-"""Writing a corpus in one pass: `CorpusWriter`. Where its files are meanwhile: `draft`."""
+"""`CorpusWriter`: writes a corpus in one pass and bounded memory, and can resume an interrupted write.
+
+The files have hidden names (`CorpusDraft`) until all are complete; the index is renamed last. A *resume point* records
+how far both files are on disk and the caller's state; a later process with the same key continues from it.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from operator import index
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.draft import Draft
-from data.facts import Facts, TokenizerFacts
-from data.format import HEADER, Header, token_dtype
-from data.held import HeldFile
-from data.identity import identity
-from data.indexed import BLOCK
-from data.storage import DataError, writing
+from data.format import INDEX_HEADER, CorpusFacts, IndexHeader, TokenizerFacts, token_dtype
+from data.indexed import BLOCK_ENTRIES, corpus_identity
+from data.stable_file import StableFile
+from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
+                          hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
+                          write_json_atomic)
 
-MAX_LENGTH = 2**31 - 1
-"""Tokens of one document: its length is an int32 in the index."""
+CORPUS_SUFFIXES = (".bin", ".json", ".idx")
+"""In the order in which they are renamed: the index completes the corpus."""
+
+
+def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
+    """The file names of a corpus."""
+    return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
+
+
+class AppendFile:
+    """A file that is written sequentially, with its CRC-32."""
+
+    def __init__(self, file: IO[bytes], crc: int = 0) -> None:
+        self.file, self.crc = file, crc
+        self.stat_result = os.fstat(file.fileno())
+
+    def write(self, raw: bytes | memoryview) -> None:
+        self.crc = crc32(raw, self.crc)
+        self.file.write(raw)
+
+    def truncate(self, size: int, crc: int) -> None:
+        """Truncate to `size` bytes, whose checksum was `crc`."""
+        self.crc = crc
+        self.file.seek(size)
+        self.file.truncate()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+class CorpusDraft:
+    """A context in which `bin` and `idx` are written under hidden names; `publish` renames all files. Otherwise nothing
+    is left but a resume point after an interruption."""
+
+    bin: AppendFile
+    idx: AppendFile
+    state: Any
+    """State of the resume point that this continues; None without one."""
+
+    def __init__(self, prefix: str, key: str | None, parse_state: Callable[[Any], object]) -> None:
+        """Only a process with the same `key` resumes; None: never resumable. `parse_state` parses the saved state; if
+        it raises, the resume point is ignored."""
+        self._prefix, self._key, self._parse_state = prefix, key, parse_state
+        self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in CORPUS_SUFFIXES}
+        self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
+        self.state = None
+
+    def __enter__(self) -> CorpusDraft:
+        with ExitStack() as stack, write_errors_for(self._prefix):
+            is_locked = stack.enter_context(hold_writer_lock(self._prefix, *self._target_prefixes()))
+            unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
+            self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
+                            for suffix, target in self._targets.items()}
+            self._is_resumable = is_locked and self._key is not None
+            if is_locked:
+                self._resume()
+                self._remove_stale_files()
+            mode = "xb" if self.state is None else "r+b"
+            self.bin, self.idx = (AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
+                                  for suffix, crc in zip((".bin", ".idx"), self._crcs))
+            for file in (self.bin, self.idx):
+                file.file.seek(0, os.SEEK_END)
+            self._stack = stack.pop_all()
+        return self
+
+    def _target_prefixes(self) -> list[str]:
+        """The prefix of each file with links resolved, as used by writers without a link."""
+        return [str(target).removesuffix(suffix) for suffix, target in self._targets.items()]
+
+    _crcs: tuple[int, ...] = (0, 0)
+
+    def _resume(self) -> None:
+        """Continue from a resume point with this key if both files contain what it says; truncate them to it."""
+        try:
+            found = json.loads(self._resume_file.read_bytes())
+            if not self._is_resumable or found["key"] != self._key:
+                return
+            sizes, crcs = zip(*(found["files"][suffix] for suffix in (".bin", ".idx")))
+            for suffix, size, crc in zip((".bin", ".idx"), sizes, crcs):
+                draft = self._drafts[suffix]
+                if draft.stat().st_size < size:
+                    return
+                os.truncate(draft, size)
+                if crc32_file(draft) != f"{crc:08x}":
+                    return
+            self._crcs, self.state = crcs, self._parse_state(found["state"])
+        except (OSError, ValueError, KeyError, TypeError):  # none, or incomplete: start from scratch
+            return
+
+    def _remove_stale_files(self) -> None:
+        """Delete files of dead writers."""
+        found = [path for target in (*self._targets.values(), self._resume_file)
+                 for path in stale_temporary_files(target)]
+        found += [self._resume_file] if self._resume_file.exists() else []
+        if self.state is not None:
+            found = [path for path in found if path not in (*self._drafts.values(), self._resume_file)]
+        why = ", which has other inputs or settings" if self._key and self._resume_file in found else ""
+        remove_stale_files(self._prefix, found, why)
+
+    def save_resume_point(self, state: dict[str, Any]) -> None:
+        """Save a point from which another process can continue."""
+        if self._is_resumable:
+            with write_errors_for(self._prefix):
+                self.bin.sync()
+                self.idx.sync()
+            files = {suffix: (growing.file.tell(), growing.crc)
+                     for suffix, growing in ((".bin", self.bin), (".idx", self.idx))}
+            write_json_atomic(self._resume_file, {"key": self._key, "files": files, "state": state})
+
+    def paths(self) -> tuple[str, str]:
+        """(current path of the index, of the tokens), flushed."""
+        self.bin.file.flush()
+        self.idx.file.flush()
+        return str(self._drafts[".idx"]), str(self._drafts[".bin"])
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Rename all files. From the first step to the last there is no index, and so no corpus."""
+        with write_errors_for(self._prefix):
+            with open(self._drafts[".json"], "w", encoding="utf-8") as file:
+                json.dump(facts, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self.bin.sync()  # a full disk fails here, while the old corpus is complete
+            self.idx.sync()
+            for suffix in (".bin", ".idx"):
+                if not self._is_own_draft(suffix):
+                    raise StorageFault(f"{self._prefix}: {self._drafts[suffix]} is gone or another file: something "
+                                       "else writes or tidies up there; give every program a folder of its own")
+            # Remove the old index first: beside new tokens it would be a wrong corpus after a crash between two
+            # renames.
+            for suffix in (".idx", ".json"):
+                self._targets[suffix].unlink(missing_ok=True)
+            fsync_directory(self._targets[".idx"].parent)
+            for suffix in CORPUS_SUFFIXES:
+                os.replace(self._drafts[suffix], self._targets[suffix])
+                fsync_directory(self._targets[suffix].parent)
+
+    def _is_own_draft(self, suffix: str) -> bool:
+        """Whether the draft's path still names the file written here."""
+        growing = {".bin": self.bin, ".idx": self.idx}.get(suffix)
+        try:
+            return growing is None or os.path.samestat(growing.stat_result, os.lstat(self._drafts[suffix]))
+        except FileNotFoundError:
+            return False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        with self._stack:
+            for growing in (self.bin, self.idx):
+                with suppress(OSError):  # a full disk fails again when the buffer is flushed
+                    growing.file.close()
+            if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
+                    and self._resume_file.exists()):
+                drafts = [draft for suffix, draft in self._drafts.items() if self._is_own_draft(suffix)]
+                for path in (*drafts, *([self._resume_file] if self._is_resumable else [])):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
+            _raise_storage_fault(self._prefix, error)
+
+
+def _raise_storage_fault(prefix: str, error: OSError) -> NoReturn:
+    raise StorageFault(f"{prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
+
+
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+"""Longest document: its length is an int32 in the index."""
 
 
 class CorpusWriter:
-    """Writes a corpus in one pass and bounded memory; nothing appears under its names unless the block ends well.
-
-    With a `key`, a process can take up what another one, killed or interrupted, had marked under the same key.
-    """
+    """Writes a corpus in one pass and bounded memory; its files appear only if the block succeeds. With a `key`, a
+    later process can resume an interrupted write."""
 
     def __init__(self, prefix: str | os.PathLike[str], *, tokenizer: TokenizerFacts | None = None,
                  vocab_size: int | None = None, dtype: np.dtype[Any] | None = None, key: str | None = None) -> None:
@@ -40,65 +212,66 @@ class CorpusWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
         self._tokenizer = tokenizer
-        self._limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
+        self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
         self.documents = self.tokens = 0
         self._max_token, self._tokens_of_documents = -1, 0
-        self._draft = Draft(self.prefix, key, _taken_up)
-        self.taken_up: Any = None
-        """What the caller had marked, where this goes on from there."""
+        self._draft = CorpusDraft(self.prefix, key, _parse_resume_state)
+        self.resumed_state: Any = None
+        """The caller's state at the resume point that this continues."""
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack:
             state = stack.enter_context(self._draft).state
             if state is None:
-                self._draft.idx.write(bytes(HEADER.size))  # which needs the number of lengths; they follow as they come
+                self._draft.idx.write(
+                    bytes(INDEX_HEADER.size))  # placeholder: the header needs the number of lengths, which follow
             else:
-                (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.taken_up = state
-            stack.pop_all()  # `__exit__` leaves the draft
+                (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.resumed_state = state
+            stack.pop_all()  # `__exit__` closes the draft
         return self
 
-    def mark(self, state: Any) -> None:
-        """Another process may go on from here; `state` is what it has to be told."""
+    def save_resume_point(self, state: Any) -> None:
+        """Save a resume point with the caller's `state`."""
         written = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
-        self._draft.mark({"written": written, "caller": state})
+        self._draft.save_resume_point({"written": written, "caller": state})
 
     def add_document(self, tokens: ArrayLike) -> None:
         ids = np.asarray(tokens)
         self.add_documents(ids, [len(ids)])
 
     def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
-        """Several documents, joined, and how many tokens each has."""
+        """Add several documents: their concatenated tokens, and the size of each."""
         self.add_tokens(tokens)
         self.add_sizes(sizes)
 
     def add_tokens(self, tokens: ArrayLike) -> None:
-        """The next tokens of the corpus; `add_sizes` says, before or after, to which documents they belong."""
+        """Add tokens; `add_sizes` assigns them to documents, before or after."""
         ids = np.asarray(tokens)
         if len(ids):
             lowest, highest = int(ids.min()), int(ids.max())
-            if lowest < 0 or highest >= self._limit:
+            if lowest < 0 or highest >= self._id_limit:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
-                                f"{self.documents} or after: expected 0 to {self._limit - 1}")
+                                f"{self.documents} or after: expected 0 to {self._id_limit - 1}")
             self._max_token = max(self._max_token, highest)
             raw = np.ascontiguousarray(ids, self.dtype).data
             self._draft.bin.write(raw)
             self.tokens += len(ids)
 
-    def place(self) -> tuple[int, ...]:
-        """For `back_to`, before tokens of a document are added that may have to be taken back."""
+    def savepoint(self) -> tuple[int, ...]:
+        """State for `rollback_to`, taken before tokens that may have to be dropped."""
         return (self.tokens, self._max_token, self._draft.bin.crc)
 
-    def back_to(self, place: Sequence[int]) -> None:
-        """The tokens that were added since are none."""
-        self.tokens, self._max_token, crc = place
-        self._draft.bin.cut(self.tokens * self.dtype.itemsize, crc)
+    def rollback_to(self, savepoint: Sequence[int]) -> None:
+        """Drop the tokens added since the savepoint."""
+        self.tokens, self._max_token, crc = savepoint
+        self._draft.bin.truncate(self.tokens * self.dtype.itemsize, crc)
 
     def add_sizes(self, sizes: ArrayLike) -> None:
-        """The tokens of each of the next documents."""
+        """Add the sizes, in tokens, of the next documents."""
         lengths = np.asarray(sizes, np.int64)
-        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
+        if len(lengths) and int(lengths.max()) > MAX_DOCUMENT_TOKENS:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
-                            f"to {MAX_LENGTH}: cut it (a .txt file: --document-separator)")
+                            f"to {MAX_DOCUMENT_TOKENS}: cut it (a .txt file: --document-separator)")
         self._draft.idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
         self._tokens_of_documents += int(lengths.sum())
@@ -110,35 +283,35 @@ class CorpusWriter:
         else:
             with ExitStack() as stack:
                 stack.push(self._draft)
-                self._finish()
+                self._publish()
 
-    def _finish(self) -> None:
+    def _publish(self) -> None:
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
         assert self.tokens == self._tokens_of_documents
-        with writing(self.prefix):
-            self._finish_index(Header(self.dtype, self.documents, self.documents + 1))
-            files = (HeldFile(path) for path in self._draft.paths())
-        self._draft.publish(asdict(Facts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}", self._max_token,
-                                         self._tokenizer, identity(*files))))
+        with write_errors_for(self.prefix):
+            self._finish_index(IndexHeader(self.dtype, self.documents, self.documents + 1))
+            files = (StableFile(path) for path in self._draft.paths())
+        self._draft.publish(asdict(CorpusFacts(self.documents, self.tokens, f"{self._draft.bin.crc:08x}",
+                                               self._max_token, self._tokenizer, corpus_identity(*files))))
 
-    def _finish_index(self, header: Header) -> None:
-        """What follows from the lengths, which are read back: pointers and boundaries; then the header."""
+    def _finish_index(self, header: IndexHeader) -> None:
+        """Write pointers and boundaries, computed from the lengths read back, then the header."""
         index, first = self._draft.idx.file, 0
         with open(self._draft.paths()[0], "rb") as written:
-            written.seek(header.lengths_at)
-            for at in range(0, header.sequences, BLOCK):
-                lengths = np.fromfile(written, "<i4", min(BLOCK, header.sequences - at))
+            written.seek(header.lengths_offset)
+            for at in range(0, header.sequences, BLOCK_ENTRIES):
+                lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, header.sequences - at))
                 ends = first + np.cumsum(lengths, dtype="<i8")
                 index.write(((ends - lengths) * self.dtype.itemsize).data)
                 first = int(ends[-1])
-        for at in range(0, header.boundaries, BLOCK):
-            index.write(np.arange(at, min(at + BLOCK, header.boundaries), dtype="<i8").data)
+        for at in range(0, header.boundaries, BLOCK_ENTRIES):
+            index.write(np.arange(at, min(at + BLOCK_ENTRIES, header.boundaries), dtype="<i8").data)
         index.seek(0)
         index.write(header.pack())
 
 
-def _taken_up(state: Any) -> tuple[tuple[int, int, int, int], Any]:
-    """What `mark` wrote; an error where it did not."""
+def _parse_resume_state(state: Any) -> tuple[tuple[int, int, int, int], Any]:
+    """The state that `save_resume_point` wrote; raises if it is invalid."""
     documents, tokens, max_token, tokens_of_documents = map(index, state["written"])
     return (documents, tokens, max_token, tokens_of_documents), state["caller"]

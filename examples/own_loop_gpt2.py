@@ -14,8 +14,8 @@ import torch
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
+from megatron.distributed.process_group import read_environment
 from megatron.inference import init_inference
-from megatron.launch.distributed import read_environment
 from megatron.model import GPT2, ModelConfig
 
 TEXT = "The cat sat on the mat. The dog lay on the rug. The fox ran up the hill. "

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.launch.distributed import read_environment
+from megatron.distributed.process_group import read_environment
 
 CONFIG = {
     "train_batch_size": 32,

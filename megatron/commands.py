@@ -16,13 +16,12 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from megatron.launch.leaving import end_when_asked
-from megatron.launch.exits import prepare_streams, run, write_error
-from megatron.neighbours import HiddenPackage, check_neighbours
-from megatron.version import DISTRIBUTION, __version__
+from megatron.distributed.exit_codes import prepare_streams, run, write_error
+from megatron.distributed.signals import exit_on_stop_signal
+from megatron.package import DISTRIBUTION, ShadowedPackageError, __version__, check_package_shadowing
 
 
-def _version() -> None:
+def _print_version() -> None:
     print(f"{DISTRIBUTION} {__version__}")
 
 
@@ -31,12 +30,12 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     @wraps(start)
     def command() -> int:
         prepare_streams()
-        end_when_asked()  # until the command listens by itself
+        exit_on_stop_signal()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
-            return run(_version)
+            return run(_print_version)
         try:
-            check_neighbours()
-        except HiddenPackage as hidden:
+            check_package_shadowing()
+        except ShadowedPackageError as hidden:
             write_error(str(hidden))
             return hidden.code
         return start()
@@ -51,61 +50,61 @@ def train() -> int:
 
 @_command
 def launch() -> int:
-    from megatron.launch.command import main
+    from megatron.launch.launcher import main
     return main(sys.argv[1:])
 
 
 @_command
 def plan() -> int:
-    from megatron.plan.command import main
+    from megatron.plan.cli import main
     return run(main)
 
 
 @_command
 def generate() -> int:
-    from megatron.inference.command import main
+    from megatron.inference.cli import main
     return run(main)
 
 
 @_command
 def evaluate() -> int:
-    from megatron.evaluate.command import main
+    from megatron.evaluate.cli import main
     return run(main)
 
 
 @_command
 def serve() -> int:
-    from megatron.serve.command import main
+    from megatron.serve.cli import main
     return run(main)
 
 
 @_command
 def report() -> int:
-    from megatron.report.command import main
+    from megatron.report.cli import main
     return run(main)
 
 
 @_command
 def tune() -> int:
-    from megatron.tune.command import main
+    from megatron.tune.cli import main
     return run(main)
 
 
 @_command
 def checkpoint() -> int:
-    from megatron.checkpoint.command import main
+    from megatron.checkpoint.cli import main
     return run(lambda: main(sys.argv[1:]))
 
 
 @_command
 def preprocess() -> int:
-    from data.cli import run
+    from data.cli import run_command
     from data.preprocess import main
-    run(main)
+    run_command(main)
 
 
 @_command
 def webtext() -> int:
-    from data.cli import run
+    from data.cli import run_command
     from data.webtext.__main__ import main
-    run(main)
+    run_command(main)

@@ -6,7 +6,10 @@ are `assert`s and keep their traceback; nothing here is raised for them.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from pathlib import Path
 
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
 EXIT_INTERRUPTED = 130
@@ -48,7 +51,7 @@ class StorageError(TrainerError):
     code = EXIT_STORAGE
 
 
-class MemoryLack(TrainerError):
+class RankOutOfMemory(TrainerError):
     """A rank has too little memory for what all ranks do together: they leave with the same line."""
 
     code = EXIT_PEER
@@ -78,22 +81,51 @@ def exit_code(error: BaseException) -> int | None:
 _LISTED = re.compile(r" {2}\(\d+\) ")
 
 
-def listed(number: int, sentence: str) -> str:
+def format_listed_error(number: int, sentence: str) -> str:
     """The line of one of several errors, below one that says how many they are."""
     return f"  ({number}) {sentence}"
 
 
-def is_listed(line: str) -> bool:
+def is_listed_error(line: str) -> bool:
     return _LISTED.match(line) is not None
 
 
-def folded(message: str) -> str:
+def to_error_lines(message: str) -> str:
     """One line, and one for each error that is listed: other newlines do not hold. What a terminal would obey becomes
     an escape (`\\x1b`)."""
     lines: list[str] = []
     for line in filter(str.strip, message.splitlines()):
-        if is_listed(line) or not lines:
-            lines.append(line.rstrip() if is_listed(line) else line.strip())
+        if is_listed_error(line) or not lines:
+            lines.append(line.rstrip() if is_listed_error(line) else line.strip())
         else:
             lines[-1] += f" {line.strip()}"
     return "\n".join("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line) for line in lines)
+
+
+BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+ERRNO_REMEDIES = {errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EACCES: "make it writable",
+                  errno.EROFS: "make it writable", errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+                  errno.EMFILE: "raise the limit on open files (ulimit -n)"}
+
+
+def format_bytes(count: float) -> str:
+    """`1.4 MB`, `512 GB`."""
+    unit, name = next((row for row in BYTE_UNITS if count >= row[0]), (1, "bytes"))
+    value = count / unit
+    return f"{value:.1f} {name}" if value < 10 and unit > 1 else f"{value:.0f} {name}"
+
+
+def explain_os_error(error: OSError, folder: Path) -> tuple[str, str]:
+    """What is so, and the first thing to do about it."""
+    remedy = ERRNO_REMEDIES.get(error.errno or 0, "check the drive")
+    return f"{error.strerror}{_free_space_text(folder) if remedy == 'free space' else ''}", remedy
+
+
+def _free_space_text(folder: Path) -> str:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return ""
+    no_more_files = status.f_files and not status.f_favail
+    return " for another file" if no_more_files else f", {format_bytes(status.f_bavail * status.f_frsize)} free"

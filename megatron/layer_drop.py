@@ -8,7 +8,7 @@ hands its input on. A draw is a function of (seed, step, block), and of nothing 
 recomputation of a block and a run that was resumed agree, and no generator moves. The micro-batches of a step share it:
 what a step does then depends neither on how its batch is divided, nor on the number of ranks.
 
-Not here: who asks (zero/api/layer_drop.py), and the blocks (model/gpt2.py).
+Not here: who asks (zero/api/engine_features.py), and the blocks (model/gpt2.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from hashlib import blake2b
 
-DIGITS = 53
+DRAW_BITS = 53
 """Bits of a draw: those of a float in [0, 1)."""
 
 
@@ -28,7 +28,7 @@ class ThetaSchedule:
     theta: float
     gamma: float
 
-    def at(self, step: int) -> float:
+    def theta_at(self, step: int) -> float:
         """theta(t) of the step that `step` others came before."""
         return (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
 
@@ -45,16 +45,16 @@ def keep_probability(block: int, blocks: int, theta: float) -> float:
     return 1 - block * (1 - theta) / blocks
 
 
-def draw(seed: int, step: int, block: int) -> float:
+def uniform_draw(seed: int, step: int, block: int) -> float:
     """A number of [0, 1), evenly distributed over seeds, steps and blocks."""
     digest = blake2b(f"layer drop {seed} {step} {block}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> (64 - DIGITS)) / (1 << DIGITS)
+    return (int.from_bytes(digest, "little") >> (64 - DRAW_BITS)) / (1 << DRAW_BITS)
 
 
 def kept(seed: int, step: int, blocks: int, theta: float) -> dict[int, float]:
     """The blocks that run in this step, in order -> what their branches are multiplied by."""
     chances = {block: keep_probability(block, blocks, theta) for block in range(blocks)}
-    return {block: 1 / chance for block, chance in chances.items() if draw(seed, step, block) < chance}
+    return {block: 1 / chance for block, chance in chances.items() if uniform_draw(seed, step, block) < chance}
 
 
 def expected_blocks(blocks: int, theta: float) -> float:

@@ -1,22 +1,11 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
-    split.py, partition.py       who owns which slice; how a parameter records its own
-    device.py                    where the accelerator's way and the CPU's part, and whether Triton's kernels work
-    groups.py, collectives.py    who computes with whom; the operations among them
-    wire/                        how these travel: by a backend's own operations, or over gloo
-    draws.py, data.py            initial values of which any part can be drawn alone; one batch for all ranks of a group
-    regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
-    sinks.py                     where a layer may write a weight gradient
-    cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd
-    vocab_share.py               a rank's columns of the logits; the walk over chunks of them
-    loss_cpu.py                  its softmax and sums on a CPU
-    loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
-    grads.py, norm_kernel.py     norm and clipping of split gradients; the norms of rows in Triton
-    one_bit.py                   a mean over ranks at one bit a number
-    classic.py, random.py        the classic names over one global layout; random streams
+Begin with groups.py (who communicates with whom) and layers.py, regions.py (split layers and activations). Below them
+are collectives.py and backends.py; cross_entropy.py is the loss of a split vocabulary, random.py and weight_init.py are
+the random streams and initial weights, parallel_state.py has Megatron's global names.
 
-The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for
-scripts written against Megatron's `mpu`. They are fetched when they are asked for: mpu.split must not import torch.
+The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds Megatron's flat names, for scripts
+written against its `mpu`. They are imported on first use: mpu.split must not import torch.
 """
 
 from importlib import import_module
@@ -24,38 +13,35 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpu.classic import *  # noqa: F403
     from mpu.cross_entropy import (linear_cross_entropy as linear_cross_entropy,
                                    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy)
     from mpu.data import broadcast_data as broadcast_data
     from mpu.grads import clip_grad_norm as clip_grad_norm
     from mpu.layers import (ColumnParallelLinear as ColumnParallelLinear, ParallelEmbedding as ParallelEmbedding,
                             RowParallelLinear as RowParallelLinear, VocabParallelEmbedding as VocabParallelEmbedding)
+    from mpu.parallel_state import *  # noqa: F403
     from mpu.random import (get_cuda_rng_tracker as get_cuda_rng_tracker,
                             model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed)
     from mpu.regions import split_tensor_along_last_dim as split_tensor_along_last_dim
     from mpu.split import divide as divide, ensure_divisibility as ensure_divisibility
 
 _MODULES = {
-    "mpu.classic": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
-                   "get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
-                   "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
-                   "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
-                   "get_pipeline_model_parallel_world_size get_tensor_model_parallel_group "
-                   "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
-                   "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
-                   "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
-                   "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
-                   "gather_from_model_parallel_region reduce_from_model_parallel_region "
-                   "scatter_to_model_parallel_region",
+    "mpu.parallel_state": "VocabUtility destroy_model_parallel get_data_parallel_group "
+    "get_data_parallel_rank get_data_parallel_src_rank get_data_parallel_world_size get_model_parallel_group "
+    "get_model_parallel_rank get_model_parallel_src_rank get_model_parallel_world_size "
+    "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
+    "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+    "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
+    "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel is_pipeline_first_stage "
+    "is_pipeline_last_stage is_unitialized model_parallel_is_initialized copy_to_model_parallel_region "
+    "gather_from_model_parallel_region reduce_from_model_parallel_region scatter_to_model_parallel_region",
     "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
     "mpu.data": "broadcast_data",
     "mpu.grads": "clip_grad_norm",
     "mpu.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear VocabParallelEmbedding",
     "mpu.random": "get_cuda_rng_tracker model_parallel_cuda_manual_seed",
     "mpu.regions": "split_tensor_along_last_dim",
-    "mpu.split": "divide ensure_divisibility",
-}
+    "mpu.split": "divide ensure_divisibility"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)

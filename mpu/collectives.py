@@ -1,85 +1,138 @@
-"""The operations among the ranks of a group. How they travel is decided here, once, by where the tensors are.
+"""Collectives over a `Group`: on flat buffers, out of place for autograd, and of JSON values between hosts.
 
-Two families. *Out of place* (`all_reduce`, `all_gather`, `reduce_scatter`): return a new tensor and leave the
-argument alone; the only ones allowed inside autograd, where reducing in place gives silently wrong gradients, and the
-only ones that a compiler can trace.
-*Into* (`..._into`): work asynchronously on flat buffers the caller owns and return a `Pending`; nothing may touch
-the buffers until `wait()`. Several may be in flight: start and wait in the same order on every rank.
-
-On a group of one every operation is the identity (a copy between two buffers) and needs no process group. Elsewhere
-one of the wires does it (mpu/wire): the backend's own operations for an accelerator, gloo.py's for the CPU. Words
-rather than tensors (`all_gather_json`, `agree`, `barrier`) go from host to host, by control.py.
+`..._into` runs asynchronously on flat buffers of the caller and returns a `CollectiveWork`. `all_reduce`, `all_gather`
+and `reduce_scatter` return a new tensor; only these may be used inside autograd, which may have saved the argument.
+`all_gather_json`, `broadcast_json`, `all_reduce_scalar`, `all_reduce_min` and `barrier` run over gloo on the host
+(the group's control process group), so they never wait behind a kernel. On a group of one every operation is the
+identity and needs no process group.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mpu import backends
+from mpu.backends import REDUCE_OPS, CollectiveBackend, CollectiveWork, GlooBackend, NativeBackend, Op, start_all_gather
+from mpu.collective_tracker import track_collective
 from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
-from mpu.wire import functional
-from mpu.wire.control import agree, all_gather_json, barrier, broadcast_json, least
-from mpu.wire.gloo import GlooWire
-from mpu.wire.interface import Op, Pending, Wire
-from mpu.wire.native import NativeWire
-
-__all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
-           "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json", "least",
-           "reduce_scatter", "reduce_scatter_into"]
-
-_NATIVE, _GLOO = NativeWire(), GlooWire()
 
 
-def wire_for(x: Tensor) -> Wire:
-    """The wire that x travels by."""
+@track_collective
+def all_reduce_scalar(number: float, group: Group, op: Op = "max") -> float:
+    """Reduce one number per rank on the host of every rank; exact for integers below 2**53."""
+    value = torch.tensor([number], dtype=torch.float64)
+    if not group.is_solo:
+        dist.all_reduce(value, REDUCE_OPS[op], group=group.control_process_group)
+    return float(value.item())
+
+
+@track_collective
+def all_reduce_min(numbers: Sequence[float], group: Group) -> list[float]:
+    """The element-wise minimum over ranks, in one collective. (The maximum is -all_reduce_min(-x).)"""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if not group.is_solo:
+        dist.all_reduce(values, REDUCE_OPS["min"], group=group.control_process_group)
+    found: list[float] = values.tolist()
+    return found
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank has called it."""
+    all_reduce_scalar(0.0, group)
+
+
+@track_collective
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, via JSON: tuples become lists, and received data cannot run code."""
+    text = json.dumps(value).encode()
+    if group.is_solo:
+        return [json.loads(text)]
+    # Lengths first, then rows padded to the longest: [size, longest] bytes.
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    start_all_gather(sizes, torch.tensor([len(text)]), group.control_process_group).wait()
+    longest = int(sizes.max())
+    rows = torch.empty(group.size * longest, dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    start_all_gather(rows, padded, group.control_process_group).wait()
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.split(longest), sizes.tolist())]
+
+
+@track_collective
+def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
+    """The value of group rank `src` on every rank, via JSON; other ranks' values are ignored."""
+    text = json.dumps(value).encode() if group.rank == src else b""
+    if group.is_solo:
+        return json.loads(text)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, group.ranks[src], group=group.control_process_group)
+    row = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+    dist.broadcast(row, group.ranks[src], group=group.control_process_group)
+    return json.loads(text or row.numpy().tobytes())
+
+
+__all__ = ["Op", "CollectiveWork", "all_reduce_scalar", "all_gather", "all_gather_into", "all_gather_json",
+           "all_reduce", "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json",
+           "all_reduce_min", "reduce_scatter", "reduce_scatter_into"]
+
+_NATIVE, _GLOO = NativeBackend(), GlooBackend()
+
+
+def backend_for(x: Tensor) -> CollectiveBackend:
+    """The backend for tensors on x's device."""
     return _NATIVE if on_accelerator(x) else _GLOO
 
 
 # -- into: asynchronous, on flat buffers ---------------------------------------------------------------------------
 
 
-def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", at_a_time: int | None = None,
-                    sum_in: torch.dtype | None = None) -> Pending:
-    """flat <- reduction of every rank's flat, in place, added up as it is or in `sum_in`; see wire/interface.py."""
-    return Pending() if group.is_solo else wire_for(flat).all_reduce(flat, group, op, sum_in, at_a_time)
+def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", max_in_flight: int | None = None,
+                    reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
+    """flat <- reduction of every rank's flat, in place, summed in `reduce_dtype` (CollectiveBackend in backends.py)."""
+    return CollectiveWork() if group.is_solo else backend_for(flat).all_reduce(flat, group, op, reduce_dtype,
+                                                                               max_in_flight)
 
 
-def all_gather_into(full: Tensor, shard: Tensor, group: Group, at_a_time: int | None = None) -> Pending:
-    """full <- the shards of all ranks in rank order. `shard` may be this rank's part of `full`."""
+def all_gather_into(full: Tensor, shard: Tensor, group: Group, max_in_flight: int | None = None) -> CollectiveWork:
+    """full <- the shards of all ranks in rank order. `shard` may be this rank's slice of `full`."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         if shard.data_ptr() != full.data_ptr():
             full.view(-1).copy_(shard.view(-1))
-        return Pending()
-    return wire_for(full).all_gather(full, shard, group, at_a_time)
+        return CollectiveWork()
+    return backend_for(full).all_gather(full, shard, group, max_in_flight)
 
 
-def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: int | None = None,
-                        sum_in: torch.dtype | None = None) -> Pending:
-    """shard <- this rank's part of the sum of every rank's `full`, which is left alone.
-
-    `shard` may be wider than `full`, or this rank's part of `full`, which then is the one part of `full` that changes.
-    16-bit values are added up in fp32, unless `sum_in` asks for another precision (wire/interface.py)."""
+def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, max_in_flight: int | None = None,
+                        reduce_dtype: torch.dtype | None = None) -> CollectiveWork:
+    """shard <- this rank's slice of the sum of every rank's `full`, which is unchanged. `shard` may have a wider dtype
+    than `full`, or be this rank's slice of `full`; then only that slice changes. 16-bit values are summed in fp32
+    unless `reduce_dtype` says otherwise."""
     _check_sizes(full, shard, group)
     if group.is_solo:
         shard.view(-1).copy_(full.view(-1))
-        return Pending()
-    return wire_for(full).reduce_scatter(shard, full, group, sum_in, at_a_time)
+        return CollectiveWork()
+    return backend_for(full).reduce_scatter(shard, full, group, reduce_dtype, max_in_flight)
 
 
-def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> Pending:
-    """Row k of `received` <- this rank's row of what rank k sent. Both are [size, n], and not the same memory."""
+def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
+    """received[k] <- this rank's row of rank k's `sent`. Both are [size, n] in distinct memory."""
     if group.is_solo:
         received.copy_(sent)
-        return Pending()
-    return wire_for(sent).all_to_all(received, sent, group)
+        return CollectiveWork()
+    return backend_for(sent).all_to_all(received, sent, group)
 
 
-def broadcast_into(x: Tensor, src: int, group: Group) -> Pending:
-    """x <- x of the group's rank `src`."""
-    return Pending() if group.is_solo else wire_for(x).broadcast(x, src, group)
+def broadcast_into(x: Tensor, src: int, group: Group) -> CollectiveWork:
+    """x <- x of group rank `src`."""
+    return CollectiveWork() if group.is_solo else backend_for(x).broadcast(x, src, group)
 
 
 def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
@@ -95,21 +148,21 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
 
 def all_reduce(x: Tensor, group: Group, op: Op = "sum") -> Tensor:
     """The reduction of every rank's x (x itself on a group of one)."""
-    return x if group.is_solo else functional.all_reduce(x, group, op)
+    return x if group.is_solo else backends.functional_all_reduce(x, group, op)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """Every rank's x, joined along `dim` in rank order; the shapes are equal."""
+    """Every rank's x concatenated along `dim` in rank order; shapes must be equal."""
     if group.is_solo:
         return x
-    parts = functional.all_gather(x.unsqueeze(0), group)
+    parts = backends.functional_all_gather(x.unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's x."""
+    """This rank's slice along `dim` of the sum of every rank's x."""
     if group.is_solo:
         return x
     each = divide(x.shape[dim], group.size, "length")
     parts = torch.stack(x.split(each, dim))  # [..., size * n, ...] -> [size, ..., n, ...]
-    return functional.reduce_scatter(parts, group).squeeze(0)
+    return backends.functional_reduce_scatter(parts, group).squeeze(0)

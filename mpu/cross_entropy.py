@@ -1,16 +1,15 @@
-"""The loss of a vocabulary that is split over tensor parallel; no rank ever sees the logits of another.
+"""The loss of a vocabulary that is split over tensor parallel ranks; no rank sees another's logits.
 
 Rank i of p holds the columns [i V/p, (i+1) V/p) of the logits. With m the largest logit of a row, over all ranks,
 
     lse = m + log(sum_j exp(x_j - m))      loss = lse - x_target      d loss / d x_j = exp(x_j - lse) - [j = target]
 
-needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or
-beyond `vocab_size` are padding: left out of the sum, and of gradient zero. Arithmetic is fp32 whatever the logits.
+needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or beyond
+`vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits.
 
-`vocab_parallel_cross_entropy` starts from logits. `linear_cross_entropy` starts one product earlier and never
-holds all logits: it walks over *chunks* of rows. Here are the two functions and what autograd needs of them; the walk
-itself is loss_cpu.py's or loss_accelerator.py's. A target outside the vocabulary is not looked for here; the embedding
-and the data layer refuse it.
+`vocab_parallel_cross_entropy` starts from logits. `linear_cross_entropy` fuses the LM head: it computes logits in
+chunks of rows (chunked_loss.py) and never holds all of them. The work per chunk is in loss_cpu.py and
+loss_accelerator.py. Targets outside the vocabulary are not checked here; the embedding and the data layer refuse them.
 """
 
 from __future__ import annotations
@@ -21,126 +20,125 @@ import torch
 from torch import Tensor
 
 from mpu import loss_accelerator, loss_cpu
-from mpu.classic import resolve
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard
 from mpu.device import on_accelerator
+from mpu.grads import MainGrad
 from mpu.groups import Group
-from mpu.sinks import GradSink
-from mpu.vocab_share import Head, Made, Share, Wanted
+from mpu.parallel_state import tp_group_or_current
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, tp: Group | None = None, vocab_size: int | None = None
 ) -> Tensor:
-    """Loss per token: logits [..., V / tp] and target [...] (ids of the whole vocabulary) -> fp32 [...]."""
+    """Loss per token: logits [..., V / tp], target [...] (global ids) -> fp32 [...]."""
     flat = logits.reshape(-1, logits.shape[-1])  # [..., V / tp] -> [N, V / tp]
-    share = Share.of(flat.shape[1], resolve(tp), vocab_size)
-    losses = _VocabParallel.apply(flat, target.reshape(-1), share)  # type: ignore[no-untyped-call]
+    share = VocabShard.of(flat.shape[1], tp_group_or_current(tp), vocab_size)
+    losses = _VocabParallelCrossEntropy.apply(flat, target.reshape(-1), share)  # type: ignore[no-untyped-call]
     return cast(Tensor, losses).view(target.shape)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *, vocab_size: int | None = None,
-    loss_weight: Tensor | None = None, grad_scale: float = 1.0, chunk_rows: int | None = None,
-    weight_sink: GradSink | None = None,
-) -> Tensor:
-    """The loss of logits hidden @ weight.T, without the logits: hidden [N, H], weight [V / tp, H], target [N].
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
+                         vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
+                         chunk_rows: int | None = None, weight_main_grad: MainGrad | None = None) -> Tensor:
+    """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
-    With `loss_weight` [N]: the mean of the losses under these weights (0 where all are 0). Its gradients are made on
-    the way forward, times `grad_scale`, which keeps fp16 from underflowing if it is the factor (loss scale, 1 /
-    accumulation) that the loss will be multiplied by; backward multiplies by what is missing, usually 1.
-    They are used up by the first backward. Without `loss_weight`: the losses [N]; their gradients depend on what is
-    done with each, so backward computes the logits once more.
+    With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
+    times `grad_scale`; to avoid fp16 underflow pass the factor that will multiply the loss (loss scale / accumulation
+    steps), and backward applies only the rest, usually 1. Only one backward is possible.
 
-    hidden is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
-    head = Head(hidden, weight, target, Share.of(weight.shape[0], resolve(tp), vocab_size))
+    Without it: the losses [N]. Backward computes the logits again, since the gradient of each loss is not known before.
+
+    `hidden` is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
+    inputs = LossInputs(hidden, weight, target, VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size))
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
-            return _walk(head, Wanted(), chunk_rows).losses
-        losses = _LinearLosses.apply(hidden, weight, target, head.share, chunk_rows)  # type: ignore[no-untyped-call]
+            return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses
+        losses = _LinearCrossEntropyPerToken.apply(hidden, weight, target, inputs.shard,
+                                                   chunk_rows)  # type: ignore[no-untyped-call]
         return cast(Tensor, losses)
-    portion = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    normalized_weight = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
-        return _walk(head, Wanted(), chunk_rows).losses @ portion
-    mean = _LinearMean.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, portion, head.share, chunk_rows, grad_scale, weight_sink)
+        return _chunked_loss(inputs, LossGradRequest(), chunk_rows).losses @ normalized_weight
+    mean = _LinearCrossEntropyMean.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, normalized_weight, inputs.shard, chunk_rows, grad_scale, weight_main_grad)
     return cast(Tensor, mean)
 
 
-def _walk(head: Head, wanted: Wanted, chunk_rows: int | None) -> Made:
-    walk = loss_accelerator.walk if on_accelerator(head.hidden) else loss_cpu.walk
-    return walk(head, wanted, chunk_rows)
+def _chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None) -> LossOutputs:
+    chunked_loss = loss_accelerator.chunked_loss if on_accelerator(inputs.hidden) else loss_cpu.chunked_loss
+    return chunked_loss(inputs, request, chunk_rows)
 
 
-class _VocabParallel(torch.autograd.Function):
-    """From logits: what the forward found of each row is kept, and the probabilities are made again in backward."""
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Saves the log-sum-exp (or summaries) per row; backward recomputes the probabilities from them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, share: Share) -> Tensor:
-        losses_of = loss_accelerator.losses_of if on_accelerator(logits) else loss_cpu.losses_of
-        losses, found = losses_of(logits, target, share)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
+        losses_of = loss_accelerator.compute_losses if on_accelerator(logits) else loss_cpu.compute_losses
+        losses, found = losses_of(logits, target, shard)
         ctx.save_for_backward(logits, target, found)
-        ctx.share = share
+        ctx.share = shard
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, target, found = ctx.saved_tensors
-        gradient_of = loss_accelerator.gradient_of if on_accelerator(logits) else loss_cpu.gradient_of
+        gradient_of = loss_accelerator.compute_gradient if on_accelerator(logits) else loss_cpu.compute_gradient
         return gradient_of(logits, target, ctx.share, found, grads[0]), None, None
 
 
-class _LinearMean(torch.autograd.Function):
-    """The weighted mean: gradients are made in forward, so that each chunk's logits are computed once."""
+class _LinearCrossEntropyMean(torch.autograd.Function):
+    """The weighted mean. Gradients are computed in forward, so that each chunk's logits are computed once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, portion: Tensor, share: Share,
-        chunk_rows: int | None, grad_scale: float, sink: GradSink | None,
-    ) -> Tensor:
-        claim = sink.claim() if sink is not None and ctx.needs_input_grad[1] else None
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, normalized_weight: Tensor, shard: VocabShard,
+                chunk_rows: int | None, grad_scale: float, main_grad: MainGrad | None) -> Tensor:
+        reservation = main_grad.reserve() if main_grad is not None and ctx.needs_input_grad[1] else None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        wanted = Wanted(portion * grad_scale, for_hidden, for_weight, None if claim is None else claim.place)
-        made = _walk(Head(hidden, weight, target, share), wanted, chunk_rows)
-        ctx.grads = made.hidden, made.weight if claim is None else None
-        ctx.grad_scale, ctx.sink, ctx.claim = grad_scale, sink, claim
-        return made.losses @ portion
+        wanted = LossGradRequest(normalized_weight * grad_scale, for_hidden, for_weight,
+                                 None if reservation is None else reservation.buffer)
+        made = _chunked_loss(LossInputs(hidden, weight, target, shard), wanted, chunk_rows)
+        ctx.grads = made.hidden_grad, made.weight_grad if reservation is None else None
+        ctx.grad_scale, ctx.main_grad, ctx.reservation = grad_scale, main_grad, reservation
+        return made.losses @ normalized_weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
-        made, ctx.grads = ctx.grads, None  # handed over, not copied: the largest tensors of the step
+        made, ctx.grads = ctx.grads, None  # passed on without a copy: the largest tensors of the step
         missing = grads[0] / ctx.grad_scale
-        # Looking costs nothing on CPU, and a stall on CUDA.
+        # .item() is free on CPU, but synchronizes on CUDA.
         factor = missing if on_accelerator(missing) or missing.item() != 1.0 else None
         for grad in made if factor is not None else ():
             if grad is not None:
                 grad.mul_(factor)
         d_hidden, d_weight = made
-        claim, ctx.claim = ctx.claim, None  # or a loss that is kept would keep the gradient's memory
-        if claim is not None:
-            claim.keep(factor)
-        elif ctx.sink is not None and d_weight is not None:
-            ctx.sink.total().add_(d_weight)
+        # otherwise a loss that stays alive would hold the gradient's memory
+        reservation, ctx.reservation = ctx.reservation, None
+        if reservation is not None:
+            reservation.commit(factor)
+        elif ctx.main_grad is not None and d_weight is not None:
+            ctx.main_grad.accumulated().add_(d_weight)
             d_weight = None
         return d_hidden, d_weight, None, None, None, None, None, None
 
 
-class _LinearLosses(torch.autograd.Function):
-    """One loss per row: the chunks are computed again in backward, when the gradient of each loss is known."""
+class _LinearCrossEntropyPerToken(torch.autograd.Function):
+    """One loss per row. Backward computes the chunks again, when the gradient of each loss is known."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, share: Share,
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard,
                 chunk_rows: int | None) -> Tensor:
         ctx.save_for_backward(hidden, weight, target)
-        ctx.share, ctx.chunk_rows = share, chunk_rows
-        return _walk(Head(hidden, weight, target, share), Wanted(), chunk_rows).losses
+        ctx.share, ctx.chunk_rows = shard, chunk_rows
+        return _chunked_loss(LossInputs(hidden, weight, target, shard), LossGradRequest(), chunk_rows).losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target = ctx.saved_tensors
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        wanted = Wanted(grads[0].contiguous(), for_hidden, for_weight)
-        made = _walk(Head(hidden, weight, target, ctx.share), wanted, ctx.chunk_rows)
-        return made.hidden, made.weight, None, None, None
+        wanted = LossGradRequest(grads[0].contiguous(), for_hidden, for_weight)
+        made = _chunked_loss(LossInputs(hidden, weight, target, ctx.share), wanted, ctx.chunk_rows)
+        return made.hidden_grad, made.weight_grad, None, None, None

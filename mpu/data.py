@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpu.classic import resolve
 from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group
+from mpu.parallel_state import tp_group_or_current
 from mpu.split import ParallelError
 
 MAX_DIMS = 4
@@ -22,18 +22,17 @@ MAX_DIMS = 4
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, tp: Group | None = None
 ) -> dict[str, Tensor]:
-    """`data[key]` of the group's first rank for every key, on every rank; the others may pass None.
-
-    A wrong key, dtype or shape is reported by every rank at once, so that none is left waiting."""
-    group = resolve(tp)
-    announced, problem = _announce(keys, data, dtype) if group.rank == 0 else ({}, None)
-    shapes, problem = all_gather_json([announced, problem], group)[0]
+    """`data[key]` of the group's first rank for every key, on every rank; other ranks may pass None. A wrong key, dtype
+    or shape raises ParallelError on every rank."""
+    group = tp_group_or_current(tp)
+    described, problem = _describe_batch(keys, data, dtype) if group.rank == 0 else ({}, None)
+    shapes, problem = all_gather_json([described, problem], group)[0]
     if problem is not None:
         raise ParallelError(problem)
     if group.is_solo:
         assert data is not None
         return {key: data[key] for key in keys}
-    device = torch.device("cpu" if group.sends_from_host else f"cuda:{torch.cuda.current_device()}")
+    device = torch.device("cpu" if group.own_backend_serves_cpu else f"cuda:{torch.cuda.current_device()}")
     if group.rank == 0:
         assert data is not None
         flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
@@ -44,10 +43,9 @@ def broadcast_data(
     return {key: part.view(shapes[key]) for key, part in zip(keys, parts)}
 
 
-def _announce(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> tuple[dict[str, list[int]], str | None]:
-    """(shape by key, what is wrong or None)."""
+def _describe_batch(keys: Sequence[str], data: Mapping[str, Tensor] | None,
+                    dtype: torch.dtype) -> tuple[dict[str, list[int]], str | None]:
+    """(shape by key, error text or None)."""
     data = data or {}
     for key in keys:
         if key not in data:

@@ -1,10 +1,10 @@
-"""Where the accelerator's way of doing things and the CPU's part, and whether Triton's kernels work on a device.
+"""Choose between accelerator and CPU code paths, and check whether Triton kernels work on a device.
 
-An accelerator wants few large kernels and no question from the host; a CPU wants blocks that fit its cache. Code with
-two ways asks `on_accelerator`. In a process started with MPU_ACCELERATOR_SIDE=1 the answer is always yes, so that the
-accelerator's ways run, and can be tested, on CPU tensors. What needs a real device (streams, page-locked memory) asks
-the tensor itself. A file of Triton kernels is imported when a device first asks for it, and says of itself
-`runs_on(device)` and `try_out(device)`: Triton needs a C compiler as well, and a GPU it knows.
+An accelerator needs few large kernels and no synchronization with the host; a CPU needs blocks that fit its cache. Code
+with two paths asks `on_accelerator`. MPU_ACCELERATOR_SIDE=1 makes the answer always True, to test accelerator paths on
+CPU tensors. Code that needs a real device (streams, pinned memory) asks the tensor itself. A module of Triton kernels
+is imported on first use, and has `runs_on(device)` and `try_out(device)`: Triton also needs a C compiler and a
+supported GPU.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ALWAYS = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"
-"""Tests only."""
+FORCE_ACCELERATOR_PATH = os.environ.get("MPU_ACCELERATOR_SIDE") == "1"
+"""For tests."""
 
 
 def on_accelerator(where: Tensor | torch.device) -> bool:
-    """The accelerator's way is the one to take."""
-    return ALWAYS or (where.device if isinstance(where, Tensor) else where).type != "cpu"
+    """Whether to take the accelerator path."""
+    return FORCE_ACCELERATOR_PATH or (where.device if isinstance(where, Tensor) else where).type != "cpu"
 
 
-def working(load: Callable[[], ModuleType], device: torch.device, without: str) -> ModuleType | None:
-    """The file that `load` imports, if its kernels work on the device. If not, torch's operators do as well; where a
-    GPU could have had the kernels, a warning says what it does `without` them."""
+def load_kernels(load: Callable[[], ModuleType], device: torch.device, fallback_cost: str) -> ModuleType | None:
+    """The module that `load` imports, or None if its kernels do not work on the device: use torch operators then. Warns
+    on a GPU, with `fallback_cost` saying what is lost."""
     try:
         kernels = load()
     except ImportError as error:
         if device.type not in ("cpu", "meta"):
-            _warn(without, error)
+            _warn(fallback_cost, error)
         return None
     if not kernels.runs_on(device):
         return None
     try:
         kernels.try_out(device)
-    except Exception as error:  # whatever it is
-        _warn(without, error)
+    except Exception as error:  # Triton can fail in any way
+        _warn(fallback_cost, error)
         return None
     return kernels
 
 
-def _warn(without: str, error: Exception) -> None:
-    warnings.warn(f"{without}: {error}", stacklevel=2)
+def _warn(fallback_cost: str, error: Exception) -> None:
+    warnings.warn(f"{fallback_cost}: {error}", stacklevel=2)

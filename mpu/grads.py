@@ -1,7 +1,8 @@
-"""Norm and clipping of gradients that are partly split over tensor parallel.
+"""Gradients: where an operation may write a weight gradient itself (`MainGrad`), and their norm and clipping.
 
-A split parameter's gradient is a different slice on every tp rank: all of them count. A replicated one is the same
-on every tp rank: it counts once, on rank 0. Data parallelism is not known here: gradients are already reduced.
+A tensor-parallel parameter's gradient is a different slice on every tp rank: all of them count in the norm. A
+replicated one counts once, on rank 0. Gradients are already reduced over data parallelism.
+`MainGrad` is Megatron's `main_grad` as a protocol: the owner of the gradient buffer (the engine) implements it.
 """
 
 from __future__ import annotations
@@ -10,50 +11,72 @@ import math
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mpu.classic import current_groups
 from mpu.collectives import all_reduce
-from mpu.device import on_accelerator, working
+from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Groups
+from mpu.parallel_state import current_groups
 from mpu.partition import partition_of
 
-_BLOCK = 1 << 20
-"""Elements squared at a time on CPU: bounds the memory; small enough for the cache, large enough for two threads."""
 
-_FP64_BLOCK = 1 << 23
-"""Elements that an accelerator without the kernel copies into fp64 at a time: 64 MiB."""
+class MainGradReservation(Protocol):
+    """The buffer of a gradient that a forward computes before its backward is known to run."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """The buffer to write; valid only during the forward that reserved it, since the owner may move it."""
+
+    def commit(self, scale: Tensor | None = None) -> None:
+        """Mark the gradient, times `scale`, as valid: the backward has come. Call once."""
+
+
+class MainGrad(Protocol):
+    """The gradient buffer of one parameter."""
+
+    def reserve(self) -> MainGradReservation | None:
+        """Reserve the buffer; None if it already holds a gradient."""
+
+    def accumulated(self) -> Tensor:
+        """The gradient so far (zeros if none), to add to."""
+
+
+_CPU_BLOCK_ELEMENTS = 1 << 20
+"""Elements squared at a time on CPU: fits the cache, and is large enough for two threads."""
+
+_FP64_BLOCK_ELEMENTS = 1 << 23
+"""Elements converted to fp64 at a time on an accelerator without the kernel: 64 MiB."""
 
 
 NORM_ROW = 128
-"""Elements whose squares are summed at a time, in fp32 on CPU, before fp64 takes over; see row_norms."""
+"""Elements per row: squares are summed in fp32 within a row (on CPU), across rows in fp64; see row_norms."""
 
 
 def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 norm of each row of NORM_ROW elements: flat [n x NORM_ROW] -> [n].
+    """The fp32 norm of each row of NORM_ROW elements: flat [n * NORM_ROW] -> [n].
 
-    torch's own fp32 norm adds all terms in one chain on CPU and is off by 0.5% at 40 million elements. Rows of a fixed
-    length are summed in fp32, what they sum to in fp64: 1e-9 there, and cutting a buffer at a row gives the same rows.
-
-    In fp32 the square of an element above 1e19 is infinite. A CPU looks, and takes such a row again in fp64; an
-    accelerator must not be asked: its kernel never squares a large number."""
+    torch's fp32 norm sums all terms sequentially on CPU, with an error of 0.5% at 40 million elements. Short rows in
+    fp32 and their sum in fp64 give 1e-9, and a buffer cut at a row boundary gives the same rows. Squares of elements
+    above 1e19 overflow fp32: the CPU path detects that and repeats the row in fp64; the accelerator kernel never
+    squares a large number, so that no synchronization is needed."""
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
     if not on_accelerator(flat):
-        _by_cpu(rows, out)
+        _row_norms_cpu(rows, out)
     elif (kernel := _kernel_on(flat.device)) is not None and kernel.serves(rows):
         kernel.norms_into(out, rows)
     else:
-        at_a_time = _FP64_BLOCK // NORM_ROW
+        at_a_time = _FP64_BLOCK_ELEMENTS // NORM_ROW
         for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
             place.copy_(torch.linalg.vector_norm(block, dim=1, dtype=torch.float64))
     return out
 
 
-def _by_cpu(rows: Tensor, out: Tensor) -> None:
-    at_a_time = _BLOCK // NORM_ROW
+def _row_norms_cpu(rows: Tensor, out: Tensor) -> None:
+    at_a_time = _CPU_BLOCK_ELEMENTS // NORM_ROW
     for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
         torch.linalg.vector_norm(block.float(), dim=1, out=place)
         if not math.isfinite(place.sum()):
@@ -67,11 +90,11 @@ def _kernel_on(device: torch.device) -> ModuleType | None:
         from mpu import norm_kernel
         return norm_kernel
 
-    return working(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
+    return load_kernels(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of x**2 as a float64 scalar on x's device, in bounded memory: by rows."""
+    """Sum of x**2 as an fp64 scalar on x's device, in bounded memory."""
     flat = x.detach().reshape(-1)
     whole = len(flat) // NORM_ROW * NORM_ROW
     total = row_norms(flat[:whole]).double().square().sum()
@@ -83,10 +106,8 @@ def sum_of_squares(x: Tensor) -> Tensor:
 def clip_grad_norm(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, groups: Groups | None = None
 ) -> float:
-    """Scale gradients in place so that their norm over the whole model is at most max_norm; returns the norm before.
-
-    Collective over tp. A norm that is not finite leaves the gradients alone: what to do then is the caller's business.
-    """
+    """Scale gradients in place so that their global norm is at most max_norm; returns the norm before. Collective over
+    tp. A norm that is not finite leaves the gradients unchanged."""
     tp = (current_groups() if groups is None else groups).tp
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [parameter for parameter in given if parameter.grad is not None]

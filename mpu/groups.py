@@ -1,22 +1,20 @@
-"""The process groups of a run: who computes with whom.
+"""The process groups of a run: which ranks communicate with which.
 
-`tp` ranks hold slices of the same model and see the same batch; `dp` ranks hold the same slices and see
-different batches. tp groups are consecutive ranks, so that they sit on one node; dp groups are strided.
-
-Eight ranks with tp size 2 (g0 .. g7, two nodes of four):
+`tp` ranks hold slices of the same model and see the same batch; `dp` ranks hold the same slices and see different
+batches. tp groups are consecutive ranks, so that they are on one node; dp groups are strided. Eight ranks with tp size
+2 (g0 .. g7, two nodes of four):
 
     tp groups   [g0 g1] [g2 g3] [g4 g5] [g6 g7]
     dp groups   [g0 g2 g4 g6] [g1 g3 g5 g7]
 
 so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
 
-A group of one needs no process group: every collective of this package on it is the identity. torch.distributed reads
-None as the world, so a script is given `Group.process_group`, a real one, of one rank too. This file creates groups; it
-sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
+A group of one needs no process group: every collective of this package is the identity on it. torch.distributed reads
+None as the world, so scripts get a real process group from `Group.process_group`, even of one rank.
 
-Each group has a *control* group of the same ranks, which goes from host to host over gloo: the group itself where that
-is what its backend does, and one beside it where the backend (NCCL) serves devices only. It lasts as long as the
-default process group, and is found again by its description, so that a group that comes by twice has one.
+Each group has a *control* group of the same ranks, gloo on the host: the group itself if its backend serves CPU
+tensors, otherwise (NCCL) a second one. It lives as long as the default process group, and is found again by its
+description.
 """
 
 from __future__ import annotations
@@ -30,59 +28,58 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from mpu.collective_tracker import track_collective
 from mpu.split import ParallelError, rank_grid
-from mpu.wire.waits import exchanging
 
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
-
-    torch.distributed owns its process groups, and this holds the names of two: so destroying a process group ends its
-    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it."""
+    """A set of ranks and this process's rank in it. `ranks` are world ranks, in group order. Holds names of process
+    groups, which torch.distributed owns, so that destroying them ends their threads even if a Group is still
+    referenced. A remaining thread could abort the interpreter at exit."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     name: GroupName | None = field(default=None, repr=False, compare=False)
-    control: GroupName | None = field(default=None, repr=False, compare=False)
-    gpus_by_gloo: bool = field(default=False, repr=False, compare=False)
-    """Tensors of a GPU travel by gloo."""
+    control_name: GroupName | None = field(default=None, repr=False, compare=False)
+    gpu_tensors_use_gloo: bool = field(default=False, repr=False, compare=False)
+    """Whether GPU tensors are communicated by gloo."""
 
     @property
-    def handle(self) -> dist.ProcessGroup | None:
+    def process_group_or_none(self) -> dist.ProcessGroup | None:
         """torch's process group; None for a group of one."""
         return None if self.name is None else distributed_c10d._resolve_process_group(self.name)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group, of one rank too: that is made here when it is first asked for, by this rank alone."""
+        """torch's process group. For a group of one, this rank creates it alone on first use."""
         if not dist.is_initialized() or dist.get_rank() not in self.ranks:
             raise ParallelError(
                 f"there is no process group of rank {self.rank} of {self.size}: torch.distributed was not initialised "
                 "when the groups were made; call torch.distributed.init_process_group before "
                 "mpu.initialize_model_parallel, on one rank too (the layers and functions of mpu need neither there)")
-        return self.handle or _process_group_of_one(dist.get_rank())
+        return self.process_group_or_none or _single_rank_process_group(dist.get_rank())
 
     @property
-    def control_handle(self) -> dist.ProcessGroup | None:
-        """The process group of what is on the host."""
-        return None if self.control is None else distributed_c10d._resolve_process_group(self.control)
+    def control_process_group(self) -> dist.ProcessGroup | None:
+        """The gloo process group for host tensors; None for a group of one."""
+        return None if self.control_name is None else distributed_c10d._resolve_process_group(self.control_name)
 
-    def name_for(self, x: Tensor) -> GroupName:
-        """The process group that x travels in."""
-        name = self.control if x.device.type == "cpu" else self.name
+    def group_name_for(self, x: Tensor) -> GroupName:
+        """Name of the process group that communicates x."""
+        name = self.control_name if x.device.type == "cpu" else self.name
         assert name is not None, "a group of one sends nothing"
         return name
 
     @property
-    def sends_from_host(self) -> bool:
-        """Tensors on the CPU travel by the group's own backend."""
-        return self.name == self.control
+    def own_backend_serves_cpu(self) -> bool:
+        """Whether the group's own backend communicates CPU tensors."""
+        return self.name == self.control_name
 
     @property
-    def is_left(self) -> bool:
-        """Its process group was destroyed, and nothing travels any more."""
+    def is_destroyed(self) -> bool:
+        """Whether the process group was destroyed."""
         return not self.is_solo and not dist.is_initialized()
 
     @property
@@ -95,7 +92,7 @@ SOLO = Group(rank=0, size=1, ranks=(0,))
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of one run; `world` holds every rank."""
+    """The groups of one run; `world` holds every rank."""
 
     world: Group = SOLO
     tp: Group = SOLO
@@ -104,8 +101,7 @@ class Groups:
 
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
-
-    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit."""
+    Collective. `timeout` applies to all three, even to a process group that an earlier run of this process created."""
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
             raise ParallelError(
@@ -115,102 +111,107 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
         return Groups()
     rank, size = dist.get_rank(), dist.get_world_size()
     tp_groups, dp_groups = rank_grid(size, tp_size)
-    world = _group(rank, tuple(range(size)), dist.group.WORLD, timeout)
-    groups = Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
+    world = _wrap_process_group(rank, tuple(range(size)), dist.group.WORLD, timeout)
+    groups = Groups(world, _axis_group(tp_groups, world, timeout), _axis_group(dp_groups, world, timeout))
     if timeout is not None:
-        limit_waits(groups, timeout)
+        set_timeout(groups, timeout)
     return groups
 
 
-def limit_waits(groups: Groups, limit: timedelta) -> None:
-    """From now on no operation of these groups waits for a peer for longer."""
+def set_timeout(groups: Groups, timeout: timedelta) -> None:
+    """Set the timeout of all later operations of these groups."""
     for group in {groups.world, groups.tp, groups.dp}:
-        for handle in {group.handle, group.control_handle} - {None}:
-            distributed_c10d._set_pg_timeout(limit, handle)
+        for handle in {group.process_group_or_none, group.control_process_group} - {None}:
+            distributed_c10d._set_pg_timeout(timeout, handle)
 
 
-def of_handle(handle: dist.ProcessGroup | None) -> Group:
-    """The group behind a process group made elsewhere; None is a group of one. Collective over its ranks."""
-    if handle is None or not dist.is_initialized():
+def group_from_process_group(process_group: dist.ProcessGroup | None) -> Group:
+    """The Group of an existing process group; None is a group of one. Collective over its ranks."""
+    if process_group is None or not dist.is_initialized():
         return SOLO
-    return _group(dist.get_rank(), tuple(dist.get_process_group_ranks(handle)), handle, None)
+    return _wrap_process_group(dist.get_rank(), tuple(dist.get_process_group_ranks(process_group)), process_group, None)
 
 
-def neighbours(group: Group, size: int) -> Group:
-    """The ranks of a group in runs of `size`: this rank's run. Collective over the group; found again when it is asked
-    for twice."""
-    runs = [group.ranks[at : at + size] for at in range(0, group.size, size)]
-    mine, rank = runs[group.rank // size], group.ranks[group.rank]
-    handle = _found_or_made(f"{size} neighbours of {group.name}", mine) if size > 1 else None
-    return _group(rank, mine, handle, None)
+def subgroup(group: Group, size: int) -> Group:
+    """This rank's block of `size` consecutive ranks of a group. Collective over the group; a second call finds the same
+    group."""
+    blocks = [group.ranks[at : at + size] for at in range(0, group.size, size)]
+    mine, rank = blocks[group.rank // size], group.ranks[group.rank]
+    handle = _find_or_create_process_group(f"{size} neighbours of {group.name}", mine) if size > 1 else None
+    return _wrap_process_group(rank, mine, handle, None)
 
 
-def _found_or_made(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
-                   backend: str | None = None) -> dist.ProcessGroup:
-    """The process group that is described so. Collective over its ranks, if it is made."""
+def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
+                                  backend: str | None = None) -> dist.ProcessGroup:
+    """The process group with this description. Collective over its ranks if it is created."""
     known = next((one for one in distributed_c10d._world.pg_map if one.group_desc == purpose), None)
-    return known or _new_group(ranks, timeout, backend, purpose)
+    return known or _create_process_group(ranks, timeout, backend, purpose)
 
 
-@exchanging
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, backend: str | None = None,
-               purpose: str | None = None) -> dist.ProcessGroup:
-    """The ranks of it meet among themselves."""
+@track_collective
+def _create_process_group(ranks: tuple[int, ...], timeout: timedelta | None, backend: str | None = None,
+                          purpose: str | None = None) -> dist.ProcessGroup:
+    """Collective over the new group's ranks only."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True,
                                                   group_desc=purpose))
 
 
-def _process_group_of_one(rank: int) -> dist.ProcessGroup:
+def _single_rank_process_group(rank: int) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world.size() == 1:
         return world
-    # Where ranks have bound their devices, NCCL would split the world, and every rank would have to call it.
+    # With bound devices NCCL would split the world, which every rank would have to call.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return _found_or_made(f"rank {rank} alone", (rank,))
+        return _find_or_create_process_group(f"rank {rank} alone", (rank,))
     finally:
         world.bound_device_id = bound
 
 
-def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
-    """The groups of a grid that was made elsewhere."""
-    return Groups(of_handle(dist.group.WORLD if dist.is_initialized() else None), of_handle(tp), of_handle(dp))
+def groups_from_process_groups(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
+    """The groups of an existing grid."""
+    return Groups(group_from_process_group(dist.group.WORLD if dist.is_initialized() else None),
+                  group_from_process_group(tp), group_from_process_group(dp))
 
 
-def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
-    """The one of `groups`, which share out the world between them, that holds this rank."""
+def _axis_group(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
+    """The one of `groups`, which partition the world, that contains this rank."""
     mine = next(ranks for ranks in groups if world.rank in ranks)
     if len(mine) == world.size:
         return world
-    return _group(world.rank, mine, _made(groups, mine, timeout) if len(mine) > 1 else None, timeout)
+    return _wrap_process_group(
+        world.rank, mine, _split_or_create_process_group(groups, mine, timeout) if len(mine) > 1 else None, timeout)
 
 
-def _made(groups: list[tuple[int, ...]], mine: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """torch's process group of `mine`. A world that is connected already is split once for all `groups`; otherwise the
-    ranks of a group meet among themselves."""
-    if _is_connected(dist.group.WORLD):
-        return exchanging(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
-    return _new_group(mine, timeout)
+def _split_or_create_process_group(groups: list[tuple[int, ...]], mine: tuple[int, ...],
+                                   timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """torch's process group of `mine`. A world that is already connected is split once for all `groups`; otherwise the
+    ranks of each group connect among themselves."""
+    if _has_bound_device(dist.group.WORLD):
+        return track_collective(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
+    return _create_process_group(mine, timeout)
 
 
-def _is_connected(world: dist.ProcessGroup | None) -> bool:
-    """Each rank has named its device, so that NCCL connected at once, and can split."""
+def _has_bound_device(world: dist.ProcessGroup | None) -> bool:
+    """Whether each rank has bound its device, so that NCCL has connected and can split."""
     return world is not None and world.bound_device_id is not None
 
 
-def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
-    """The group of a process group that this rank is in."""
+def _wrap_process_group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None,
+                        timeout: timedelta | None) -> Group:
+    """The Group of a process group that contains this rank."""
     if handle is None or len(ranks) == 1:
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
-    by_device = backends_of(handle)
-    control = handle if "cpu" in by_device else _found_or_made(f"control of {name}", ranks, timeout, "gloo")
+    by_device = backend_by_device(handle)
+    control = handle if "cpu" in by_device else _find_or_create_process_group(f"control of {name}", ranks, timeout,
+                                                                              "gloo")
     return Group(ranks.index(rank), len(ranks), ranks, name, control.group_name, by_device.get("cuda") == "gloo")
 
 
-def backends_of(handle: dist.ProcessGroup) -> dict[str, str]:
-    """Kind of device -> the backend that serves it: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"} and so on. (What
-    `get_backend` says of a group that a script has made may be "undefined".)"""
-    pairs = distributed_c10d._world.pg_backend_config.get(handle, "").split(",")
+def backend_by_device(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}, ... (`get_backend` may return
+    "undefined" for a script's own group.)"""
+    pairs = distributed_c10d._world.pg_backend_config.get(process_group, "").split(",")
     return dict(pair.split(":", 1) for pair in pairs if ":" in pair)

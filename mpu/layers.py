@@ -1,17 +1,17 @@
 """Linear layers and embeddings whose weight is split over the tensor-parallel group.
 
-    ColumnParallelLinear     Y = X A + b    A cut by columns: every rank makes some features of Y
-    RowParallelLinear        Y = X A + b    A cut by rows: every rank makes a partial sum of Y
-    VocabParallelEmbedding   the table cut by rows (tokens)
-    ParallelEmbedding        the table cut by columns (features)
+    ColumnParallelLinear     Y = X A + b    A split by columns: every rank computes some features of Y
+    RowParallelLinear        Y = X A + b    A split by rows: every rank computes a partial sum of Y
+    VocabParallelEmbedding   the table split by rows (tokens)
+    ParallelEmbedding        the table split by columns (features)
 
-A column layer that keeps its output split, followed by a row layer, needs one all-reduce forward and one
-backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [out, in].
+A column layer that keeps its output split, followed by a row layer, needs one all-reduce in forward and one in
+backward. Weights are stored transposed, as in torch.nn.Linear: [out, in].
 
-The *logical* weight is the one an unsplit model would have. An `init_method` that is a function draws it whole, in fp32
-on the CPU, in one call, and it is then sliced; a `Draw` draws this rank's slice alone (draws.py), now or when somebody
-takes the parameter over. The same seed gives the same model for every tp size. `tp=None` means the group
-of classic.py. No layer here reduces in place, knows of data parallelism, or owns a loss.
+The *logical* weight is the one of an unsplit model. A function as `init_method` fills it in fp32 on the CPU in one
+call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice (weight_init.py), now or deferred. The same
+seed gives the same model for every tp size. `tp=None` means the current group (parallel_state.py). No layer here
+reduces in place, knows of data parallelism, or owns a loss.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from mpu.classic import resolve
 from mpu.device import on_accelerator
-from mpu.draws import Constant, Draw, Normal, blocks_of, mark_source, unfilled
+from mpu.grads import MainGrad
 from mpu.groups import Group
-from mpu.partition import local_slice, mark_partition, partition_of
+from mpu.parallel_state import tp_group_or_current
+from mpu.partition import local_slice, partition_of, set_partition
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from mpu.sinks import GradSink
 from mpu.split import ParallelError, Partition, divide, split_range
+from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
+                             strided_segments_of)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
 
-InitMethod = Callable[[Tensor], Any] | Draw
-"""Fills a tensor in place, e.g. torch.nn.init.xavier_normal_; or says which numbers it consists of."""
+InitMethod = Callable[[Tensor], Any] | CounterRNGInit
+"""Fills a tensor in place, such as torch.nn.init.xavier_normal_; or describes counter-based values."""
 
-WEIGHT_FIRST = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
-"""Numbers of rows for which W x^T is faster than x W^T."""
+WEIGHT_FIRST_ROWS = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
+"""Row counts for which W x^T is faster than x W^T."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., in], [out, in], [out] -> [..., out].
 
-    For a few rows, as when text is written a token at a time, such a product reads the whole weight for little
-    arithmetic, and torch's ways to it differ by up to two on a CPU: in bf16 the weight comes first, in fp32 from some
-    rows on (scripts/bench/few_rows.py). All else, and weights with a product of their own, is F.linear's."""
+    With few rows, as in decoding, the product is bound by reading the weight, and torch's two orders differ in speed by
+    up to 2x on a CPU: W x^T is faster in bf16, and in fp32 from some rows on (scripts/bench/few_rows.py). Everything
+    else, and weights with their own product (__torch_function__), uses F.linear."""
     rows = x.numel() // x.shape[-1]
-    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST.get(x.dtype, ()) or on_accelerator(x) \
+    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST_ROWS.get(x.dtype, ()) or on_accelerator(x) \
             or has_torch_function((weight,)):
         return F.linear(x, weight, bias)
     if rows == 1:
@@ -63,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _ParallelModule(nn.Module):
-    """A module with one split weight; `reset_parameters` draws it anew."""
+    """A module with one split weight; `reset_parameters` initializes it again."""
 
     weight: nn.Parameter
 
@@ -72,7 +73,7 @@ class _ParallelModule(nn.Module):
         tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.tp = resolve(tp)
+        self.tp = tp_group_or_current(tp)
         self.logical_shape = logical
         self.padded_shape = padded
         self.init_method = init_method
@@ -80,22 +81,22 @@ class _ParallelModule(nn.Module):
         side = f"{type(self).__name__} {('output', 'input')[partition.dim]}"
         each = divide(divide(padded[partition.dim], partition.stride, side), self.tp.size, side)
         shape[partition.dim] = each * partition.stride
-        deferred = isinstance(init_method, Draw) and init_method.deferred
-        self.weight = nn.Parameter(unfilled(shape, deferred, dtype, device))
-        mark_partition(self.weight, partition)
+        deferred = isinstance(init_method, CounterRNGInit) and init_method.deferred
+        self.weight = nn.Parameter(allocate_weight(shape, deferred, dtype, device))
+        set_partition(self.weight, partition)
 
     def make_bias(self, size: int, partition: Partition | None) -> nn.Parameter:
         bias = nn.Parameter(torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device))
-        mark_partition(bias, partition)
+        set_partition(bias, partition)
         return bias
 
     @torch.no_grad()
     def reset_parameters(self) -> Tensor | None:
-        """Draw the logical weight and keep this rank's slice; returns the whole, where there is one."""
+        """Initialize the logical weight and keep this rank's slice; returns the full weight if it was materialized."""
         partition = partition_of(self.weight)
         assert partition is not None
-        if isinstance(self.init_method, Draw):
-            self._draw(self.init_method, partition)
+        if isinstance(self.init_method, CounterRNGInit):
+            self._initialize_slice(self.init_method, partition)
             return None
         if self.weight.is_meta:
             return None
@@ -108,19 +109,19 @@ class _ParallelModule(nn.Module):
             bias.zero_()
         return full
 
-    def _draw(self, how: Draw, partition: Partition) -> None:
-        blocks = blocks_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
-        mark_source(self.weight, Normal(how.key, how.std, blocks), how.deferred)
+    def _initialize_slice(self, init: CounterRNGInit, partition: Partition) -> None:
+        blocks = strided_segments_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
+        set_initializer(self.weight, NormalInitializer(init.key, init.std, blocks), init.deferred)
         if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
-            mark_source(bias, Constant(0.0), how.deferred)
+            set_initializer(bias, ConstantInitializer(0.0), init.deferred)
 
 
 class ColumnParallelLinear(_ParallelModule):
-    """Y = X A + b with A = [A_1 .. A_p] cut along its columns: rank i computes Y_i = X A_i + b_i.
+    """Y = X A + b with A = [A_1 .. A_p] split along its columns: rank i computes Y_i = X A_i + b_i.
 
-    weight [out / tp, in], bias [out / tp]. `gather_output` makes Y whole on every rank. `stride` is the number of
-    equal parts of the output that are each cut (3 for a fused q, k, v projection).
-    With `skip_bias_add` the result is (X A, b), for a caller that fuses the addition."""
+    weight [out / tp, in], bias [out / tp]. `gather_output` gathers Y on every rank. `stride` is the number of equal
+    parts of the output that are split separately (3 for a fused q, k, v projection). With `skip_bias_add` the result is
+    (X A, b), for a caller that fuses the addition."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
@@ -138,7 +139,7 @@ class ColumnParallelLinear(_ParallelModule):
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], or [..., out / tp] where the output stays split."""
+        """[..., in] -> [..., out], or [..., out / tp] without `gather_output`."""
         y = linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
@@ -147,18 +148,18 @@ class ColumnParallelLinear(_ParallelModule):
         return (y, bias) if self.skip_bias_add else y
 
     def _gather(self, y: Tensor) -> Tensor:
-        """[..., out / tp] -> [..., out] with the `stride` parts in their logical order."""
+        """[..., out / tp] -> [..., out] with the `stride` parts in logical order."""
         whole = gather_from_region(y, self.tp)
         if self.stride == 1 or self.tp.is_solo:
             return whole
+        # [..., tp, stride, n] -> [..., stride, tp, n] -> [..., out]
         parts = whole.view(*whole.shape[:-1], self.tp.size, self.stride, -1)  # rank by rank
-        return parts.transpose(-3, -2).flatten(-3)  # -> part by part
+        return parts.transpose(-3, -2).flatten(-3)  # [..., stride, tp, n] -> [..., out]
 
 
 class RowParallelLinear(_ParallelModule):
-    """Y = X A + b with A cut along its rows and X along its columns: Y = sum_i X_i A_i + b.
-
-    weight [out, in / tp]; bias [out] is whole on every rank and added once, after the sum."""
+    """Y = X A + b with A split along its rows and X along its columns: Y = sum_i X_i A_i + b. weight [out, in / tp];
+    bias [out] is replicated and added once, after the sum."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
@@ -176,11 +177,11 @@ class RowParallelLinear(_ParallelModule):
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[..., in / tp], or [..., in] where the input is whole -> [..., out]."""
+        """[..., in / tp], or [..., in] without `input_is_parallel` -> [..., out]."""
         if not self.input_is_parallel:
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
-            return linear(x, self.weight, self.bias)  # one fused operation where nothing comes between
+            return linear(x, self.weight, self.bias)  # one fused operation
         y = reduce_from_region(linear(x, self.weight), self.tp)
         if self.skip_bias_add:
             return y, self.bias
@@ -189,17 +190,15 @@ class RowParallelLinear(_ParallelModule):
     def _scatter(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., in / tp], a slice of each of the `stride` parts."""
         if self.stride != 1 and not self.tp.is_solo:
-            parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # part by part
-            x = parts.transpose(-3, -2).flatten(-3)  # -> rank by rank
+            parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # [..., stride, tp, n]
+            x = parts.transpose(-3, -2).flatten(-3)  # [..., tp, stride, n] -> [..., in]
         return scatter_to_region(x, self.tp)
 
 
 class VocabParallelEmbedding(_ParallelModule):
-    """Rows of a token table, the table cut along the vocabulary.
-
-    weight [padded_size / tp, dim]. `num_embeddings` is the number of real tokens; the rows up to `padded_size`
-    exist to make the shares equal, and are zero. A token that is not real is an error, not a zero vector: on CPU the
-    layer looks and says which; on CUDA looking would stop the stream, so there the data layer has to refuse it."""
+    """An embedding whose table is split along the vocabulary. weight [padded_size / tp, dim]. `num_embeddings` counts
+    the real tokens; rows up to `padded_size` are zero and make the slices equal. A token outside the vocabulary raises
+    on CPU. On CUDA that check would synchronize, so the data layer has to refuse it."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
@@ -214,8 +213,8 @@ class VocabParallelEmbedding(_ParallelModule):
         super().__init__(*shapes, partition, init_method, tp, dtype, device)
         self.num_embeddings = num_embeddings
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
-        self.grad_sink: GradSink | None = None
-        """Where set, the gradient of the table is added there, row by row, and autograd sees none."""
+        self.weight_main_grad: MainGrad | None = None
+        """If set, the table's gradient is accumulated there, row by row, and autograd gets none."""
         self.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -231,36 +230,37 @@ class VocabParallelEmbedding(_ParallelModule):
         if self.tp.is_solo:
             return self._look_up(tokens)
         start, stop = self.vocab_range
-        elsewhere = (tokens < start) | (tokens >= stop)
-        rows = self._look_up((tokens - start).masked_fill(elsewhere, 0))
-        return reduce_from_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+        not_local = (tokens < start) | (tokens >= stop)
+        rows = self._look_up((tokens - start).masked_fill(not_local, 0))
+        return reduce_from_region(rows.masked_fill(not_local.unsqueeze(-1), 0), self.tp)
 
     def _look_up(self, rows: Tensor) -> Tensor:
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.
-        if self.grad_sink is None or on_accelerator(rows) or not torch.is_grad_enabled():
+        if self.weight_main_grad is None or on_accelerator(rows) or not torch.is_grad_enabled():
             return F.embedding(rows, self.weight)
-        return cast(Tensor, SinkingLookup.apply(rows, self.weight, self.grad_sink))  # type: ignore[no-untyped-call]
+        return cast(Tensor, EmbeddingIntoMainGrad.apply(rows, self.weight,
+                                                        self.weight_main_grad))  # type: ignore[no-untyped-call]
 
 
-class SinkingLookup(torch.autograd.Function):
-    """F.embedding whose backward adds to a sink the rows that were used; the dense gradient never exists."""
+class EmbeddingIntoMainGrad(torch.autograd.Function):
+    """F.embedding whose backward adds the used rows to a main_grad buffer; no dense gradient is created."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sink: GradSink) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, main_grad: MainGrad) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.sink = sink
+        ctx.main_grad = main_grad
         return F.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         (rows,) = ctx.saved_tensors
-        total = ctx.sink.total()
+        total = ctx.main_grad.accumulated()
         total.index_add_(0, rows.flatten(), grads[0].flatten(0, -2).to(total.dtype))  # [..., dim] -> [N, dim]
         return None, None, None
 
 
 class ParallelEmbedding(_ParallelModule):
-    """Rows of a table, the table cut along its features: weight [num_embeddings, dim / tp]."""
+    """An embedding whose table is split along its features: weight [num_embeddings, dim / tp]."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,

@@ -1,12 +1,12 @@
-"""The loss head on an accelerator: chunks of rows sized by memory, and one kernel over each.
+"""The LM-head loss on an accelerator: chunks of rows sized by memory, and one fused kernel per chunk.
 
-A chunk of logits is made by a matrix product, read and overwritten with its gradient by a fused kernel
-(loss_kernel.py), and goes into two more products. Between ranks of tensor parallel one gather a chunk travels: a
-*summary* of each row (largest logit, sum of exponentials, logit of the target), which every rank combines alike. The
-weight gradient adds up in fp32 where it belongs, inside the product.
+A matrix product computes a chunk of logits; a fused kernel (loss_kernel.py) reads it and overwrites it with its
+gradient; two more products use that. Tensor-parallel ranks exchange one all-gather per chunk: a *summary* of each row
+(largest logit, sum of exponentials, logit of the target), which every rank combines alike. The weight gradient is
+accumulated in fp32 inside the product.
 
-Without Triton, or for other dtypes, torch's operators do what the kernel does, block by block: the same result, more
-traffic. They are also what the kernel is tested against.
+Without Triton, or for other dtypes, torch operators compute the same in blocks, with more memory traffic. The kernel is
+tested against them.
 """
 
 from __future__ import annotations
@@ -17,67 +17,69 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 from mpu.collectives import all_gather
-from mpu.device import working
-from mpu.vocab_share import Head, Made, Share, Wanted, in_chunks
+from mpu.device import load_kernels
 
 _CHUNK_BYTES = 1 << 30
-"""Logits at a time. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few sums of weight gradients."""
+"""Bytes of logits per chunk. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few weight gradient sums.
+"""
 
 _TILE_ROWS = 128
-"""Chunks are multiples of this, for the tiles of the products."""
+"""Chunks are multiples of this, the tile size of the products."""
 
 _BLOCK_ROWS = 1024
-"""Rows at a time that torch's operators hold in fp32."""
+"""Rows that torch operators hold in fp32 at a time."""
 
 
-def rows_of_chunk(rows: int, columns: int, element_size: int) -> int:
-    """Rows in each of as few chunks as memory allows, about equal."""
+def rows_per_chunk(rows: int, columns: int, element_size: int) -> int:
+    """Rows per chunk: as few chunks as memory allows, about equal."""
     most = max(1, _CHUNK_BYTES // max(1, columns * element_size) // _TILE_ROWS) * _TILE_ROWS
     chunks = max(1, -(-rows // most))
     return min(rows, -(-rows // chunks // _TILE_ROWS) * _TILE_ROWS)
 
 
-def losses_of(logits: Tensor, target: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """(losses [N], the summaries [3, N] of all ranks' columns) of logits [N, V / tp]."""
-    summaries = _combine(share, _summaries(logits, target, share))
-    return _losses(summaries), summaries
+def compute_losses(logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """logits [N, V / tp] -> (losses [N], summaries [3, N] over all ranks' columns)."""
+    summaries = _combine_across_ranks(shard, _row_summaries(logits, target, shard))
+    return _losses_from_summaries(summaries), summaries
 
 
-def gradient_of(logits: Tensor, target: Tensor, share: Share, summaries: Tensor, row_scale: Tensor) -> Tensor:
-    """The gradient [N, V / tp] of sum(row_scale * losses) by the logits."""
+def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, summaries: Tensor, row_scale: Tensor) -> Tensor:
+    """The gradient [N, V / tp] of sum(row_scale * losses) with respect to the logits."""
     grad = torch.empty_like(logits)
-    _write_gradients(grad, logits, target, share, summaries, row_scale.float().contiguous())
+    _write_gradients(grad, logits, target, shard, summaries, row_scale.float().contiguous())
     return grad
 
 
-def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
-    hidden, weight = head.hidden, head.weight.detach()
-    rows = max(1, min(chunk_rows or rows_of_chunk(len(hidden), len(weight), hidden.element_size()), len(hidden)))
-    total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
-    return in_chunks(head, wanted, rows, total, partial(_chunk, head.share), add_product)
+def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None = None) -> LossOutputs:
+    hidden, weight = inputs.hidden, inputs.weight.detach()
+    rows = max(1, min(chunk_rows or rows_per_chunk(len(hidden), len(weight), hidden.element_size()), len(hidden)))
+    total = _weight_grad_buffer(weight, rows >= len(hidden), request.weight_buffer) if request.for_weight else None
+    return run_in_chunks(inputs, request, rows, total, partial(_chunk_loss, inputs.shard), accumulate_weight_grad)
 
 
-def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:
-    """Where the weight gradient adds up: in its place, if that is fp32, or as wide as the only summand."""
+def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
+    """Where the weight gradient is accumulated: its own buffer if that is fp32, or in its own dtype for a single chunk.
+    """
     dtype = weight.dtype if one_chunk else torch.float32
-    if place is not None and place.dtype in (dtype, torch.float32):
-        return place
+    if weight_buffer is not None and weight_buffer.dtype in (dtype, torch.float32):
+        return weight_buffer
     return torch.empty_like(weight, dtype=dtype)
 
 
-def _chunk(share: Share, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
+def _chunk_loss(shard: VocabShard, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of the scaled losses."""
     kernel = _kernel_for(logits)
-    if share.tp.is_solo and kernel is None:
-        return _log_softmax(logits, target, share, row_scale)
-    if share.tp.is_solo and kernel is not None and row_scale is not None:
-        losses: Tensor = kernel.losses_and_gradients(logits, target, share.columns, row_scale)
+    if shard.tp.is_solo and kernel is None:
+        return _log_softmax_loss(logits, target, shard, row_scale)
+    if shard.tp.is_solo and kernel is not None and row_scale is not None:
+        losses: Tensor = kernel.losses_and_gradients(logits, target, shard.num_columns, row_scale)
         return losses
-    summaries = _combine(share, _summaries(logits, target, share))
+    summaries = _combine_across_ranks(shard, _row_summaries(logits, target, shard))
     if row_scale is not None:
-        _write_gradients(logits, logits, target, share, summaries, row_scale)
-    return _losses(summaries)
+        _write_gradients(logits, logits, target, shard, summaries, row_scale)
+    return _losses_from_summaries(summaries)
 
 
 def _kernel_for(logits: Tensor) -> ModuleType | None:
@@ -91,67 +93,69 @@ def _kernel_on(device: torch.device) -> ModuleType | None:
         from mpu import loss_kernel
         return loss_kernel
 
-    return working(load, device, "no fused kernel for the loss, which moves seven times the bytes without it")
+    return load_kernels(load, device, "no fused kernel for the loss, which moves seven times the bytes without it")
 
 
-def _losses(summaries: Tensor) -> Tensor:
+def _losses_from_summaries(summaries: Tensor) -> Tensor:
     top, total, at_target = summaries.unbind()
     return total.log() + (top - at_target)
 
 
-def _combine(share: Share, mine: Tensor) -> Tensor:
-    """The summaries [3, n] of all ranks' columns, in one exchange; the same bits on every rank."""
-    if share.tp.is_solo:
-        return mine
-    tops, totals, at_targets = all_gather(mine.unsqueeze(1), share.tp, dim=1)  # [3, size, n]
+def _combine_across_ranks(shard: VocabShard, local: Tensor) -> Tensor:
+    """Summaries [3, n] over all ranks' columns, in one all-gather; bitwise equal on every rank."""
+    if shard.tp.is_solo:
+        return local
+    tops, totals, at_targets = all_gather(local.unsqueeze(1), shard.tp, dim=1)  # [3, size, n]
     top = tops.amax(0)
     return torch.stack([top, (totals * (tops - top).exp()).sum(0), at_targets.sum(0)])
 
 
-def _summaries(logits: Tensor, target: Tensor, share: Share) -> Tensor:
-    """Per row of my columns: largest logit (-inf if I have none), sum of exponentials, logit of the target or 0."""
+def _row_summaries(logits: Tensor, target: Tensor, shard: VocabShard) -> Tensor:
+    """[3, n] for this rank's columns: largest logit (-inf without columns), sum of exponentials, logit of the target or
+    0."""
     kernel = _kernel_for(logits)
     if kernel is not None:
-        made: Tensor = kernel.summaries_of(logits, target, share.first, share.columns)
+        made: Tensor = kernel.summaries_of(logits, target, shard.first_id, shard.num_columns)
         return made
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    if not share.columns:
+    if not shard.num_columns:
         found[0], found[1:] = -torch.inf, 0.0
         return found
-    mine, column = share.locate(target)
-    for block in _blocks(len(logits)):
-        x = logits[block, : share.columns]
+    is_local, column = shard.locate(target)
+    for block in _row_blocks(len(logits)):
+        x = logits[block, : shard.num_columns]
         top, total, at_target = found[:, block]
         top.copy_(x.amax(1))
-        total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit numbers less fp32 ones are fp32
-        at_target.copy_(x.gather(1, column[block].unsqueeze(1)).squeeze(1).masked_fill(~mine[block], 0))
+        total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit minus fp32 is fp32
+        at_target.copy_(x.gather(1, column[block].unsqueeze(1)).squeeze(1).masked_fill(~is_local[block], 0))
     return found
 
 
-def _write_gradients(place: Tensor, logits: Tensor, target: Tensor, share: Share, summaries: Tensor,
+def _write_gradients(out: Tensor, logits: Tensor, target: Tensor, shard: VocabShard, summaries: Tensor,
                      row_scale: Tensor) -> None:
-    """place <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
+    """out <- the gradient of sum(row_scale * losses); `out` may be `logits` itself."""
     top, total, _ = summaries
     kernel = _kernel_for(logits)
-    if kernel is not None and place.stride() == logits.stride():
-        kernel.gradients_into(place, logits, target, share.first, share.columns, top, total, row_scale)
+    if kernel is not None and out.stride() == logits.stride():
+        kernel.gradients_into(out, logits, target, shard.first_id, shard.num_columns, top, total, row_scale)
         return
     factor, one = row_scale / total, row_scale.neg()
-    mine, column = share.locate(target)
-    for block in _blocks(len(logits)):
-        gradient = (logits[block, : share.columns] - top[block].unsqueeze(1)).exp_().mul_(factor[block].unsqueeze(1))
-        if share.columns:
-            gradient.scatter_add_(1, column[block].unsqueeze(1), (one * mine)[block].unsqueeze(1).to(gradient.dtype))
-        place[block, : share.columns].copy_(gradient)
-    place[:, share.columns:] = 0
+    is_local, column = shard.locate(target)
+    for block in _row_blocks(len(logits)):
+        gradient = (logits[block, :shard.num_columns] - top[block].unsqueeze(1)).exp_().mul_(factor[block].unsqueeze(1))
+        if shard.num_columns:
+            gradient.scatter_add_(1, column[block].unsqueeze(1),
+                                  (one * is_local)[block].unsqueeze(1).to(gradient.dtype))
+        out[block, : shard.num_columns].copy_(gradient)
+    out[:, shard.num_columns:] = 0
 
 
-def _log_softmax(logits: Tensor, target: Tensor, share: Share, row_scale: Tensor | None) -> Tensor:
-    """As _chunk, where one rank has all columns: torch fuses the widening and the softmax."""
+def _log_softmax_loss(logits: Tensor, target: Tensor, shard: VocabShard, row_scale: Tensor | None) -> Tensor:
+    """As _chunk_loss, if one rank has all columns: torch fuses the conversion and the softmax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
+    logits[:, shard.num_columns:] = -torch.inf  # padding: probability and gradient 0
     scratch = torch.empty(min(_BLOCK_ROWS, len(logits)), logits.shape[1], dtype=torch.float32, device=logits.device)
-    for block in _blocks(len(logits)):
+    for block in _row_blocks(len(logits)):
         log_p = scratch[: len(logits[block])]
         torch.log_softmax(logits[block], 1, dtype=torch.float32, out=log_p)  # one fused pass
         column = target[block].unsqueeze(1)
@@ -163,16 +167,17 @@ def _log_softmax(logits: Tensor, target: Tensor, share: Share, row_scale: Tensor
     return losses
 
 
-def _blocks(rows: int) -> list[slice]:
+def _row_blocks(rows: int) -> list[slice]:
     return [slice(start, start + _BLOCK_ROWS) for start in range(0, rows, _BLOCK_ROWS)]
 
 
-def add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
-    """total [columns, H] += d_logits.T @ x, or = for the first chunk; 16-bit factors into an fp32 total unrounded."""
+def accumulate_weight_grad(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
+    """total [columns, H] += d_logits.T @ x, or = for the first chunk; 16-bit factors are added to an fp32 total
+    unrounded."""
     beta = 0 if first else 1
     if total.dtype == x.dtype:
         total.addmm_(d_logits.t(), x, beta=beta)
-    elif total.is_cuda:  # the sum is taken inside the product; torch has this on CUDA only
+    elif total.is_cuda:  # fp32 accumulation inside the product; torch has it on CUDA only
         torch.addmm(total, d_logits.t(), x, beta=beta, out_dtype=total.dtype, out=total)
     elif first:
         total.copy_(torch.mm(d_logits.t(), x))

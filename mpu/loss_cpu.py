@@ -1,8 +1,8 @@
-"""The loss head on a CPU: chunks for the matrix product, and inside them blocks whose fp32 copy stays in the cache.
+"""The LM-head loss on a CPU: chunks sized for the matrix product, and within them blocks whose fp32 copy stays in the
+cache.
 
-A chunk of logits is small enough to keep and large enough for a fast product. Its softmax goes over *blocks* of a few
-rows, and a 16-bit weight gradient over *slabs* of columns, so that what is written is read again before it leaves the
-cache. Whoever has other memory than a cache goes another way: loss_accelerator.py.
+A chunk of logits is small enough to keep and large enough for a fast product. Its softmax runs over *blocks* of a few
+rows, and a 16-bit weight gradient over *slabs* of columns, so that data is read again before it leaves the cache.
 """
 
 from __future__ import annotations
@@ -12,119 +12,122 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mpu.chunked_loss import LossGradRequest, LossInputs, LossOutputs, VocabShard, run_in_chunks
 from mpu.collectives import all_reduce
-from mpu.vocab_share import Head, Made, Share, Wanted, in_chunks
 
 _BLOCK_ROWS = 64
 
 _CHUNK_BYTES = 104 << 20
-"""Bytes of logits in a chunk: 1,024 bf16 or 512 fp32 rows of GPT-2's vocabulary. Below this, products slow down."""
+"""Bytes of logits per chunk: 1,024 bf16 or 512 fp32 rows of GPT-2's vocabulary. Smaller products are slower."""
 
 _SLAB_COLUMNS = 8192
-"""Columns whose 16-bit weight gradient is made, and added to the fp32 total, while still in the cache."""
+"""Columns whose 16-bit weight gradient is computed, and added to the fp32 total, while in the cache."""
 
 
-def losses_of(logits: Tensor, target: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """(losses [N], log-sum-exp [N] over all ranks) of logits [N, V / tp]."""
-    x = logits[:, : share.columns].float()
-    mine, column = share.locate(target)
+def compute_losses(logits: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """logits [N, V / tp] -> (losses [N], log-sum-exp [N] over all ranks)."""
+    x = logits[:, : shard.num_columns].float()
+    is_local, column = shard.locate(target)
     at_target = torch.zeros(len(x), device=x.device)
-    if share.columns:
-        at_target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~mine, 0)
-    lse, at_target = _combine(share, torch.logsumexp(x, dim=1), at_target)
+    if shard.num_columns:
+        at_target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0)
+    lse, at_target = _combine_across_ranks(shard, torch.logsumexp(x, dim=1), at_target)
     return lse - at_target, lse
 
 
-def gradient_of(logits: Tensor, target: Tensor, share: Share, lse: Tensor, row_scale: Tensor) -> Tensor:
-    """The gradient [N, V / tp] of sum(row_scale * losses) by the logits."""
+def compute_gradient(logits: Tensor, target: Tensor, shard: VocabShard, lse: Tensor, row_scale: Tensor) -> Tensor:
+    """The gradient [N, V / tp] of sum(row_scale * losses) with respect to the logits."""
     grad = torch.zeros_like(logits)
-    probability = (logits[:, : share.columns].float() - lse.unsqueeze(1)).exp_()
-    _subtract_one_hot(probability, *share.locate(target))
-    grad[:, : share.columns].copy_(probability.mul_(row_scale.unsqueeze(1)))
+    probability = (logits[:, : shard.num_columns].float() - lse.unsqueeze(1)).exp_()
+    _subtract_one_hot(probability, *shard.locate(target))
+    grad[:, : shard.num_columns].copy_(probability.mul_(row_scale.unsqueeze(1)))
     return grad
 
 
-def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
-    hidden, weight = head.hidden, head.weight.detach()
-    width = weight.shape[0]  # padding included: a product of odd width is slower than one of padded width
+def chunked_loss(inputs: LossInputs, request: LossGradRequest, chunk_rows: int | None = None) -> LossOutputs:
+    hidden, weight = inputs.hidden, inputs.weight.detach()
+    width = weight.shape[0]  # with padding: a product of odd width is slower
     rows = chunk_rows or max(_BLOCK_ROWS, _CHUNK_BYTES // max(1, width * hidden.element_size()))
     rows = max(1, min(rows, len(hidden)))
     scratch = torch.empty(min(_BLOCK_ROWS, rows), width, dtype=torch.float32, device=hidden.device)
-    total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
-    return in_chunks(head, wanted, rows, total, partial(_chunk, head.share, scratch), _add_product)
+    total = _weight_grad_buffer(weight, rows >= len(hidden), request.weight_buffer) if request.for_weight else None
+    return run_in_chunks(inputs, request, rows, total, partial(_chunk_loss, inputs.shard, scratch),
+                         _accumulate_weight_grad)
 
 
-def _chunk(share: Share, scratch: Tensor, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Losses of a chunk, block by block in `scratch`; with row_scale, `logits` becomes their gradient."""
+def _chunk_loss(shard: VocabShard, scratch: Tensor, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Losses of a chunk, block by block in `scratch`; with row_scale, `logits` becomes the gradient."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
+    logits[:, shard.num_columns:] = -torch.inf  # padding: probability and gradient 0
     for start in range(0, len(logits), len(scratch)):
         block = slice(start, start + len(scratch))
         scale = None if row_scale is None else row_scale[block]
-        losses[block] = _block(logits[block], target[block], scale, share, scratch)
+        losses[block] = _block_loss(logits[block], target[block], scale, shard, scratch)
     return losses
 
 
-def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:
-    """Where the weight gradient adds up: in fp32 if it is the sum of several chunks."""
+def _weight_grad_buffer(weight: Tensor, one_chunk: bool, weight_buffer: Tensor | None) -> Tensor:
+    """Where the weight gradient is accumulated: in fp32 if there are several chunks."""
     dtype = weight.dtype if one_chunk else torch.float32
-    return place if place is not None and place.dtype == dtype else torch.empty_like(weight, dtype=dtype)
+    return (weight_buffer if weight_buffer is not None and weight_buffer.dtype == dtype
+            else torch.empty_like(weight, dtype=dtype))
 
 
-def _block(logits: Tensor, target: Tensor, row_scale: Tensor | None, share: Share, scratch: Tensor) -> Tensor:
-    """Losses of a few rows; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
-    mine, column = share.locate(target)
+def _block_loss(logits: Tensor, target: Tensor, row_scale: Tensor | None, shard: VocabShard, scratch: Tensor) -> Tensor:
+    """Losses of a few rows; with row_scale, `logits` is overwritten with the gradient of the scaled losses."""
+    is_local, column = shard.locate(target)
     log_p = scratch[: len(logits)]
-    if share.columns:
+    if shard.num_columns:
         torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p)  # one fused pass
         at_target = log_p.gather(1, column.unsqueeze(1)).squeeze(1)
-    else:  # nothing but padding here
+    else:  # this rank has padding only
         at_target = torch.zeros(len(logits), device=logits.device)
         log_p.fill_(-torch.inf)
-    if share.tp.is_solo:
+    if shard.tp.is_solo:
         loss = -at_target
     else:
-        lse = _log_sum_exp(logits, log_p) if share.columns else torch.full_like(at_target, -torch.inf)
-        everywhere, at_target = _combine(share, lse, (at_target + lse).masked_fill(~mine, 0))
-        loss = everywhere - at_target
-        log_p += (lse - everywhere).unsqueeze(1)
+        lse = _log_sum_exp(logits, log_p) if shard.num_columns else torch.full_like(at_target, -torch.inf)
+        global_lse, at_target = _combine_across_ranks(shard, lse, (at_target + lse).masked_fill(~is_local, 0))
+        loss = global_lse - at_target
+        log_p += (lse - global_lse).unsqueeze(1)
     if row_scale is not None:
         gradient = log_p.exp_()
-        _subtract_one_hot(gradient, mine, column)
+        _subtract_one_hot(gradient, is_local, column)
         logits.copy_(gradient.mul_(row_scale.unsqueeze(1)))
     return loss
 
 
-def _combine(share: Share, lse: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
-    """From my columns' log-sum-exp and the target's logit (0 if it is not mine) to those of all columns."""
-    if share.tp.is_solo:
+def _combine_across_ranks(shard: VocabShard, lse: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp of this rank's columns, target logit or 0) -> the same over all ranks' columns. Two all-reduces."""
+    if shard.tp.is_solo:
         return lse, at_target
-    top = all_reduce(lse, share.tp, "max")
-    total, at_target = all_reduce(torch.stack([(lse - top).exp(), at_target]), share.tp)
+    top = all_reduce(lse, shard.tp, "max")
+    total, at_target = all_reduce(torch.stack([(lse - top).exp(), at_target]), shard.tp)
     return top + total.log(), at_target
 
 
 def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
-    """What log_softmax subtracted from each row, read where the two are smallest apart: at the largest logit."""
+    """The log-sum-exp that log_softmax subtracted from each row, recovered at the largest logit, where rounding is
+    smallest."""
     top, column = logits.max(dim=1)
     return top.float() - log_p.gather(1, column.unsqueeze(1)).squeeze(1)
 
 
-def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
+def _accumulate_weight_grad(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
     """total [columns, H] += d_logits.T @ x, or = for the first chunk."""
     if x.dtype == torch.float32:
         total.addmm_(d_logits.t(), x, beta=0 if first else 1)
         return
     for start in range(0, total.shape[0], _SLAB_COLUMNS):
         slab = slice(start, start + _SLAB_COLUMNS)
-        product = torch.mm(d_logits[:, slab].t(), x)  # made in fp32, and rounded once per chunk
+        product = torch.mm(d_logits[:, slab].t(), x)  # accumulated in fp32, rounded once per chunk
         if first:
             total[slab] = product
         else:
             total[slab] += product
 
 
-def _subtract_one_hot(probability: Tensor, mine: Tensor, column: Tensor) -> None:
-    """probability[row, target] -= 1 in the rows whose target is here."""
+def _subtract_one_hot(probability: Tensor, is_local: Tensor, column: Tensor) -> None:
+    """probability[row, target] -= 1 in rows whose target is on this rank."""
     if probability.shape[1]:
-        probability.scatter_add_(1, column.unsqueeze(1), -mine.unsqueeze(1).float())
+        probability.scatter_add_(1, column.unsqueeze(1), -is_local.unsqueeze(1).float())

@@ -1,8 +1,8 @@
 """The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
 
-    summarise              a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
-    write_gradients        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
-    lose_and_differentiate both, where one rank has all columns, and the loss
+    row_summary_kernel     a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
+    gradient_kernel        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
+    loss_and_gradient_kernel both, where one rank has all columns, and the loss
 
 The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit (decision 002 has measurements).
 Loads are masked by the padded width of the buffer, not by the odd number of real columns: only aligned masks allow
@@ -25,14 +25,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK = 1024
 _WARPS = 4
-_LEAST = tl.constexpr(-3.4028234663852886e38)
-"""No logit is below, but -inf: where a maximum starts, since -inf - -inf is no number."""
+_LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+"""Initial maximum. Not -inf, since -inf - -inf is nan."""
 
 
 @triton.jit
-def _summary(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Each place of a block has its own maximum and sum, so that threads wait for each other once a row."""
-    tops = tl.full([BLOCK], _LEAST, tl.float32)
+def _row_max_and_sum(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(max, sum(exp(x - max))) of a row. Each lane keeps its own, so that threads synchronize once per row."""
+    tops = tl.full([BLOCK], _LOWEST_FLOAT, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -47,18 +47,18 @@ def _summary(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _differentiate(row, place, column, columns, top, factor, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _write_row_gradient(row, out, column, columns, top, factor, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gradient = tl.exp(tl.where(at < columns, x, -float("inf")) - top) * factor
         gradient = tl.where(at == column, gradient - scale, gradient)
-        tl.store(place + at, gradient.to(place.dtype.element_ty), mask=at < WIDTH)
+        tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
 @triton.jit
-def _at_target(row, target, first, columns):
-    """(the target's column here or -1, its logit or 0)."""
+def _target_column_and_logit(row, target, first, columns):
+    """(local column of the target or -1, its logit or 0)."""
     local = target - first
     mine = (local >= 0) & (local < columns)
     logit = tl.load(row + tl.where(mine, local, 0), mask=mine, other=0.0).to(tl.float32)
@@ -66,38 +66,40 @@ def _at_target(row, target, first, columns):
 
 
 @triton.jit
-def summarise(logits, stride, targets, first, columns, tops, totals, at_targets, WIDTH: tl.constexpr,
-              BLOCK: tl.constexpr):
+def row_summary_kernel(logits, stride, targets, first, columns, tops, totals, at_targets, WIDTH: tl.constexpr,
+                       BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
-    column, logit = _at_target(row, tl.load(targets + number), first, columns)
-    top, total = _summary(row, columns, WIDTH, BLOCK)
+    column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
+    top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
     tl.store(tops + number, top)
     tl.store(totals + number, total)
     tl.store(at_targets + number, logit)
 
 
 @triton.jit
-def write_gradients(logits, place, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
+def gradient_kernel(logits, out, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
                     BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
-    column, logit = _at_target(row, tl.load(targets + number), first, columns)
+    column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
     scale = tl.load(scales + number)
     factor = scale / tl.load(totals + number)
-    _differentiate(row, place + number * stride, column, columns, tl.load(tops + number), factor, scale, WIDTH, BLOCK)
+    _write_row_gradient(row, out + number * stride, column, columns, tl.load(tops + number), factor, scale, WIDTH,
+                        BLOCK)
 
 
 @triton.jit
-def lose_and_differentiate(logits, stride, targets, first, columns, scales, losses, WIDTH: tl.constexpr,
-                           BLOCK: tl.constexpr):
+def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, losses, WIDTH: tl.constexpr,
+                             BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
-    column, logit = _at_target(row, tl.load(targets + number), first, columns)  # before it is overwritten
-    top, total = _summary(row, columns, WIDTH, BLOCK)
+    # read before the row is overwritten
+    column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
+    top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
     tl.store(losses + number, tl.log(total) + (top - logit))
     scale = tl.load(scales + number)
-    _differentiate(row, row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
+    _write_row_gradient(row, row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
@@ -105,39 +107,38 @@ def lose_and_differentiate(logits, stride, targets, first, columns, scales, loss
 
 def runs_on(device: torch.device) -> bool:
     """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(summarise, InterpretedFunction)
+    return device.type == "cuda" or isinstance(row_summary_kernel, InterpretedFunction)
 
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, so that what does not work here says so."""
+    """Run the smallest case, to raise if the kernels do not work here."""
     losses_and_gradients(torch.zeros(1, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device), 16,
                          torch.ones(1, device=device))
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether these kernels read such logits."""
+    """Whether the kernels support this dtype and layout."""
     return logits.dtype in DTYPES and logits.stride(1) == 1
 
 
 def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
-    """[3, N]: largest logit, sum of exponentials, logit of the target, among columns [0, columns)."""
+    """[3, N]: largest logit, sum of exponentials, logit of the target, over columns [0, columns)."""
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _launch(summarise, logits, logits.stride(0), target, first, columns, *found)
+    _launch(row_summary_kernel, logits, logits.stride(0), target, first, columns, *found)
     return found
 
 
-def gradients_into(place: Tensor, logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
+def gradients_into(out: Tensor, logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
                    row_scale: Tensor) -> None:
-    """place [N, width] <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
-    assert place.stride() == logits.stride(), "the gradient lies as its logits do"
-    _launch(write_gradients, logits, place, logits.stride(0), target, first, columns, top, total,
-            row_scale)
+    """out [N, width] <- the gradient of sum(row_scale * losses); `out` may be `logits` itself."""
+    assert out.stride() == logits.stride(), "the gradient lies as its logits do"
+    _launch(gradient_kernel, logits, out, logits.stride(0), target, first, columns, top, total, row_scale)
 
 
 def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor) -> Tensor:
     """Losses [N]; logits <- the gradient of sum(row_scale * losses)."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _launch(lose_and_differentiate, logits, logits.stride(0), target, 0, columns, row_scale, losses)
+    _launch(loss_and_gradient_kernel, logits, logits.stride(0), target, 0, columns, row_scale, losses)
     return losses
 
 

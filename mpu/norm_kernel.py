@@ -1,9 +1,7 @@
-"""The norms of a buffer's rows as a Triton kernel: one launch, each element read once, no copy in a wider type.
+"""The norms of a buffer's rows as a Triton kernel: one launch, each element read once, no copy in a wider dtype.
 
-The squares of a row are summed in units of its largest element: fp32 then holds the norm of whatever it holds itself,
-and nobody has to ask whether one overflowed. A row with a number that is not finite has an infinite norm.
-
-Importing this file needs Triton, which comes with torch for CUDA; grads.py asks whether it is there.
+Squares are summed in units of the row's largest element, so that fp32 does not overflow and no check is needed. A row
+with a non-finite element has an infinite norm. Needs Triton, which comes with torch for CUDA; grads.py checks for it.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from triton.runtime.interpreter import InterpretedFunction
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _ROWS = 16
-"""Rows a program: 16 elements a thread."""
+"""Rows per program: 16 elements per thread."""
 _WARPS = 4
 
 
 @triton.jit
-def norms_of_rows(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def row_norms_kernel(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < count
     x = tl.load(flat + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=here[:, None], other=0.0)
@@ -41,21 +39,21 @@ def norms_of_rows(flat, norms, count, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 
 def runs_on(device: torch.device) -> bool:
     """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
-    return device.type == "cuda" or isinstance(norms_of_rows, InterpretedFunction)
+    return device.type == "cuda" or isinstance(row_norms_kernel, InterpretedFunction)
 
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, so that what does not work here says so."""
+    """Run the smallest case, to raise if the kernel does not work here."""
     norms_into(torch.empty(1, device=device), torch.zeros(1, 128, device=device))
 
 
 def serves(rows: Tensor) -> bool:
-    """Whether the kernel reads such rows."""
+    """Whether the kernel supports this dtype."""
     return rows.dtype in DTYPES
 
 
 def norms_into(out: Tensor, rows: Tensor) -> None:
-    """out [n] <- the norm of each row of rows [n x a power of two], which lie one after the other."""
+    """out [n] <- the norm of each row of `rows` [n, power of two], contiguous."""
     if len(rows):
-        norms_of_rows[(triton.cdiv(len(rows), _ROWS),)](rows, out, len(rows), WIDTH=rows.shape[1], ROWS=_ROWS,
-                                                        num_warps=_WARPS)
+        row_norms_kernel[(triton.cdiv(len(rows), _ROWS),)](rows, out, len(rows), WIDTH=rows.shape[1], ROWS=_ROWS,
+                                                           num_warps=_WARPS)

@@ -1,14 +1,14 @@
-"""Random streams: named generator states, and the capture of every stream of a process.
+"""Random streams: named generator states, and capture of every stream of a process.
 
-Dropout on replicated activations has to be the same on all tensor-parallel ranks, dropout on split ones
-different. So there are two streams: the *default* one, seeded alike within a tensor-parallel group, and a
-*tracked* one per rank that is put in its place by `fork`:
+Dropout must be equal on all tensor-parallel ranks for replicated activations, and different for split ones. So there
+are two streams: the *default* one, seeded equally within a tensor-parallel group, and a *tracked* one per rank, active
+in `fork`:
 
     with get_rng_tracker().fork():      # the stream "model-parallel-rng"
         y = dropout(split_activations)
 
-A stream is a state of the current device's generator (CUDA where there is one, else CPU); each fork continues where
-the last one ended. Weights are not drawn here: their init is one draw from the default CPU stream.
+A stream is a state of the current device's generator (CUDA if available, else CPU); each fork continues where the last
+one ended. Weights use the default CPU stream.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpu.classic import current_groups
 from mpu.groups import Group, Groups
+from mpu.parallel_state import current_groups
 from mpu.split import ParallelError
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 _TP_SEED_OFFSET = 2718
 _DP_SEED_STEP = 1 << 20
-"""Distance between the seeds of data-parallel replicas: more than any tp size plus the offset above."""
+"""Distance between the seeds of data-parallel ranks, larger than any tp size plus the offset above."""
 
 
 def _device_state() -> Tensor:
@@ -66,11 +66,11 @@ class RngTracker:
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace the streams; names that `add` has not seen are welcome (a resumed run)."""
+        """Replace the streams, also by names that were not added here (a resumed run)."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Start stream `name` at `seed`; the default stream stays where it is."""
+        """Start stream `name` at `seed`; the default stream is unchanged."""
         if seed in self._seeds:
             raise ParallelError(f"seed {seed} already has a stream: streams would repeat each other")
         if name in self._states:
@@ -83,7 +83,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from stream `name` inside, from the default stream again after; nests for different names."""
+        """Use stream `name` inside; afterwards the default stream continues. Nests for different names."""
         if name not in self._states:
             raise ParallelError(f"no random stream {name!r} among {sorted(self._states)}: add it first")
         before = _device_state()
@@ -95,35 +95,33 @@ class RngTracker:
             _set_device_state(before)
 
 
-class _Process:
-    """The tracker of this process: the device generator it steers is one per process too."""
+class _ProcessTracker:
+    """The tracker of this process, one like the device generator."""
 
     tracker = RngTracker()
 
 
 def get_rng_tracker() -> RngTracker:
-    return _Process.tracker
+    return _ProcessTracker.tracker
 
 
 get_cuda_rng_tracker = get_rng_tracker
-"""The classic name; on a machine without CUDA the tracker steers the CPU generator."""
+"""Megatron's name; without CUDA the tracker uses the CPU generator."""
 
 
 def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, vary_over_dp: bool = False) -> None:
-    """Seed the default device stream with `seed` and the tracked stream with seed + 2718 + tp rank.
-
-    The default stream is thus the same within a tensor-parallel group. The classic form gives every data-parallel
-    replica the same dropout masks; `vary_over_dp` gives each its own."""
+    """Seed the default device stream with `seed`, and the tracked stream with seed + 2718 + tp rank. As in Megatron,
+    all data parallel ranks get the same dropout masks, unless `vary_over_dp`."""
     layout = current_groups() if groups is None else groups
     base = seed + (_DP_SEED_STEP * layout.dp.rank if vary_over_dp else 0)
-    _Process.tracker.reset()
+    _ProcessTracker.tracker.reset()
     _seed_device(base)
-    _Process.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
+    _ProcessTracker.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
 
 
 def reseed_model_parallel_stream(seed: int, tp: Group) -> None:
-    """Begin the tracked stream anew, at seed + tp rank; the default one stays where it is."""
-    with _Process.tracker.fork():
+    """Restart the tracked stream at seed + tp rank; the default stream is unchanged."""
+    with _ProcessTracker.tracker.fork():
         _seed_device(seed + tp.rank)
 
 
@@ -138,22 +136,21 @@ def capture_rng() -> dict[str, object]:
         "python": [version, list(words), gauss],
         "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "tracker": _Process.tracker.get_states(),
-    }
+        "tracker": _ProcessTracker.tracker.get_states()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore_rng(state: Mapping[str, object]) -> None:
-    """Continue every stream from where `capture_rng` saw it; a device this process lacks is an error."""
+    """Restore every stream from `capture_rng`; ParallelError if the state has a CUDA stream and this process no GPU."""
     fields = cast("dict[str, Any]", state)
     version, words, gauss = fields["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = fields["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(fields["torch"])
-    _Process.tracker.set_states(fields["tracker"])
+    _ProcessTracker.tracker.set_states(fields["tracker"])
     if "cuda" in fields:
         if not torch.cuda.is_available():
             raise ParallelError("the state holds a CUDA stream and there is no CUDA device: resume on a GPU")

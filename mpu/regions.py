@@ -1,7 +1,7 @@
 """The four autograd functions between replicated and split activations.
 
-A *region* is a stretch of the model in which the last dimension of the activations (or the sum that makes them)
-is spread over the tensor-parallel group. Each function crosses its border; forward and backward are transposes:
+In a *region* of the model the last dimension of the activations (or the sum that computes them) is split over the
+tensor-parallel group. Each function crosses its border; forward and backward are transposes:
 
     function              forward             backward
     copy_to_region        identity            all-reduce
@@ -9,8 +9,8 @@ is spread over the tensor-parallel group. Each function crosses its border; forw
     scatter_to_region     take my slice       all-gather
     gather_from_region    all-gather          take my slice
 
-What is replicated holds the same value and gradient on every rank; the gradient is counted once, not once per rank.
-On a group of one each function returns its argument. Collectives are out of place: autograd may have saved the tensor.
+A replicated tensor has the same value and gradient on every rank; the gradient counts once, not once per rank. On a
+group of one each function returns its argument. Collectives are out of place, since autograd may have saved the tensor.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Ten
 
 
 def copy_to_region(x: Tensor, tp: Group) -> Tensor:
-    """Replicated -> replicated; what the ranks do with it next differs, so their gradients are summed."""
+    """Replicated -> replicated; each rank uses it differently, so backward sums the gradients."""
     return _apply(_Copy, x, tp)
 
 
@@ -97,10 +97,10 @@ def reduce_from_region(x: Tensor, tp: Group) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, tp: Group) -> Tensor:
-    """Replicated [..., n] -> my slice [..., n / tp]."""
+    """Replicated [..., n] -> this rank's slice [..., n / tp]."""
     return _apply(_Scatter, x, tp)
 
 
 def gather_from_region(x: Tensor, tp: Group) -> Tensor:
-    """My slice [..., n / tp] -> all of them [..., n], replicated."""
+    """This rank's slice [..., n / tp] -> all slices [..., n], replicated."""
     return _apply(_Gather, x, tp)

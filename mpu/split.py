@@ -1,7 +1,7 @@
-"""Pure arithmetic of tensor parallelism: who owns which slice. No process group, no torch.
+"""Arithmetic of tensor parallelism: which rank owns which slice. No process group, no torch.
 
-A *partition* says how one logical tensor is cut over the tensor-parallel ranks; a *range* is a half-open
-pair (start, stop). Nothing here knows about devices or communication.
+A *partition* says how a logical tensor is split over tensor-parallel ranks; a *range* is a half-open pair (start,
+stop).
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from dataclasses import dataclass
 
 
 class ParallelError(ValueError):
-    """A parallel layout that cannot exist (user error): names both numbers and the remedy."""
+    """An impossible parallel layout (user error); the message names both numbers and the remedy."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a parameter is cut over tensor-parallel ranks.
-
-    The logical tensor is viewed as [..., stride, n, ...] along `dim`; every rank holds n/tp of each of the
-    `stride` parts (the fused q, k, v projection has stride 3: a rank owns a slice of q, of k and of v)."""
+    """How a parameter is split over tensor-parallel ranks. The logical tensor is viewed as [..., stride, n, ...] along
+    `dim`; every rank holds n/tp of each of the `stride` parts (stride 3 for a fused q, k, v projection: a rank owns a
+    slice of q, of k and of v)."""
 
     dim: int
     stride: int = 1
     size: int | None = None
-    """Length along `dim` without padding (None: not padded). Rows beyond it are zero and never saved."""
+    """Length along `dim` without padding; None: not padded. Rows beyond it are zero and never saved."""
 
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "value") -> None:
@@ -40,7 +39,7 @@ def divide(numerator: int, denominator: int, what: str = "value") -> int:
 
 
 def split_range(rank: int, parts: int, length: int) -> tuple[int, int]:
-    """The `rank`-th of `parts` equal, consecutive ranges of [0, length)."""
+    """Range `rank` of `parts` equal, consecutive ranges of [0, length)."""
     if not 0 <= rank < parts:
         raise ParallelError(f"rank {rank} is outside 0..{parts - 1}")
     each = divide(length, parts, "length")
@@ -56,7 +55,7 @@ def pad_vocab(vocab_size: int, multiple: int, tp: int) -> int:
 
 
 def rank_grid(world: int, tp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """(tp groups, dp groups): tp groups are consecutive ranks, dp groups the ranks with the same place in theirs."""
+    """(tp groups, dp groups): tp groups are consecutive ranks, dp groups the ranks with equal tp rank."""
     if tp < 1 or world < 1 or world % tp:
         raise ParallelError(
             f"tensor-parallel size {tp} does not divide the world size {world}: "

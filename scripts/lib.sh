@@ -26,7 +26,7 @@ fi
 if [[ -n "$HELP" && "$HELP" != --help?all && -n "$HELP_OF" ]]; then PROGRAM=(-m "$HELP_OF"); fi
 [[ -z "$HELP" ]] || PYTHONPATH="$(with_sources)" exec "$PYTHON" -P "${PROGRAM[@]}" "$HELP"
 
-RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
+RUNS="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
 DRY_RUN=""
@@ -78,7 +78,7 @@ choose_ranks() {
         PRESET="${PRESET:-124M}"
         say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model (PRESET=345M is the classic one)"
     else
-        # On a CPU a step's memory is the C library's: keep its holes fit for use (megatron/train/allocator.py).
+        # On a CPU a step's memory is the C library's: keep its holes fit for use (megatron/train/processor.py).
         export GLIBC_TUNABLES="glibc.malloc.tcache_count=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}"
         PRESET="${PRESET:-small}"
         say "$([[ $gpus -eq 0 ]] && echo no GPU || echo only one GPU): $GPUS_PER_NODE CPU rank(s) of the $PRESET model"

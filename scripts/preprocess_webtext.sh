@@ -9,7 +9,7 @@
 #   WEBTEXT_PREFIX   the corpus (data/webtext/corpus)
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
-FOLDER="${RUNS:-${SOURCES:-$PWD}/runs}/webtext"
+FOLDER="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}/webtext"
 # An installation keeps nothing among its packages.
 if [[ -n "$INSTALLED" ]]; then WEBTEXT_PREFIX="${WEBTEXT_PREFIX:-$FOLDER/corpus}"; fi
 if [[ $# -eq 0 || "$1" == -* ]]; then

@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import SECTIONS, flag_name  # noqa: E402
-from megatron.config.ds_together import BATCH  # noqa: E402
-from megatron.config.ds_keys import TABLE, Absent, NoEffect, Old, Only  # noqa: E402
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
-from megatron.config.setting import Key, declared, plain_type  # noqa: E402
+from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS  # noqa: E402
+from megatron.config.ds_keys import DS_KEYS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection  # noqa: E402
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
+from megatron.config.schema import JsonKey, plain_type, setting_of  # noqa: E402
 
 FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
 
@@ -45,7 +45,7 @@ def flags_page() -> str:
         lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), "",
                   "| flag | default | effect | JSON key |", "|---|---|---|---|"]
         for item in fields(section):
-            said, kind = declared(item), plain_type(hints[item.name])[0]
+            said, kind = setting_of(item), plain_type(hints[item.name])[0]
             names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
             flag = ", ".join(f"`{flag}`" for flag in names)
             choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
@@ -58,8 +58,8 @@ def _keys_of(name: str) -> list[str]:
     """The keys of a field, with those that set it as a parameter of some optimizer."""
     parameters = [f"optimizer.params.{parameter}" for takes in OPTIMIZERS.values()
                   for parameter, names in takes.fields.items() if name in names.split()]
-    return list(dict.fromkeys([*(path for path, row in TABLE.items() if isinstance(row, Key) and row.field == name),
-                               *parameters]))
+    return list(dict.fromkeys(
+        [*(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and row.field == name), *parameters]))
 
 
 # ---- JSON keys ---------------------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def tables() -> dict[str, str]:
     keys = "| key | default | effect |\n|---|---|---|\n"
     named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
     named["types"] = _types()
-    named["only"] = _grouped(Only, "accepted value", "why no other", lambda row: " or ".join(
+    named["only"] = _grouped(FixedValue, "accepted value", "why no other", lambda row: " or ".join(
         f"`{json.dumps(value)}`" for value in row.values[:2] if not isinstance(value, float) or value < 1e18))
     for name, why, in_engine in (("no effect", "why it has none", False),
                                  ("engine", "what the trainer does instead", True)):
-        named[name] = _grouped(NoEffect, "default", why, lambda row: f"`{json.dumps(row.default)}`",
-                               lambda row, wanted=in_engine: row.in_engine == wanted)
-    named["absent"] = _grouped(Absent, "", "why", lambda row: "")
+        named[name] = _grouped(IgnoredKey, "default", why, lambda row: f"`{json.dumps(row.default)}`",
+                               lambda row, wanted=in_engine: row.is_honoured_by_engine == wanted)
+    named["absent"] = _grouped(UnsupportedSection, "", "why", lambda row: "")
     return named
 
 
@@ -85,8 +85,8 @@ def _under(*prefixes: str) -> Callable[[str], bool]:
 
 
 TOPICS: dict[str, Callable[[str], bool]] = {
-    "batch": lambda path: path in BATCH,
-    "training": lambda path: "." not in path and path not in BATCH and path != "zero_optimization",
+    "batch": lambda path: path in BATCH_SIZE_KEYS,
+    "training": lambda path: "." not in path and path not in BATCH_SIZE_KEYS and path != "zero_optimization",
     "precision": _under("fp16.", "bf16.", "bfloat16."),
     "optimizer": lambda path: path in ("optimizer.params.lr", "optimizer.params.weight_decay",
                                        "optimizer.params.max_grad_norm"),
@@ -97,26 +97,25 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "layer dropping": _under("progressive_layer_drop."),
     "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
     "flops profiler": _under("flops_profiler."),
-    "autotuning": _under("autotuning."),
-}
+    "autotuning": _under("autotuning.")}
 
 
 def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
-    for path, row in TABLE.items():
+    for path, row in DS_KEYS.items():
         if not belongs(path):
             continue
         name = re.sub(r"^(zero_optimization|scheduler|optimizer)\.", "", path)
-        if isinstance(row, Key) and row.field:
+        if isinstance(row, JsonKey) and row.field:
             item = FIELDS[row.field]
             default = row.default if row.default is not None else _default(item.default)
-            said = "; ".join(part for part in (declared(item).help if row.alone or not row.help else "", row.help)
-                             if part)
+            said = "; ".join(part for part in (setting_of(item).help if row.is_independent or not row.help else "",
+                                               row.help) if part)
             yield f"| `{name}` | {default} | `{flag_name(row.field)}`: {_cell(said)} |"
-        elif isinstance(row, Key):
+        elif isinstance(row, JsonKey):
             yield f"| `{name}` | | {WORDS.get(path, '')} |"
-        elif isinstance(row, Old):
+        elif isinstance(row, RenamedKey):
             how = "deprecated: read as" if row.deprecated else "another name of"
-            yield f"| `{name}` | | {how} {' and '.join(f'`{new}`' for new in row.new)} |"
+            yield f"| `{name}` | | {how} {' and '.join(f'`{new}`' for new in row.new_paths)} |"
 
 
 WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
@@ -131,9 +130,10 @@ def _types() -> str:
     lines = ["| type | `--optimizer` | parameters beside `lr` and `weight_decay` |", "|---|---|---|"]
     for name, takes in OPTIMIZERS.items():
         types = ", ".join(f"`{given}`" for given, ours in DEEPSPEED_TYPES.items() if ours == name)
-        own = [f"`{key}` {_default(value)}".rstrip() for key, value in takes.own.items()]
+        own = [f"`{key}` {_default(value)}".rstrip() for key, value in takes.extra.items()]
         named = [f"`{key}`" for key in takes.fields if key != "adam_w_mode" or name == "adam"]
-        lines.append(f"| {types} | `{name}` | {', '.join(named + own) or '-'}{'' if takes.decays else '; no decay'} |")
+        lines.append(
+            f"| {types} | `{name}` | {', '.join(named + own) or '-'}{'' if takes.has_weight_decay else '; no decay'} |")
     return "\n".join(lines)
 
 
@@ -141,7 +141,7 @@ def _grouped(kind: type, head: str, why: str, value: Callable[[Any], str],
              belongs: Callable[[Any], bool] = lambda row: True) -> str:
     """Rows of one kind; those with the same value and reason share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for path, row in TABLE.items():
+    for path, row in DS_KEYS.items():
         if isinstance(row, kind) and belongs(row):
             groups.setdefault((value(row), row.reason), []).append(path)
     middle = f" {head} |" if head else ""

@@ -25,9 +25,9 @@ given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dash
 }
 
 # Ours come first on the path where ROOT is the repository; an installation is on the path already.
-INSTALLED="" SOURCES="$ROOT" PROGRAM=("$ROOT/pretrain_gpt2.py")
-if [[ ! -e "$ROOT/pretrain_gpt2.py" ]]; then INSTALLED=yes SOURCES="" PROGRAM=(-m pretrain_gpt2); fi
-with_sources() { local path="$SOURCES${SOURCES:+:}${PYTHONPATH:-}"; echo "${path%:}"; }
+INSTALLED="" LAUNCHER_VARIABLES="$ROOT" PROGRAM=("$ROOT/pretrain_gpt2.py")
+if [[ ! -e "$ROOT/pretrain_gpt2.py" ]]; then INSTALLED=yes LAUNCHER_VARIABLES="" PROGRAM=(-m pretrain_gpt2); fi
+with_sources() { local path="$LAUNCHER_VARIABLES${LAUNCHER_VARIABLES:+:}${PYTHONPATH:-}"; echo "${path%:}"; }
 
 # The scripts' own Python: nothing from the current folder (-P), which may hold a `data` of its own.
 python() { PYTHONPATH="$(with_sources)" "$PYTHON" -P "$@"; }

@@ -4,7 +4,7 @@
 #   names_a_model ARGUMENTS...     the user says which
 #   trained_model                  prints the folder of the quick start's run that was saved last, or that of PRESET
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
+RUNS="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}"
 
 asks_for_help() { given --help "$@" || given -h "$@"; }
 names_a_model() { given --load "$@" || given --load-hf "$@"; }

@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 _PRELOAD = ["numpy", "pytest", "safetensors.torch", "torch._dynamo", "torch.fx.experimental.symbolic_shapes",
             "torch.distributed.checkpoint", "transformers.models.gpt2.modeling_gpt2", "megatron.zero.api.initialize",
             "megatron.fsdp", "megatron.train.resume", "megatron.inference.api.init_inference",
-            "megatron.checkpoint.interchange", "tests.megatron.zero.models", __name__, "tests.frozen"]
+            "megatron.checkpoint.convert", "tests.megatron.zero.models", __name__, "tests.frozen"]
 """What the fork server imports once, where each rank would take half a second: also the parts of torch that a first
 backward or optimizer step would import. What cannot be imported is left to the test that needs it."""
 

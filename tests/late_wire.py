@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
 from mpu import collectives
+from mpu.backends import CollectiveBackend, CollectiveWork, Op
 from mpu.groups import Group
-from mpu.wire.interface import Op, Pending, Wire
 
 
 def bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
-class Late(Pending):
+class Late(CollectiveWork):
     """An operation under way. `places` are destinations: they are spoilt, and put right before `begin` runs it."""
 
-    def __init__(self, network: Network, what: str, begin: Callable[[], Pending], sources: list[Tensor],
+    def __init__(self, network: Network, what: str, begin: Callable[[], CollectiveWork], sources: list[Tensor],
                  places: list[Tensor]) -> None:
         super().__init__()
         self._network, self._what, self._begin = network, what, begin
@@ -78,7 +78,8 @@ class Network:
         self.log: list[str] = []
         self._random = random.Random(seed)
 
-    def start(self, what: str, begin: Callable[[], Pending], sources: list[Tensor], places: list[Tensor]) -> Pending:
+    def start(self, what: str, begin: Callable[[], CollectiveWork], sources: list[Tensor],
+              places: list[Tensor]) -> CollectiveWork:
         self.end_some()
         operation = Late(self, what, begin, sources, places)
         self.under_way.append(operation)
@@ -94,10 +95,10 @@ class Network:
 
 
 class LateWire:
-    def __init__(self, wire: Wire, network: Network) -> None:
+    def __init__(self, wire: CollectiveBackend, network: Network) -> None:
         self._wire, self._network = wire, network
 
-    def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> CollectiveWork:
         parts = full.view(group.size, -1)
         is_part = parts[group.rank].data_ptr() == shard.data_ptr()
         places = [part for rank, part in enumerate(parts) if not (is_part and rank == group.rank)]
@@ -105,29 +106,29 @@ class LateWire:
             full, shard, group, at_a_time), [shard], places)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
-                       at_a_time: int | None) -> Pending:
+                       at_a_time: int | None) -> CollectiveWork:
         return self._network.start(f"reduce-scatter of {full.numel()}", lambda: self._wire.reduce_scatter(
             shard, full, group, sum_in, at_a_time), [full], [shard])
 
     def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
-                   at_a_time: int | None) -> Pending:
+                   at_a_time: int | None) -> CollectiveWork:
         return self._network.start(f"all-reduce of {flat.numel()}", lambda: self._wire.all_reduce(
             flat, group, op, sum_in, at_a_time), [], [flat])
 
-    def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
+    def broadcast(self, x: Tensor, src: int, group: Group) -> CollectiveWork:
         here = group.rank == src
         return self._network.start(f"broadcast of {x.numel()}", lambda: self._wire.broadcast(x, src, group),
                                    [x] if here else [], [] if here else [x])
 
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> CollectiveWork:
         return self._network.start(f"all-to-all of {sent.numel()}", lambda: self._wire.all_to_all(
             received, sent, group), [sent], [received])
 
 
 @contextmanager
 def late_wire(seed: int = 0) -> Iterator[Network]:
-    network, wire_for = Network(seed), collectives.wire_for
-    with patch.object(collectives, "wire_for", lambda x: LateWire(wire_for(x), network)):
+    network, wire_for = Network(seed), collectives.backend_for
+    with patch.object(collectives, "backend_for", lambda x: LateWire(wire_for(x), network)):
         yield network
     assert not network.under_way, f"never waited for: {[operation._what for operation in network.under_way]}"
 

@@ -15,25 +15,25 @@ from typing import Any, NoReturn
 import pytest
 
 from data import cli
-from data.inputs import Found
+from data.input_files import FoundFiles
 from data.storage import DataError
 from data.webtext import report
-from data.webtext.counts import Counts
-from data.webtext.record import Record
-from megatron.checkpoint import command as checkpoint
-from megatron.checkpoint.tags import say_stderr
+from data.webtext.documents import DocumentCounts
+from data.webtext.stage_folder import StageRecord
+from megatron.checkpoint import cli as checkpoint
+from megatron.checkpoint.tags import print_to_stderr
 from megatron.config.tree import LogConfig
+from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.inference.answers import _Page
-from megatron.inference.terminal import Terminal
-from megatron.launch import exits
-from megatron.report.command import main as report_command
-from megatron.report.history import History
-from megatron.report.page import page
-from megatron.serve import command as serve
-from megatron.serve.page import Page
-from megatron.train.console import Console
-from megatron.train.log import RunLog
+from megatron.inference.frontends import _AnswerWriter
+from megatron.inference.prompts import Terminal
+from megatron.metrics.console import Console
+from megatron.report.cli import main as report_command
+from megatron.report.history import RunHistory
+from megatron.report.page import report_page
+from megatron.serve import cli as serve
+from megatron.serve.app import PlaygroundPage
+from megatron.train.run_log import RunLog
 from tests.megatron.report.written import CONFIG, evaluation, step, write
 
 TEXTS = {
@@ -56,7 +56,7 @@ class Screen(io.StringIO):
 
 
 def of_errors(text: str, capfd: Any) -> str:
-    exits.write_error(f"--tag {text}: no such tag")
+    exit_codes.write_error(f"--tag {text}: no such tag")
     return str(capfd.readouterr().err)
 
 
@@ -65,14 +65,14 @@ def of_data_errors(text: str, capfd: Any) -> str:
         raise DataError(f"{text}: cannot read")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(cli, "_interrupt_when_asked", lambda: None)
-        cli.run(fail)
+        patch.setattr(cli, "_interrupt_on_stop_signals", lambda: None)
+        cli.run_command(fail)
     return str(capfd.readouterr().err)
 
 
 def of_usage_errors(text: str, capfd: Any) -> str:
     with pytest.raises(SystemExit):
-        cli.Parser("data.verify", "").parse_args([text])
+        cli.StrictArgumentParser("data.verify", "").parse_args([text])
     return str(capfd.readouterr().err)
 
 
@@ -80,41 +80,41 @@ def of_flags(text: str, capfd: Any) -> str:
     def refuse() -> NoReturn:
         raise ConfigError(f"unknown flag {text}")
 
-    exits.run(refuse)
+    exit_codes.run(refuse)
     return str(capfd.readouterr().err)
 
 
 def of_console(text: str, capfd: Any) -> str:
     console = Console(1, 1, 0, writes=True)
-    console.say(f" saved global_step1 to {text}")
+    console.print_line(f" saved global_step1 to {text}")
     console.close()
     return str(capfd.readouterr().out)
 
 
 def of_checkpoint_list(text: str, capfd: Any) -> str:
-    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_parts=True, nbytes=1)
-    return f"{checkpoint._line(found)}\n"
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, has_rank_manifests=True, nbytes=1)
+    return f"{checkpoint._tag_line(found)}\n"
 
 
 def of_checkpoint_warnings(text: str, capfd: Any) -> str:
-    say_stderr(f"warning: {text} is damaged")
+    print_to_stderr(f"warning: {text} is damaged")
     return str(capfd.readouterr().err)
 
 
 def of_files_left_out(text: str, capfd: Any) -> str:
-    return f"{Found(unknown=[text]).left_out}\n"
+    return f"{FoundFiles(unknown=[text]).left_out}\n"
 
 
 def of_a_webtext_stage(text: str, capfd: Any) -> str:
-    return f"{report.line(Record({'stage': 'read'}, Counts(), (), (f'{text}: left out',)))}\n"
+    return f"{report.summary_line(StageRecord({'stage': 'read'}, DocumentCounts(), (), (f'{text}: left out',)))}\n"
 
 
 def of_the_webtext_table(text: str, capfd: Any) -> str:
-    return report.table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
+    return report.text_table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
 
 
 def of_the_server(text: str, capfd: Any) -> str:
-    serve._say(f"127.0.0.1 GET {text} 404")
+    serve._log_to_stderr(f"127.0.0.1 GET {text} 404")
     return str(capfd.readouterr().err)
 
 
@@ -123,20 +123,20 @@ def of_a_session(text: str, capfd: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", Screen())
         patch.setattr(sys, "stdout", screen)
-        patch.setattr("megatron.inference.terminal._history", lambda: None)
-        Terminal().show(text)
+        patch.setattr("megatron.inference.prompts._load_history", lambda: None)
+        Terminal().write_answer(text)
     return screen.getvalue()
 
 
 def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
     """The prompt and its answer in two steps."""
     parts = [text[:3], text]
-    wording: Any = SimpleNamespace(settled=lambda _: parts.pop(0), of=lambda _: text)
-    shown = _Page(wording, out, jsonl)
-    shown.expect(0, text, 1)
+    wording: Any = SimpleNamespace(stable_text=lambda _: parts.pop(0), decode=lambda _: text)
+    shown = _AnswerWriter(wording, out, jsonl)
+    shown.add_prompt(0, text, 1)
     for ended in (None, "length"):
-        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), ended=ended, tokens=[1], logprobs=[0.0])
-        shown.show(now)
+        now: Any = SimpleNamespace(request=SimpleNamespace(number=0), finish_reason=ended, tokens=[1], logprobs=[0.0])
+        shown.write_ready(now)
     return out.getvalue()
 
 
@@ -198,16 +198,16 @@ class Elements(HTMLParser):
 
 def of_the_report(text: str) -> str:
     values = {**CONFIG["values"], "data": {"train_data": [text], "seq_length": 8}}
-    history = History(text).read([{**CONFIG, "began": text, "device": text, "values": values}, step(1),
-                                  {**evaluation(1, 5.0), "split": text}])
-    return page([history, history], [f"{text}: note"])
+    history = RunHistory(text).add_records([{**CONFIG, "began": text, "device": text, "values": values}, step(1),
+                                            {**evaluation(1, 5.0), "split": text}])
+    return report_page([history, history], [f"{text}: note"])
 
 
 def of_the_webtext_report(text: str) -> str:
-    counts = Counts(2, 10, 1, 5)
+    counts = DocumentCounts(2, 10, 1, 5)
     counts.dropped[text], counts.dropped_bytes[text] = 1, 5
-    return report.page([Record({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
-                                                               "tokenizer": text}])
+    return report.html_page([StageRecord({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
+                                                                         "tokenizer": text}])
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -225,14 +225,14 @@ def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
     folder = tmp_path / TEXTS[name]
     folder.mkdir()
     write(folder / "metrics.jsonl", CONFIG, step(1), end="{")
-    assert exits.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
+    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(tmp_path / "report.html")])) == 0
     assert len(capfd.readouterr().err.splitlines()) == 1
-    assert exits.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
+    assert exit_codes.run(lambda: report_command([str(folder), "--output", str(folder / "report.html")])) == 0
     assert len(capfd.readouterr().out.splitlines()) == 1
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:
-    shown = Page()
+    shown = PlaygroundPage()
     for way in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval(", b"srcdoc"):
         assert way not in shown.body
     policy = dict(shown.headers)["Content-Security-Policy"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.collectives import Pending, all_gather_into, all_reduce_into, broadcast_into, reduce_scatter_into
+from mpu.collectives import CollectiveWork, all_gather_into, all_reduce_into, broadcast_into, reduce_scatter_into
 from mpu.groups import Group, build
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
@@ -70,26 +70,26 @@ def test_every_operation_gives_what_the_real_wire_gives() -> None:
     run_ranks(results, 2)
 
 
-def write_to_source(full: Tensor, shard: Tensor, pending: Pending) -> None:
+def write_to_source(full: Tensor, shard: Tensor, pending: CollectiveWork) -> None:
     shard.add_(1)
     pending.wait()
 
 
-def write_to_destination(full: Tensor, shard: Tensor, pending: Pending) -> None:
+def write_to_destination(full: Tensor, shard: Tensor, pending: CollectiveWork) -> None:
     full.zero_()
     pending.wait()
 
 
-def resize(full: Tensor, shard: Tensor, pending: Pending) -> None:
+def resize(full: Tensor, shard: Tensor, pending: CollectiveWork) -> None:
     full.untyped_storage().resize_(0)
     pending.wait()
 
 
-def forget(full: Tensor, shard: Tensor, pending: Pending) -> None:
+def forget(full: Tensor, shard: Tensor, pending: CollectiveWork) -> None:
     pass
 
 
-def misbehave(rank: int, world: int, deed: Callable[[Tensor, Tensor, Pending], None]) -> str:
+def misbehave(rank: int, world: int, deed: Callable[[Tensor, Tensor, CollectiveWork], None]) -> str:
     group: Group = build().world
     full, shard = torch.empty(8), torch.ones(4)
     with pytest.raises(AssertionError) as caught, late_wire():
@@ -101,5 +101,5 @@ def misbehave(rank: int, world: int, deed: Callable[[Tensor, Tensor, Pending], N
     (write_to_source, "a source was written to"), (write_to_destination, "a destination was written to"),
     (resize, "memory moved"), (forget, "never waited for"),
 ])
-def test_misuse_is_reported(deed: Callable[[Tensor, Tensor, Pending], None], said: str) -> None:
+def test_misuse_is_reported(deed: Callable[[Tensor, Tensor, CollectiveWork], None], said: str) -> None:
     assert all(said in text for text in run_ranks(misbehave, 2, deed))

@@ -31,7 +31,7 @@ def project(tmp_path: Path) -> Path:
 def test_megatron_core_is_found_in_either_order(project: Path) -> None:
     nvidia = project.parent / "nvidia"
     for path in ([nvidia, ROOT], [ROOT, nvidia]):
-        done = python("-c", "import megatron.core, megatron.version, megatron.zero; print(megatron.core.NAME)",
+        done = python("-c", "import megatron.core, megatron.package, megatron.zero; print(megatron.core.NAME)",
                       path=path, cwd=project)
         assert done.stdout == "core\n", done.stderr
 
@@ -49,7 +49,7 @@ def test_a_package_that_hides_ours_is_named_with_what_to_do(project: Path, file:
             f"rename the other {name}")
     for module in ("megatron.zero", "megatron.checkpoint.manifest", "megatron.train.build"):
         done = python("-c", f"import {module}", path=[ROOT], cwd=project)
-        assert done.stderr.endswith(f"HiddenPackage: {said}\n"), done.stderr
+        assert done.stderr.endswith(f"ShadowedPackageError: {said}\n"), done.stderr
     for statement in (["-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
                       ["-m", "megatron.launch", "-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
                       ["-m", "megatron.plan", "--preset", "1.5B"],

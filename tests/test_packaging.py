@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron import commands
-from megatron.version import DISTRIBUTION, __version__
+from megatron.package import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate", "gpt2-serve",
@@ -191,7 +191,7 @@ def test_a_usage_names_the_command_as_it_was_typed(command: str, module: str, mo
 def test_an_installation_keeps_the_default_corpus_in_the_current_folder(tmp_path: Path) -> None:
     """Beside the runs, not among the packages, which may be read-only."""
     shutil.copytree(ROOT / "data", tmp_path / "site" / "data", ignore=shutil.ignore_patterns("__pycache__", "corpus*"))
-    program = "from data.corpora import check_sources; check_sources(['default'], '--train-data')"
+    program = "from data.sources import check_sources; check_sources(['default'], '--train-data')"
     done = run(tmp_path / "site", tmp_path, sys.executable, "-P", "-c", program)
     assert done.stderr.splitlines()[-1].endswith(
         "default corpus: .cache/default-corpus/corpus.idx is missing; build it (10 seconds, no download): "

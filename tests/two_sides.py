@@ -12,7 +12,7 @@ only copies go from side to side. Those of the ferry run beside the computation;
 does every look at a number of the device.
 
 `on_accelerator` tells the sides apart as well. What asks `is_cuda` takes the way of a CPU, and that a copy takes time
-is not seen here but by late_ferry.py. A wait for a mark of the ferry is not counted.
+is not seen here but by late_copy_streams.py. A wait for a mark of the ferry is not counted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
-from megatron.zero.homes.ferry import AtOnce, Ferry, Mark, ferry_for
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStreams, SynchronousCopyStream, create_copy_streams
+from mpu.backends import CollectiveBackend
 from mpu.device import on_accelerator
-from mpu.wire.interface import Wire
 
 Side = Literal["device", "host"]
 
@@ -51,7 +51,7 @@ LOOK = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", 
 """What they return depends on values: the host waits for them."""
 
 
-GLOO = "mpu/wire/interface.py:Pending.wait"
+GLOO = "mpu/backends.py:CollectiveWork.wait"
 """Copies that it makes of its own, where another backend would make none."""
 
 
@@ -106,14 +106,14 @@ class Sides:
 @contextmanager
 def two_sides() -> Iterator[Sides]:
     sides = Sides()
-    ferry = Ferry(_Lane(sides, "device"), _Lane(sides, "host"))
+    ferry = CopyStreams(_Lane(sides, "device"), _Lane(sides, "host"))
     with ExitStack() as stack:
         for name, method in _methods(sides).items():
             stack.enter_context(patch.object(Tensor, name, method))
         stack.enter_context(patch.object(torch, "tensor", _tensor(sides)))
-        stack.enter_context(patch.object(mpu.collectives, "wire_for", _wire_for(sides)))
+        stack.enter_context(patch.object(mpu.collectives, "backend_for", _wire_for(sides)))
         instead = {"on_accelerator": (on_accelerator, _on_device(sides)),
-                   "ferry_for": (ferry_for, lambda device: ferry)}
+                   "create_copy_streams": (create_copy_streams, lambda device: ferry)}
         for module, (name, (known, other)) in product([*sys.modules.values()], instead.items()):
             if vars(module).get(name) is known:
                 stack.enter_context(patch.object(module, name, other))
@@ -121,11 +121,11 @@ def two_sides() -> Iterator[Sides]:
         yield sides
 
 
-class _Lane(AtOnce):
+class _Lane(SynchronousCopyStream):
     def __init__(self, sides: Sides, to: Side) -> None:
         self._sides, self._to = sides, to
 
-    def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def copy(self, out: Tensor, source: Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         assert out.dtype == source.dtype and out.shape == source.shape
         if (self._sides.of(out), self._sides.of(source)) != (self._to, _other(self._to)):
             raise MixedSides(f"a copy to the {self._to} goes from the {self._sides.of(source)} to the "
@@ -253,10 +253,10 @@ def _tensor(sides: Sides) -> Callable[..., Tensor]:
     return tensor
 
 
-def _wire_for(sides: Sides) -> Callable[[Tensor], Wire]:
-    chosen = mpu.collectives.wire_for
+def _wire_for(sides: Sides) -> Callable[[Tensor], CollectiveBackend]:
+    chosen = mpu.collectives.backend_for
 
-    def wire_for(x: Tensor) -> Wire:
+    def wire_for(x: Tensor) -> CollectiveBackend:
         if sides.of(x) == "host":
             raise MixedSides(f"{_place()}: a tensor on the host is given to the wire of the device")
         return chosen(x)

@@ -51,5 +51,5 @@ def counted() -> Iterator[list[Sent]]:
 
 @contextmanager
 def accelerator_side(value: bool = True) -> Iterator[None]:
-    with patch.object(mpu.device, "ALWAYS", value):
+    with patch.object(mpu.device, "FORCE_ACCELERATOR_PATH", value):
         yield

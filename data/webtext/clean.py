@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
-from data.webtext.document import Document, Drop, Function
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 _LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
 _BLANK_LINES = re.compile("\n{3,}")
-# What ftfy looks for: control characters, entities, mojibake (its signs have an odd one for the beginning of a line).
+# What ftfy looks for: control characters, entities, mojibake (some of its signs depend on the beginning of a line).
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _ENTITY = re.compile(r"&#?\w{1,24};")
 ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
 TYPOGRAPHY = "‘’“”–—…•\xa0"
-"""Most of what is not ASCII. No sign of mojibake is made of these and ASCII alone."""
+"""Most non-ASCII characters. Mojibake never consists of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
-"""ftfy's signs of mojibake are at most five characters, at least one of them neither ASCII nor typography."""
+"""ftfy's mojibake patterns have at most five characters, one of them neither ASCII nor typography."""
 
-LONG_TOKENS = 8
-"""Characters; English has about 4.5 a token. A text of `min_tokens` times as many is long enough without counting."""
+CHARACTERS_PER_TOKEN = 8
+"""English has about 4.5 characters per token: a text of `min_tokens` times this is long enough without counting."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class CleanOptions:
     """GPT-2 tokens."""
 
 
-def make(options: CleanOptions) -> Function:
-    mend = mender()
+def make_clean(options: CleanOptions) -> DocumentFunction:
+    fix_text = make_text_fixer()
     tokenizer = GPT2BPETokenizer()
 
-    def clean(document: Document) -> Document | Drop:
-        text = tidy(mend(document.text))
+    def clean(document: Document) -> Document | DroppedDocument:
+        text = normalize_white_space(fix_text(document.text))
         if not text:
-            return Drop("empty")
-        if len(text) < LONG_TOKENS * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
-            return Drop("too short")
+            return DroppedDocument("empty")
+        if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+            return DroppedDocument("too short")
         return replace(document, text=text)
 
     return clean
 
 
-def mender() -> Callable[[str], str]:
-    """ftfy, asked only about lines that it could want to change: most have none, and asking costs milliseconds."""
+def make_text_fixer() -> Callable[[str], str]:
+    """ftfy, called only for lines that it may change: most need nothing, and a call takes milliseconds."""
     if importlib.util.find_spec("ftfy") is None:
         raise DataError("clean needs a package: pip install ftfy")
     import ftfy
@@ -67,7 +67,7 @@ def mender() -> Callable[[str], str]:
     config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
                                   normalization=None, explain=False)
 
-    def suspect(text: str) -> bool:
+    def may_need_fixing(text: str) -> bool:
         if _CONTROL.search(text) or "&" in text and _ENTITY.search(text):
             return True
         if text.isascii():
@@ -80,21 +80,21 @@ def mender() -> Callable[[str], str]:
         return not others.isascii() and any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW])
                                             for run in _NOT_ASCII.finditer(others))
 
-    def mend(text: str) -> str:
+    def fix_text(text: str) -> str:
         if any(character in text for character in "\r\u2028\u2029"):
             text = _LINE_ENDS.sub("\n", text)
-        if not suspect(text):
+        if not may_need_fixing(text):
             return text
         # In a text about markup, an entity is probably meant literally.
         choice = config._replace(unescape_html="<" not in text)
-        return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(line) else line
+        return "\n".join(str(ftfy.fix_text(line, choice)) if may_need_fixing(line) else line
                          for line in text.split("\n"))
 
-    return mend
+    return fix_text
 
 
-def tidy(text: str) -> str:
-    """White space as the module says. Linear in the text, whatever it holds."""
+def normalize_white_space(text: str) -> str:
+    """White space as described above, in linear time."""
     if " \n" in text or "\t\n" in text:
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     return _BLANK_LINES.sub("\n\n", text).strip()

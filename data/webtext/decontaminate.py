@@ -1,11 +1,11 @@
-"""Keep evaluation text out of training text: documents that share a run of 13 words with an evaluation file.
+"""Remove evaluation text from training text: documents that share 13 consecutive words with an evaluation file.
 
-Words are those of `words`: case, punctuation and white space do not hide a copy. A *passage* is one string of a JSON
-file, or a whole text file; one of 8 to 12 words counts as a run of its own length, a shorter one is not looked for.
-The runs are held as hashes, 8 bytes each: evaluation sets are small.
+Words are those of ngram_hashes.py: case, punctuation and white space do not hide a copy. A *passage* is one string of a
+JSON file, or a whole text file; a passage of 8 to 12 words is one n-gram of that length, shorter ones are ignored.
+N-grams are held as 8-byte hashes, since evaluation sets are small.
 
-`drop` drops such a document. `cut` removes the shared words with `MARGIN` characters on both sides, where the rest of
-the evaluation text or its answer may be, and joins what is left; it drops a document that this leaves in scraps.
+`drop` drops such a document. `cut` removes the shared words with `CUT_MARGIN` characters on both sides, where the rest
+of the evaluation text or its answer may be, and joins the rest; it drops a document of which too little is left.
 """
 
 from __future__ import annotations
@@ -20,78 +20,78 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError, check_is_file, told
-from data.webtext.document import Document, Drop
-from data.webtext.words import Numbers, Words, numbers_of, runs, words
+from data.storage import DataError, check_is_file, parse_error_text
+from data.webtext.documents import Document, DroppedDocument
+from data.webtext.ngram_hashes import HashArray, HashedWords, hash_words, ngram_hashes, word_hashes
 
-RUN = 13
-SHORTEST = 8
-MARGIN = 200
-LEAST = 200
-"""Characters that a part must have to be kept beside a cut."""
-MOST_CUTS = 10
+NGRAM_WORDS = 13
+MIN_NGRAM_WORDS = 8
+CUT_MARGIN = 200
+MIN_PART_CHARACTERS = 200
+"""Minimum characters of a part kept beside a cut."""
+MAX_CUTS = 10
 MODES = ("drop", "cut")
 
-Evaluation = Mapping[int, Numbers]
-"""Length of runs -> their numbers, sorted."""
-Span = tuple[int, int]
+EvaluationNgrams = Mapping[int, HashArray]
+"""N-gram length -> sorted hashes."""
+CharacterRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Options:
+class DecontaminateOptions:
     files: tuple[str, ...]
     mode: str = MODES[0]
 
 
-def make(options: Options) -> Callable[[Document], Document | Drop]:
-    return partial(decontaminate, evaluation=evaluation_runs(options.files), mode=options.mode)
+def make_decontaminate(options: DecontaminateOptions) -> Callable[[Document], Document | DroppedDocument]:
+    return partial(decontaminate, evaluation=read_evaluation_ngrams(options.files), mode=options.mode)
 
 
-def decontaminate(document: Document, evaluation: Evaluation, mode: str) -> Document | Drop:
-    """The document, or what is left of it, or how much it shares."""
-    found = words(document.text)
-    shared = shared_runs(found, evaluation)
+def decontaminate(document: Document, evaluation: EvaluationNgrams, mode: str) -> Document | DroppedDocument:
+    """The document, its remaining parts, or a DroppedDocument."""
+    found = hash_words(document.text)
+    shared = shared_ngrams(found, evaluation)
     if not shared:
         return document
     amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
     if mode == "drop":
-        return Drop(f"evaluation text: {amount}")
-    spans = _spans(shared, found)
-    parts = _parts(document.text, spans, found)
-    if len(spans) > MOST_CUTS or not parts:
-        return Drop(f"evaluation text: {amount}, too little left")
+        return DroppedDocument(f"evaluation text: {amount}")
+    cut_ranges = _ranges_to_cut(shared, found)
+    parts = _kept_parts(document.text, cut_ranges, found)
+    if len(cut_ranges) > MAX_CUTS or not parts:
+        return DroppedDocument(f"evaluation text: {amount}, too little left")
     return Document("\n\n".join(parts), document.url, {**document.meta, "evaluation_runs_cut": len(shared)})
 
 
-def shared_runs(found: Words, evaluation: Evaluation) -> list[tuple[int, int]]:
-    """(first word, length) of the runs of a text that are in an evaluation file, in order."""
+def shared_ngrams(found: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:
+    """(first word, length) of the document's n-grams that are in an evaluation file, in order."""
     shared = []
     for length, numbers in evaluation.items():
-        own = runs(found.numbers, length)
+        own = ngram_hashes(found.hashes, length)
         place = np.searchsorted(numbers, own)
         place[place == len(numbers)] = 0
         shared += [(first, length) for first in np.flatnonzero(numbers[place] == own).tolist()]
     return sorted(shared)
 
 
-def evaluation_runs(files: Sequence[str]) -> Evaluation:
-    """What to look for. A file without any passage to look for is an error: it would protect nothing."""
-    found: dict[int, list[Numbers]] = defaultdict(list)
+def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
+    """N-gram hashes of all passages. DataError for a file without a usable passage, since it would protect nothing."""
+    found: dict[int, list[HashArray]] = defaultdict(list)
     for file in files:
         before = sum(map(len, found.values()))
-        for passage in passages(file):
-            numbers = numbers_of(passage)
-            length = min(RUN, len(numbers))
-            if length >= SHORTEST:
-                found[length].append(runs(numbers, length))
+        for passage in read_passages(file):
+            numbers = word_hashes(passage)
+            length = min(NGRAM_WORDS, len(numbers))
+            if length >= MIN_NGRAM_WORDS:
+                found[length].append(ngram_hashes(numbers, length))
         if sum(map(len, found.values())) == before:
-            raise DataError(f"{file}: no passage of {SHORTEST} words or more in it; is it the right file?")
+            raise DataError(f"{file}: no passage of {MIN_NGRAM_WORDS} words or more in it; is it the right file?")
     return {length: np.unique(np.concatenate(numbers)) for length, numbers in sorted(found.items())}
 
 
-def passages(path: str) -> Iterator[str]:
-    """Every string in a .json or .jsonl file, or the text of any other; also .gz."""
-    check_is_file(path)  # each process reads it
+def read_passages(path: str) -> Iterator[str]:
+    """Every string of a .json or .jsonl file, or the text of any other file; also .gz."""
+    check_is_file(path)  # every process reads it
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             content = file.read().decode("utf-8-sig")
@@ -99,54 +99,54 @@ def passages(path: str) -> Iterator[str]:
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
     name = path.removesuffix(".gz")
     if name.endswith(".json"):
-        yield from _strings(_json(content, path))
+        yield from _strings_in(_parse_json(content, path))
     elif name.endswith(".jsonl"):
         for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
-                yield from _strings(_json(line, f"{path}:{number}"))
+                yield from _strings_in(_parse_json(line, f"{path}:{number}"))
     else:
         yield content
 
 
-def _json(text: str, where: str) -> object:
+def _parse_json(text: str, location: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {told(error)}") from error
+        raise DataError(f"{location}: not JSON: {parse_error_text(error)}") from error
 
 
-def _strings(value: object) -> Iterator[str]:
+def _strings_in(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
+            yield from _strings_in(item)
 
 
-def _spans(shared: Sequence[tuple[int, int]], found: Words) -> list[Span]:
-    """The characters to remove: each run with its margins, joined where they meet."""
-    spans: list[Span] = []
+def _ranges_to_cut(shared: Sequence[tuple[int, int]], found: HashedWords) -> list[CharacterRange]:
+    """Character ranges to remove: shared n-grams with margins, merged if they overlap."""
+    ranges: list[CharacterRange] = []
     for first, length in shared:
-        start, stop = int(found.starts[first]) - MARGIN, int(found.stops[first + length - 1]) + MARGIN
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
+        start, stop = int(found.starts[first]) - CUT_MARGIN, int(found.stops[first + length - 1]) + CUT_MARGIN
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])
         else:
-            spans.append((start, stop))
-    return spans
+            ranges.append((start, stop))
+    return ranges
 
 
-def _parts(text: str, spans: Sequence[Span], found: Words) -> list[str]:
-    """What is left between the spans, in whole words, where it is long enough."""
-    starts = [0, *(_next(found.starts, stop, len(text)) for _, stop in spans)]
-    stops = [*(_last(found.stops, start) for start, _ in spans), len(text)]
-    return [text[start:stop].strip() for start, stop in zip(starts, stops) if stop - start >= LEAST]
+def _kept_parts(text: str, cut_ranges: Sequence[CharacterRange], found: HashedWords) -> list[str]:
+    """The parts between the cuts, at word boundaries, if long enough."""
+    starts = [0, *(_first_at_or_after(found.starts, stop, len(text)) for _, stop in cut_ranges)]
+    stops = [*(_last_at_or_before(found.stops, start) for start, _ in cut_ranges), len(text)]
+    return [text[start:stop].strip() for start, stop in zip(starts, stops) if stop - start >= MIN_PART_CHARACTERS]
 
 
-def _next(places: NDArray[np.int64], least: int, otherwise: int) -> int:
+def _first_at_or_after(places: NDArray[np.int64], least: int, otherwise: int) -> int:
     at = int(np.searchsorted(places, least))
     return int(places[at]) if at < len(places) else otherwise
 
 
-def _last(places: NDArray[np.int64], most: int) -> int:
+def _last_at_or_before(places: NDArray[np.int64], most: int) -> int:
     at = int(np.searchsorted(places, most, "right"))
     return int(places[at - 1]) if at else 0

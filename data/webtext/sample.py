@@ -15,91 +15,90 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data.cli import Parser, run
-from data.default_corpus import collect
+from data.cli import StrictArgumentParser, run_command
+from data.default_corpus import collect_documents
 from data.storage import make_folder, staged_file
 
 PACKAGES = ("python", "numpy")
 SEED = 1234
-FOREIGN = (
+FOREIGN_SENTENCES = (
     "Der Kater schlief den ganzen Tag auf dem warmen Dach und kam erst am Abend zum Essen zurück. ",
     "Le marché du samedi commence tôt le matin, et les meilleures tomates sont vendues avant dix heures. ",
     "La biblioteca del barrio abre todos los días, y los niños vienen a leer después de la escuela. ",
-    "Il treno per Bologna parte alle otto, ma oggi è in ritardo a causa della neve in montagna. ",
-)
-BROKEN = (
-    b'{"text": "this line was cut o\n', b"[1, 2, 3]\n", b'{"url": "http://docs.example.org/no-text.html"}\n',
-    b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://docs.example.org/latin.html"}\n',
-    b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n",
-)
+    "Il treno per Bologna parte alle otto, ma oggi è in ritardo a causa della neve in montagna. ")
+MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
+                   b'{"url": "http://docs.example.org/no-text.html"}\n',
+                   b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://docs.example.org/latin.html"}\n',
+                   b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n")
 
 
-def page(title: str, text: str) -> str:
-    """The text as a site would show it."""
+def html_page_of(title: str, text: str) -> str:
+    """The text as an HTML page."""
     paragraphs = "".join(f"<p>{html.escape(part)}</p>\n" for part in text.split("\n\n"))
     return (f"<!DOCTYPE html>\n<html><head><title>{html.escape(title)}</title><style>p {{ margin: 1em }}</style></head>"
             f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{html.escape(title)}</h1>\n"
             f"{paragraphs}</main><footer>All rights reserved</footer><script>track()</script></body></html>\n")
 
 
-def edited(text: str, rng: random.Random) -> str:
-    """One word in a hundred replaced."""
+def replace_some_words(text: str, rng: random.Random) -> str:
+    """Replace one word in a hundred."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), len(words) // 100):
         words[place] = "edited"
     return " ".join(words)
 
 
-def address(text: str) -> str:
+def url_of(text: str) -> str:
     return f"http://docs.example.org/{text.split(maxsplit=1)[0].replace('.', '/')}.html"
 
 
-def planted(texts: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
-    """What should not survive, or not as it is."""
+def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
+    """Documents that the stages should drop or change."""
     long = [text for text in texts if len(text) > 2000]
     some = rng.sample(long, min(120, len(long) // 2))
     made = [{"text": text, "url": f"http://mirror.example.net/{k}"} for k, text in enumerate(some[:40])]
-    made += [{"text": edited(text, rng), "url": f"http://copy.example.net/{k}"} for k, text in enumerate(some[40:80])]
-    made += [{"text": text + " again", "url": address(text)} for text in some[80:90]]
+    made += [{"text": replace_some_words(text, rng), "url": f"http://copy.example.net/{k}"}
+             for k, text in enumerate(some[40:80])]
+    made += [{"text": text + " again", "url": url_of(text)} for text in some[80:90]]
     made += [{"text": text, "url": f"http://www.youtube.com/{k}"} for k, text in enumerate(some[90:100])]
     made += [{"text": "“Curly” quotes – broken: " .encode().decode("cp1252", "replace") + text,
               "url": f"http://broken.example.net/{k}"} for k, text in enumerate(some[100:])]
     made += [{"text": sentence * rng.randint(10, 30), "url": f"http://world.example.net/{k}"}
-             for k, sentence in enumerate(FOREIGN * 5)]
+             for k, sentence in enumerate(FOREIGN_SENTENCES * 5)]
     return made
 
 
-def build(folder: Path, packages: Sequence[str] = PACKAGES, workers: int = 1) -> None:
-    """Write the files."""
+def build_sample(folder: Path, packages: Sequence[str] = PACKAGES, workers: int = 1) -> None:
     rng = random.Random(SEED)
-    texts = collect(packages, workers)
+    texts = collect_documents(packages, workers)
     pages, plain, rest = texts[:100], texts[100:120], texts[120:]
-    records = [{"text": text, "url": address(text)} for text in rest] + planted(rest, rng)
+    records = [{"text": text, "url": url_of(text)} for text in rest] + planted_documents(rest, rng)
     rng.shuffle(records)
     half = len(records) // 2
     make_folder(folder / "pages")
     for number, text in enumerate(pages):
-        write(folder / "pages" / f"{number:03d}.html", [page(text.split(maxsplit=1)[0], text).encode()])
+        write_file(folder / "pages" / f"{number:03d}.html", [html_page_of(text.split(maxsplit=1)[0], text).encode()])
     for number, text in enumerate(plain):
-        write(folder / "pages" / f"{number:03d}.txt", [text.replace("\n", "\r\n").encode()])
-    write(folder / "crawl-0.jsonl", [*lines(records[:half]), *BROKEN])
-    write(folder / "crawl-1.jsonl.gz", [gzip.compress(b"".join(lines(records[half:])), mtime=0)])
+        write_file(folder / "pages" / f"{number:03d}.txt", [text.replace("\n", "\r\n").encode()])
+    write_file(folder / "crawl-0.jsonl", [*json_lines(records[:half]), *MALFORMED_LINES])
+    write_file(folder / "crawl-1.jsonl.gz", [gzip.compress(b"".join(json_lines(records[half:])), mtime=0)])
 
 
-def lines(records: Iterable[dict[str, str]]) -> list[bytes]:
+def json_lines(records: Iterable[dict[str, str]]) -> list[bytes]:
     return [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
 
 
-def write(path: Path, parts: Iterable[bytes]) -> None:
+def write_file(path: Path, parts: Iterable[bytes]) -> None:
     with staged_file(path) as file:
         file.writelines(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.webtext.sample", "A small web to try the stages on, from installed documentation.")
+    parser = StrictArgumentParser("data.webtext.sample",
+                                  "A small web to try the stages on, from installed documentation.")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
-    build(parser.parse_args(argv).output_dir)
+    build_sample(parser.parse_args(argv).output_dir)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

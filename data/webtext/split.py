@@ -1,93 +1,143 @@
-"""Training, validation and test documents: folders `train`, `valid` and `test` of shards, in the order they came in.
+"""`shuffle` and `split`: a seeded random order of all documents, and training, validation and test parts.
 
-By *hash*, a document's part depends on its text and the seed, alone: it stays where it is when the corpus grows, and
-copies never end up in two parts. The shares are as exact as chance allows. By *count*, the first documents are for
-training, the next for validation, the last for the test, to the document: for a corpus that is shuffled.
+Shuffle: each document has a key, a bijection of its number; lines are scattered over buckets of keys that fit in
+memory. Shard k of n holds the k-th n-th of all keys. Split by *hash*: a document's part depends on its text and the
+seed, so copies stay together. By *count*: the first documents train, the next validate, the last test.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import IO
+
+import numpy as np
 
 from data.parallel import ordered_map
 from data.sampling import parse_split, split_documents
 from data.storage import make_folder, staged_file
-from data.webtext.counts import Counts
-from data.webtext.shards import document_at, lines, shard_lines, share, shard_name, whole
+from data.webtext.documents import (DocumentCounts, machine_share, parse_document_at, read_lines, read_shard_lines,
+                                    shard_name, whole_file)
+from data.webtext.external_sort import LineBuckets
+from data.webtext.ngram_hashes import splitmix64
 
-PARTS = ("train", "valid", "test")
-METHODS = ("hash", "count")
-
-Report = Callable[[Counts], None]
+ReportShuffled = Callable[[DocumentCounts], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class ShuffleOptions:
+    seed: int = 0
+    shards: int | None = None
+    """Number of shards to write; default: as many as in the input."""
+    memory: int = 1 << 30
+    part: tuple[int, int] = (0, 1)
+    """(i, n): write the i-th n-th of the shards."""
+
+
+def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
+                report: ReportShuffled) -> None:
+    """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
+    work = make_folder(output / ".work")
+    total = options.shards or max(1, len(inputs))
+    own_shards = machine_share(total, *options.part)
+    size = sum(whole_file(path).stop for path in inputs)
+    buckets_per_shard = max(1, -(-4 * size //
+                                 (options.memory * total)))  # per shard; a bucket uses a quarter of the memory
+    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
+    for key, line in zip(shuffle_keys(options.seed), chain.from_iterable(map(read_shard_lines, inputs))):
+        bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
+        if 0 <= bucket < len(own_shards) * buckets_per_shard:
+            buckets.add(bucket, key, line)
+    for number, shard in enumerate(own_shards):
+        counts = DocumentCounts()
+        with staged_file(output / shard_name(shard)) as file:
+            for bucket in range(number * buckets_per_shard, (number + 1) * buckets_per_shard):
+                for line in buckets.lines(bucket):
+                    file.write(line)
+                    counts.add_kept(len(line), len(line))
+        report(counts)
+    shutil.rmtree(work)
+
+
+def shuffle_keys(seed: int) -> Iterator[int]:
+    """The distinct keys of documents 0, 1, 2, ..."""
+    start = splitmix64(np.array([seed % (1 << 64)], np.uint64))
+    for first in count(0, 4096):
+        yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
+
+
+PARTS = ("train", "valid", "test")
+SPLIT_METHODS = ("hash", "count")
+
+ReportSplit = Callable[[DocumentCounts], None]
+
+
+@dataclass(frozen=True)
+class SplitOptions:
     shares: str = "949,50,1"
-    method: str = METHODS[0]
+    method: str = SPLIT_METHODS[0]
     seed: int = 0
     part: tuple[int, int] = (0, 1)
     """(i, n): split the i-th n-th of the shards."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """One shard to split."""
+class SplitTask:
+    """A shard to split."""
 
     path: Path
     output: Path
     name: str
     first: int
-    """Number of its first document, where that is known."""
+    """Number of its first document, if known."""
 
 
-def run(inputs: Sequence[Path], output: Path, options: Options, workers: int, report: Report) -> None:
+def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int, report: ReportSplit) -> None:
     """Write the parts of each shard. A part without documents has no file."""
     shares = parse_split(options.shares)
     firsts, ranges = [0] * len(inputs), []
     if options.method == "count":
-        *firsts, total = accumulate(ordered_map(count_lines, inputs, workers), initial=0)
+        *firsts, total = accumulate(ordered_map(count_shard_lines, inputs, workers), initial=0)
         ranges = split_documents(shares, total)
     for part in PARTS:
         make_folder(output / part)
-    tasks = [Task(inputs[number], output, shard_name(number), firsts[number])
-             for number in share(len(inputs), *options.part)]
+    tasks = [SplitTask(inputs[number], output, shard_name(number), firsts[number])
+             for number in machine_share(len(inputs), *options.part)]
     for counts in ordered_map(partial(split_shard, shares=shares, ranges=ranges, seed=options.seed), tasks, workers):
         report(counts)
 
 
-def split_shard(task: Task, shares: Sequence[Fraction], ranges: Sequence[range], seed: int) -> Counts:
-    """By the ranges of document numbers, or if there are none by hash."""
-    counts = Counts()
+def split_shard(task: SplitTask, shares: Sequence[Fraction], ranges: Sequence[range], seed: int) -> DocumentCounts:
+    """Split by the ranges of document numbers, or by hash without ranges."""
+    counts = DocumentCounts()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
-        for number, (offset, line) in enumerate(lines(whole(task.path)), start=task.first):
+        for number, (offset, line) in enumerate(read_lines(whole_file(task.path)), start=task.first):
             if ranges:
                 place = next(k for k, documents in enumerate(ranges) if number in documents)
             else:
-                place = part_by_hash(document_at(str(task.path), offset, line).text, shares, seed)
+                place = part_of_text_hash(parse_document_at(str(task.path), offset, line).text, shares, seed)
             part = PARTS[place]
             if part not in files:
                 files[part] = stack.enter_context(staged_file(task.output / part / task.name))
             files[part].write(line)
-            counts.keep(len(line), len(line))
+            counts.add_kept(len(line), len(line))
     return counts
 
 
-def part_by_hash(text: str, shares: Sequence[Fraction], seed: int) -> int:
-    """Which part a text belongs to."""
+def part_of_text_hash(text: str, shares: Sequence[Fraction], seed: int) -> int:
+    """The part of a text by its hash."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
     return next(place for place, bound in enumerate(accumulate(shares)) if point < bound)
 
 
-def count_lines(path: Path) -> int:
-    return sum(1 for _ in shard_lines(path))
+def count_shard_lines(path: Path) -> int:
+    return sum(1 for _ in read_shard_lines(path))

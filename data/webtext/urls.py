@@ -1,11 +1,8 @@
-"""`urls`: leave out documents by their address, before anything is done to their text.
+"""`urls`: drop documents by their address, before any work on their text.
 
-Dropped: an address that is malformed or too short to be a page's, one on the black list of domains or extensions, and
-every document but the first with the same address. Documents without an address stay.
-
-Two passes, each like a stage of its own: one looks at single documents, the other (`run_unique`) compares all, with the
-sorter on disk. Addresses are the same when host (case, `www.`), port, path and query are; scheme and fragment do not
-matter.
+Dropped: malformed and too short addresses, blacklisted domains and extensions, and all but the first document of an
+address. Documents without an address stay. Two passes: one per document, one (`run_unique`) over all with the external
+sort. Addresses are equal if host (ignoring case and `www.`), port, path and query are; scheme and fragment are ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +19,15 @@ import numpy as np
 
 from data.parallel import ordered_map
 from data.storage import DataError, staged_file
-from data.webtext.counts import Counts
-from data.webtext.document import Document, Drop, Function, parse
-from data.webtext.external import Rows, RowSorter
-from data.webtext.shards import shard_lines, shard_name, share
+from data.webtext.documents import (Document, DocumentCounts, DocumentFunction, DroppedDocument, machine_share,
+                                    parse_shard_line, read_shard_lines, shard_name)
+from data.webtext.external_sort import Rows, RowSorter
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
-DUPLICATE = "duplicate URL"
+DUPLICATE_URL = "duplicate URL"
 
-# Places with little running text (a domain stands for its subdomains), and files that are not pages.
+# Domains with little running text (including subdomains), and extensions of files that are not pages.
 DOMAINS = frozenset("""
     500px.com akamaihd.net aliexpress.com amazonaws.com artstation.com bandcamp.com bit.ly buff.ly cloudfront.net
     dailymail.co.uk dailymotion.com deviantart.com discord.com discord.gg dropbox.com ebay.com etsy.com
@@ -53,25 +49,25 @@ EXTENSIONS = frozenset("""
 
 @dataclass(frozen=True)
 class UrlOptions:
-    """Flags of the command line."""
+    """Command line flags."""
 
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
-    """Characters; `http://a` is not a page."""
+    """Minimum length in characters; `http://a` is not a page."""
 
 
 @dataclass(frozen=True)
 class UniqueOptions:
-    """How the second pass is run."""
+    """How the second pass runs."""
 
     memory: int = 1 << 28
     part: tuple[int, int] = (0, 1)
-    """(i, n): write the i-th n-th of the shards."""
+    """(i, n): write share i of n of the shards."""
 
 
-def read_list(path: str) -> tuple[str, ...]:
-    """A black list: one entry a line, `#` begins a comment."""
+def read_blacklist(path: str) -> tuple[str, ...]:
+    """Entries of a blacklist file: one per line, `#` begins a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,36 +75,36 @@ def read_list(path: str) -> tuple[str, ...]:
     return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
 
 
-def make(options: UrlOptions) -> Function:
+def make_url_filter(options: UrlOptions) -> DocumentFunction:
     domains, extensions = frozenset(options.domains), frozenset(options.extensions)
 
-    def check(document: Document) -> Document | Drop:
+    def check(document: Document) -> Document | DroppedDocument:
         url = document.url
         if url is None:
             return document
         if len(url) < options.shortest:
-            return Drop("short URL")
-        parts = split(url)
+            return DroppedDocument("short URL")
+        parts = split_url(url)
         if parts is None:
-            return Drop("malformed URL")
+            return DroppedDocument("malformed URL")
         labels = str(parts.hostname).removesuffix(".").split(".")
         if any(".".join(labels[k:]) in domains for k in range(len(labels))):
-            return Drop("blacklisted domain")
+            return DroppedDocument("blacklisted domain")
         name = parts.path.rpartition("/")[2].lower()
         if "." in name and name[name.rindex("."):] in extensions:
-            return Drop("blacklisted extension")
+            return DroppedDocument("blacklisted extension")
         return document
 
     return check
 
 
-def split(url: str) -> SplitResult | None:
-    """The parts of a web address, or None if it is none."""
+def split_url(url: str) -> SplitResult | None:
+    """The parts of a web address; None if it is malformed."""
     if _FORBIDDEN.search(url):
         return None
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port  # reading the port checks it
+        host, _ = parts.hostname or "", parts.port  # accessing the port validates it
     except ValueError:
         return None
     labels = host.removesuffix(".").split(".")
@@ -117,9 +113,9 @@ def split(url: str) -> SplitResult | None:
     return parts
 
 
-def same_address(url: str) -> str:
-    """Equal for two spellings of one address."""
-    parts = split(url)
+def normalized_url(url: str) -> str:
+    """Equal for different spellings of one address."""
+    parts = split_url(url)
     if parts is None:
         return url
     host = str(parts.hostname).removesuffix(".").removeprefix("www.")
@@ -127,10 +123,10 @@ def same_address(url: str) -> str:
 
 
 def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               report: Callable[[Counts], None]) -> None:
-    """Of the documents with one address, keep the first."""
+               report: Callable[[DocumentCounts], None]) -> None:
+    """Keep the first document of each address."""
     seen = RowSorter(output, 4, options.memory // 2)
-    for rows in ordered_map(addresses, enumerate(inputs), workers):
+    for rows in ordered_map(url_hash_rows, enumerate(inputs), workers):
         seen.add(rows)
     repeated = RowSorter(output, 2, options.memory // 2)
     last = np.empty((0, 4), np.uint64)
@@ -139,26 +135,26 @@ def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, wor
         equal = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
         repeated.add(rows[1:][equal][:, 2:])
         last = block[-1:]
-    mine = share(len(inputs), *options.part)
-    tasks = islice(_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
-    for counts in ordered_map(_copy, tasks, workers):
+    mine = machine_share(len(inputs), *options.part)
+    tasks = islice(_copy_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
+    for counts in ordered_map(_copy_unique_lines, tasks, workers):
         report(counts)
 
 
-def addresses(shard: tuple[int, Path]) -> Rows:
-    """Rows (hash of the address in two numbers, shard, line) of the documents of a shard that have an address."""
+def url_hash_rows(shard: tuple[int, Path]) -> Rows:
+    """Rows (128-bit hash of the address as two numbers, shard, line) of a shard's documents with an address."""
     number, path = shard
     rows = []
-    for place, line in enumerate(shard_lines(path)):
-        url = parse(line, f"{path}:{place + 1}").url
+    for place, line in enumerate(read_shard_lines(path)):
+        url = parse_shard_line(line, f"{path}:{place + 1}").url
         if url is not None:
-            key = hashlib.blake2b(same_address(url).encode(), digest_size=16).digest()
+            key = hashlib.blake2b(normalized_url(url).encode(), digest_size=16).digest()
             rows.append([int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"), number, place])
     return np.array(rows, np.uint64).reshape(-1, 4)
 
 
-def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
-    """(shard, its new place, lines to leave out) of each shard, from sorted rows (shard, line)."""
+def _copy_tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
+    """(shard, target, lines to drop) per shard, from sorted rows (shard, line)."""
     held = np.empty((0, 2), np.uint64)
     for number, path in enumerate(inputs):
         parts = [held]
@@ -173,14 +169,14 @@ def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> It
         held = rows[cut:]
 
 
-def _copy(task: tuple[Path, Path, Rows]) -> Counts:
+def _copy_unique_lines(task: tuple[Path, Path, Rows]) -> DocumentCounts:
     path, target, left_out = task
-    places, counts = set(left_out.tolist()), Counts()
+    places, counts = set(left_out.tolist()), DocumentCounts()
     with staged_file(target) as file:
-        for place, line in enumerate(shard_lines(path)):
+        for place, line in enumerate(read_shard_lines(path)):
             if place in places:
-                counts.drop(DUPLICATE, len(line))
+                counts.add_dropped(DUPLICATE_URL, len(line))
             else:
-                counts.keep(len(line), len(line))
+                counts.add_kept(len(line), len(line))
                 file.write(line)
     return counts

@@ -1,19 +1,14 @@
-"""How a folder becomes a checkpoint: stage, rename, tidy. What a kill may leave behind, and who removes it. No torch.
-
-Names under the save root (only the first two mean anything to a reader)
+"""Commit a checkpoint: stage, fsync, rename, update `latest`, and clean up what an interrupted save left. No torch.
 
     <tag>                    a committed checkpoint
-    .aside-<tag>             the old copy of a tag that is being replaced; it *is* the tag while no `<tag>` exists
-    .staging-<tag>-<run>     a save under way, whose program holds the folder (flock.py); never read
-    .trash-<name>            on its way out; never read
-    .latest-pending          what `latest` is about to say (choice.py)
+    .aside-<tag>             the old copy of a tag being replaced; it is the tag while no `<tag>` exists
+    .staging-<tag>-<run>     a save in progress, locked by its program (flock); never read
+    .trash-<name>            being deleted; never read
+    .latest-pending          what `latest` is about to say (resolve_tag.py)
 
-A commit is: all files and the manifest fsynced in staging, fsync staging, [write zero_to_fp32.py], write
-`.latest-pending`, [rename <tag> to aside], rename staging to <tag>, fsync the root, write `latest`, remove
-`.latest-pending`, [trash the aside copy]. Killed before the second rename, the old copy is found under its own name or
-aside, and `latest` says what it said; killed after it, the new one is found, and is the latest. Nothing is deleted in
-place: a folder is first renamed to trash, so no half-deleted folder ever has a name that is read. `sweep` finishes what
-was left, at the next start or save. Several saves may be under way in one folder: they commit one after the other.
+Order: fsync files and manifest in staging, write `.latest-pending`, [rename <tag> aside], rename staging to <tag>,
+fsync the root, write `latest`, remove `.latest-pending`. A kill before the second rename leaves the old checkpoint,
+after it the new one. Nothing is deleted in place. Several saves into one root commit one after the other.
 """
 
 from __future__ import annotations
@@ -24,49 +19,116 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.storage import StorageFault, fsync_directory, letting_go, staged_file, write_json_atomic
-from megatron.checkpoint.choice import (
-    PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
-from megatron.checkpoint.flock import abandoned, alone, held
-from megatron.checkpoint.lineage import SaveRecord
-from megatron.checkpoint.manifest import LATEST, MANIFEST, commit_of, safe_name, seal_of
-from megatron.checkpoint.strangers import named, no_link, of_no_save, target_outside
-from megatron.checkpoint.tags import ASIDE, Say, folder_of, folders, manifest_of, say_stderr
-from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
+from data.storage import StorageFault, fsync_directory, staged_file, unlock_on_exit, write_json_atomic
+from megatron.checkpoint.deletion import (MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, DeleteFolder,
+                                          delete_folder, discard_folder)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, manifest_checksum,
+                                          read_commit_number)
+from megatron.checkpoint.resolve_tag import (PENDING_LATEST, PendingLatest, committed_pending_tag, latest_tag,
+                                             read_latest, step_records_in_commit_order)
+from megatron.checkpoint.tags import (ASIDE_PREFIX, PrintLine, format_file_names, link_target_outside, print_to_stderr,
+                                      read_tag_manifest, remove_link, tag_folder, tag_folder_names, unknown_files)
+from megatron.distributed.process_group import is_stop_requested
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.launch.distributed import is_in_a_hurry
 
-STAGING = ".staging-"
-LOCK = ".lock"
-"""Held by the one training job that saves into a folder; the content names it, for people. The kernel's lock goes with
-its process, so that a dead job does not block the next one."""
-SCRIPT = "zero_to_fp32.py"
-"""Placed beside the tags: it turns them into one state dict where this program is not installed."""
+LOCK_SECONDS = 300.0
+"""Seconds to wait for a commit of another process."""
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder, so that `is_abandoned` is False in other processes."""
+    with _open_folder(folder) as descriptor:
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether the folder exists and no process holds its lock."""
+    with _open_folder(folder) as descriptor:
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return os.path.lexists(folder)
+
+
+@contextmanager
+def exclusive_access(root: Path) -> Iterator[None]:
+    """Lock the save root against other commits and clean-ups; waits up to LOCK_SECONDS, then raises StorageError."""
+    with _open_folder(root) as descriptor:
+        if descriptor is not None:
+            _wait_for_lock(descriptor, root)
+        yield
+
+
+def _wait_for_lock(descriptor: int, root: Path) -> None:
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise StorageError(f"--save {root}: another program has been changing this folder for "
+                                   f"{LOCK_SECONDS:.0f} seconds; stop it or choose another folder") from None
+            time.sleep(0.02)
+        except OSError:  # the file system has no locks
+            return None
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[int | None]:
+    """A descriptor of the folder; None if it cannot be opened, which its user reports better."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        with unlock_on_exit(descriptor):
+            yield descriptor
+    finally:
+        with suppress(OSError):  # read-only descriptor: nothing is lost
+            os.close(descriptor)
+
+
+STAGING_PREFIX = ".staging-"
+LOCK_FILE = ".lock"
+"""Locked (flock) by the training job that saves into the folder; its content names the job. The kernel releases the
+lock of a dead process."""
+FP32_SCRIPT = "zero_to_fp32.py"
+"""Copied beside the tags: converts them to one state dict where this package is not installed."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which step tags stay after a save: the newest `last`, and those whose step `every` divides."""
+    """Which step tags to keep after a save: the newest `last`, and those whose step is a multiple of `every`."""
 
     last: int | None = None
-    """None: all stay."""
+    """None keeps all."""
     every: int | None = None
 
 
 @contextmanager
-def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
-    """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free. Lack of memory is no
-    matter of the disk."""
+def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
+    """Turn an OSError inside into a StorageError with flag, path, reason, bytes needed and bytes free. ENOMEM passes
+    through."""
     kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
-    except StorageFault as error:  # names its file itself
-        raise StorageError(f"{flag}: {error}{_lack_of_inodes(path)}{kept}") from error
+    except StorageFault as error:  # it already names its file
+        raise StorageError(f"{flag}: {error}{_inode_note(path)}{kept}") from error
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
@@ -75,83 +137,84 @@ def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
-        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
-                           f"{_lack_of_inodes(path)}{kept}") from error
+        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free_bytes(path)} free"
+                           f"{_inode_note(path)}{kept}") from error
 
 
-def _free(path: Path) -> int | str:
+def _free_bytes(path: Path) -> int | str:
     with suppress(OSError):
-        disk = shutil.disk_usage(_existing(path))
-        return disk.free if disk.total else "unknown"  # some network file systems do not say
+        disk = shutil.disk_usage(_nearest_existing(path))
+        return disk.free if disk.total else "unknown"  # some network file systems do not report it
     return "unknown"
 
 
-def _lack_of_inodes(path: Path) -> str:
+def _inode_note(path: Path) -> str:
     with suppress(OSError):
-        found = os.statvfs(_existing(path))
+        found = os.statvfs(_nearest_existing(path))
         if found.f_files and not found.f_favail:
             return f"; no free inodes: its file system holds at most {found.f_files} files; delete some"
     return ""
 
 
-def _existing(path: Path) -> Path:
-    """It, or the nearest folder above it that is there."""
+def _nearest_existing(path: Path) -> Path:
+    """`path`, or its nearest existing parent."""
     return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
-def probe(root: Path, flag: str = "--save") -> None:
+def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
     try:
         if root.is_symlink() and not root.exists():
-            objection: str | None = f"dangling symbolic link to {os.readlink(root)}"
+            problem: str | None = f"dangling symbolic link to {os.readlink(root)}"
         elif root.exists() and not root.is_dir():
-            objection = "is a file; a folder is needed"
+            problem = "is a file; a folder is needed"
         else:
-            objection = _without_parent(root)
-        if objection is None:
+            problem = _missing_parent_problem(root)
+        if problem is None:
             root.mkdir(exist_ok=True)
-            trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
+            trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
             trial.mkdir()
-            with suppress(FileNotFoundError):  # another program's sweep was here
+            with suppress(FileNotFoundError):  # another program's clean-up removed it
                 trial.rmdir()
-    except FileNotFoundError:  # as under /proc, where folders are there and take no new ones
-        objection = f"{root.parent} is there, but nothing can be created in it; choose another folder"
+    except FileNotFoundError:  # for example under /proc, where no folder can be created
+        problem = f"{root.parent} is there, but nothing can be created in it; choose another folder"
     except OSError as error:
-        objection = f"cannot be written ({error.strerror})"
-    if objection is not None:
-        raise StorageError(f"{flag} {root}: {objection}")
+        problem = f"cannot be written ({error.strerror})"
+    if problem is not None:
+        raise StorageError(f"{flag} {root}: {problem}")
 
 
 @contextmanager
-def locked(root: str | Path) -> Iterator[None]:
+def lock_save_root(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root for a training job, or raise a ConfigError naming the holder."""
-    path = Path(root) / LOCK
-    with storing(path, 0):  # the file is emptied below: a symbolic link in its place must not lead to another one
+    path = Path(root) / LOCK_FILE
+    # O_NOFOLLOW: the file is truncated below, which must not hit the target of a symbolic link
+    with explain_disk_errors(path, 0):
         file = open(path, "a+", encoding="utf-8", errors="replace",
                     opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    with file, letting_go(file):
+    with file, unlock_on_exit(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             holder = " ".join(file.read(200).split()) or "another process"
             raise ConfigError(f"--save {root}: locked by {holder}; stop it or choose another folder") from error
-        with storing(path, 0):
+        with explain_disk_errors(path, 0):
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
 
 
-def check_parent(path: Path, flag: str) -> None:
-    """The folder that `path` is to be written into is there."""
-    if (objection := _without_parent(path)) is not None:
+def check_parent_folder(path: Path, flag: str) -> None:
+    """Raise a StorageError if the parent folder of `path` does not exist."""
+    if (objection := _missing_parent_problem(path)) is not None:
         raise StorageError(f"{flag} {path}: {objection}")
 
 
-def _without_parent(path: Path) -> str | None:
-    """Why nothing can be created at `path`: a folder on the way to it is missing, or is a file."""
+def _missing_parent_problem(path: Path) -> str | None:
+    """Why `path` cannot be created: a parent is missing or is a file; None if it can."""
     if path.parent.is_dir():
         return None
     there = next(folder for folder in path.parents if folder.exists() or folder == folder.parent)
@@ -161,160 +224,163 @@ def _without_parent(path: Path) -> str | None:
 
 
 @contextmanager
-def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0,
-          trash: BehindTheRun | None = None) -> Iterator[Path]:
-    """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
-    free: better no byte of a checkpoint than half of them. It is held until the block ends. What is in the `trash` is
-    waited for only where its room is needed, or where it piles up."""
-    staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
+def open_staging_folder(root: Path, tag: str, run_id: str, print_line: PrintLine = print_to_stderr, needed: int = 0,
+                        deleter: BackgroundDeleter | None = None) -> Iterator[Path]:
+    """Yield an empty, locked staging folder for `tag`, after cleaning up interrupted saves. Raises StorageError unless
+    `needed` bytes are free, so that no half checkpoint is written. Waits for background deletions only if their space
+    is needed or they pile up."""
+    staging = root / f"{STAGING_PREFIX}{check_safe_name(tag, 'tag')}-{check_safe_name(run_id, 'run id')}"
     with ExitStack() as until_saved:
-        with storing(staging, needed):
+        with explain_disk_errors(staging, needed):
             if not root.is_dir():
                 root.mkdir(exist_ok=True)
                 fsync_directory(root.parent)
-            sweep(root, say, delete_now if trash is None else trash.delete)
-            if trash is not None:
-                _wait_for_room(root, needed, trash, say)
-            if _lacks(root, needed):
+            clean_up_save_root(root, print_line, delete_folder if deleter is None else deleter.delete)
+            if deleter is not None:
+                _wait_for_disk_space(root, needed, deleter, print_line)
+            if _lacks_disk_space(root, needed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with alone(root):
-                while staging.exists():  # another engine that went on from the same checkpoint is saving the same tag
+            with exclusive_access(root):
+                while staging.exists():  # another engine resumed from the same checkpoint is saving this tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
-                until_saved.enter_context(held(staging))
+                until_saved.enter_context(hold_folder(staging))
         yield staging
 
 
-def _wait_for_room(root: Path, needed: int, trash: BehindTheRun, say: Say) -> None:
-    """Not alone in the folder, where others may save meanwhile."""
-    if trash.waiting > MOST and not is_in_a_hurry():
-        say(f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
-        trash.wait(MOST, is_in_a_hurry)
-    if trash.waiting and _lacks(root, needed):
-        say(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
-        trash.wait(until=lambda: not _lacks(root, needed))
+def _wait_for_disk_space(root: Path, needed: int, deleter: BackgroundDeleter, print_line: PrintLine) -> None:
+    """Without the lock of the save root, so that others may save meanwhile."""
+    if deleter.pending_count > MAX_PENDING_FOLDERS and not is_stop_requested():
+        print_line(
+            f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
+        deleter.wait_for_deletions(MAX_PENDING_FOLDERS, is_stop_requested)
+    if deleter.pending_count and _lacks_disk_space(root, needed):
+        print_line(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
+        deleter.wait_for_deletions(until=lambda: not _lacks_disk_space(root, needed))
 
 
-def _lacks(root: Path, needed: int) -> bool:
-    free = _free(root)
+def _lacks_disk_space(root: Path, needed: int) -> bool:
+    free = _free_bytes(root)
     return isinstance(free, int) and free < needed
 
 
-def sweep(root: Path, say: Say = say_stderr, delete: Delete = delete_now) -> None:
-    """Remove what a killed save left, and give a tag that was moved aside its name back."""
-    with alone(root):
-        _tidy(root, say, delete)
+def clean_up_save_root(root: Path, print_line: PrintLine = print_to_stderr,
+                       delete: DeleteFolder = delete_folder) -> None:
+    """Remove leftovers of killed saves, and restore a tag that was moved aside."""
+    with exclusive_access(root):
+        _clean_up_entries(root, print_line, delete)
 
 
-def _tidy(root: Path, say: Say, delete: Delete) -> None:
+def _clean_up_entries(root: Path, print_line: PrintLine, delete: DeleteFolder) -> None:
     for name in sorted(os.listdir(root)):
-        if name.startswith(ASIDE):
-            _settle(root, name.removeprefix(ASIDE), say, delete)
-        elif name == PENDING:
-            _settle_latest(root, say)
-        elif name.startswith(STAGING) and abandoned(root / name):
-            say(f"removing {root / name}, left by an interrupted save")
-            discard(root / name, delete)
-        elif name.startswith(TRASH):
+        if name.startswith(ASIDE_PREFIX):
+            _finish_replacement(root, name.removeprefix(ASIDE_PREFIX), print_line, delete)
+        elif name == PENDING_LATEST:
+            _finish_latest(root, print_line)
+        elif name.startswith(STAGING_PREFIX) and is_abandoned(root / name):
+            print_line(f"removing {root / name}, left by an interrupted save")
+            discard_folder(root / name, delete)
+        elif name.startswith(TRASH_PREFIX):
             delete(root / name)
-        elif name.startswith((f".{LATEST}.", f".{PENDING}.", f".{SCRIPT}.")):
+        elif name.startswith((f".{LATEST}.", f".{PENDING_LATEST}.", f".{FP32_SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
 
-def _settle(root: Path, tag: str, say: Say, delete: Delete) -> None:
-    """Finish a replacement that was cut short: forward if the new copy is there, otherwise back."""
-    folder, aside = root / tag, root / (ASIDE + tag)
+def _finish_replacement(root: Path, tag: str, print_line: PrintLine, delete: DeleteFolder) -> None:
+    """Complete an interrupted replacement of a tag: keep the new copy if it is valid, otherwise restore the old one."""
+    folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
-        say(f"restoring {folder}, moved aside by an interrupted save")
+        print_line(f"restoring {folder}, moved aside by an interrupted save")
         os.rename(aside, folder)
         fsync_directory(root)
         return
-    with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
-        manifest_of(root, tag)
-        discard(aside, delete)
+    with suppress(CheckpointError):  # if the new copy is damaged, the old one stays aside
+        read_tag_manifest(root, tag)
+        discard_folder(aside, delete)
 
 
-def _settle_latest(root: Path, say: Say) -> None:
-    """Let `latest` name the tag whose save was interrupted after its commit."""
-    if tag := committed_pending(root):
-        say(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
+def _finish_latest(root: Path, print_line: PrintLine) -> None:
+    """Write `latest` for a save that was interrupted after its commit."""
+    if tag := committed_pending_tag(root):
+        print_line(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
         _write_latest(root, tag)
     else:
-        (root / PENDING).unlink(missing_ok=True)
+        (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
-def commit(staging: Path, root: Path, tag: str, latest: bool = True, delete: Delete = delete_now) -> None:
-    """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name, and name it in `latest`."""
-    folder, aside = root / tag, root / (ASIDE + tag)
-    with storing(folder, 0):
+def commit_tag(staging: Path, root: Path, tag: str, latest: bool = True, delete: DeleteFolder = delete_folder) -> None:
+    """Rename the complete folder `staging` to the tag, replacing one of that name, and name it in `latest`."""
+    folder, aside = root / tag, root / (ASIDE_PREFIX + tag)
+    with explain_disk_errors(folder, 0):
         fsync_directory(staging)
-        _place_script(root)
+        _copy_fp32_script(root)
         try:
             if latest:
-                pending = Pending(tag, str(seal_of(staging)), read_latest(root))
-                write_json_atomic(no_link(root / PENDING), asdict(pending))
+                pending = PendingLatest(tag, str(manifest_checksum(staging)), read_latest(root))
+                write_json_atomic(remove_link(root / PENDING_LATEST), asdict(pending))
             if folder.exists() and aside.exists():
-                discard(folder, delete)  # `sweep` kept the aside copy because this one is damaged
+                discard_folder(folder, delete)  # `clean_up_save_root` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
         except OSError:
-            (root / PENDING).unlink(missing_ok=True)
+            (root / PENDING_LATEST).unlink(missing_ok=True)
             raise
         fsync_directory(root)
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):
-            discard(aside, delete)
+            discard_folder(aside, delete)
 
 
 def _write_latest(root: Path, tag: str) -> None:
-    with staged_file(no_link(root / LATEST), "w") as file:
+    with staged_file(remove_link(root / LATEST), "w") as file:
         file.write(f"{tag}\n")
-    (root / PENDING).unlink(missing_ok=True)
+    (root / PENDING_LATEST).unlink(missing_ok=True)
 
 
-def last_commit(root: Path) -> int:
-    """The largest number of a commit in the root."""
-    return max((commit_of(root / name) for name in folders(root) if target_outside(root / name, root) is None),
-               default=0)
+def last_commit_number(root: Path) -> int:
+    """The largest commit number in the root; 0 without tags."""
+    return max((read_commit_number(root / name) for name in tag_folder_names(root)
+                if link_target_outside(root / name, root) is None), default=0)
 
 
-def _place_script(root: Path) -> None:
-    """The script that reads the tags of this format, if it is not there."""
-    text, path = (Path(__file__).with_name("interchange") / SCRIPT).read_bytes(), root / SCRIPT
+def _copy_fp32_script(root: Path) -> None:
+    """Copy zero_to_fp32.py into the root if it is missing or differs."""
+    text, path = Path(__file__).with_name(FP32_SCRIPT).read_bytes(), root / FP32_SCRIPT
     if path.is_symlink() or not path.is_file() or path.read_bytes() != text:
-        with staged_file(no_link(path)) as file:
+        with staged_file(remove_link(path)) as file:
             file.write(text)
 
 
-def prune(root: Path, keep: Keep, saved: SaveRecord, say: Say = say_stderr, delete: Delete = delete_now) -> list[str]:
-    """Delete the complete step tags that `keep` does not name, after the save `saved`; the names deleted.
+def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord, print_line: PrintLine = print_to_stderr,
+                    delete: DeleteFolder = delete_folder) -> list[str]:
+    """Delete complete step tags that `keep` does not name, after the save `saved`; returns the deleted names.
 
-    The newest `keep.last` of that save and its ancestors stay, and so does every tag that was committed after the
-    oldest of these. Of the earlier ones those of this run are deleted, an abandoned branch first. Never deleted: what
-    `latest` names, tags of the user's own and of other runs, those after the step of `saved` (of a branch that this run
-    has not reached yet), and links to elsewhere. `say` gets a warning of files in a deleted tag that no
-    save wrote, and, with the first save of a run, a note of the tags of others.
-    """
+    Kept are the newest `keep.last` of this save and its ancestors, and every tag committed after the oldest of these.
+    Of earlier ones only tags of this run are deleted. Never deleted: the tag that `latest` names, tags with user-chosen
+    names, tags of other runs, tags of later steps (of a branch this run has not reached), and links out of the root.
+    `print_line` gets a warning for unknown files in a deleted tag and, at the first save of a run, a note of other
+    runs' tags."""
     if keep.last is None:
         return []
-    with storing(root, 0):
-        steps = steps_oldest_first(root)
-        line = [record for record in steps if saved.continues(record)]
-        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in line]
-        if others and len(line) == 1:
+    with explain_disk_errors(root, 0):
+        steps = step_records_in_commit_order(root)
+        ancestors = [record for record in steps if saved.descends_from(record)]
+        others = [record.tag for record in steps if record.run_id != saved.run_id and record not in ancestors]
+        if others and len(ancestors) == 1:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
-                "checkpoints of this run only")
-        if len(line) < keep.last:
+            print_line(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and "
+                       "deletes the checkpoints of this run only")
+        if len(ancestors) < keep.last:
             return []
-        oldest_kept, latest = line[-keep.last].order, latest_tag(root)
-        doomed = [record.tag for record in steps if record.order < oldest_kept and record.iteration <= saved.iteration
-                  and record.tag not in (latest, *others)
+        oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
+        doomed = [record.tag for record in steps if record.commit_order < oldest_kept
+                  and record.iteration <= saved.iteration and record.tag not in (latest, *others)
                   and not (keep.every and record.iteration % keep.every == 0)]
         for tag in doomed:
-            if strangers := of_no_save(folder_of(root, tag)):
-                say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(strangers)}")
-            discard(folder_of(root, tag), delete)
+            if strangers := unknown_files(tag_folder(root, tag)):
+                print_line(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
+                           f"{format_file_names(strangers)}")
+            discard_folder(tag_folder(root, tag), delete)
     return doomed

@@ -1,20 +1,12 @@
-"""The manifest: one JSON file, written last, that says what a checkpoint is. No torch.
+"""The manifest of a checkpoint: one JSON file, written last, that says which tensors it holds and how they are cut.
 
-Vocabulary
     tag     the name of a checkpoint: a folder under the save root, `global_step<N>` or a name of the user's choice
     tensor  one logical tensor, named by kind ("weight", "exp_avg", ...) and parameter name
-    piece   consecutive elements of one tensor-parallel rank's flattened local tensor; stored under `key` in a file
-    part    what one rank says about its own files, in `rank<k>.json` (part.py)
+    piece   consecutive elements of one tensor-parallel rank's flattened local tensor, stored under a key in a file
+    lineage branch, commit number and history: from which saves a save continues; no clock takes part
 
-The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
-elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts end with the crc32 of
-every byte before, so one flipped bit anywhere in a tag is found. They hold the same `save_id`, as every file does
-(part.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
-
-Format 4 has no lineage (lineage.py). Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2
-have no parts: the manifest lists every file and every piece. They are read as they were.
-
-The partition is kept as plain numbers (not mpu's record), so that verifying needs neither mpu nor torch.
+Which rank holds which elements follows by arithmetic (reshard.py), so the manifest does not grow with the number of
+ranks. Files and checksums are in the rank manifests (rank_manifest.py). Formats 1 to 4 stay readable. No torch.
 """
 
 from __future__ import annotations
@@ -22,34 +14,111 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
-from megatron.checkpoint.cut import Sharding, Spread
-from megatron.checkpoint.lineage import History, SaveRecord, lineage_in, lineage_to_json
-from megatron.checkpoint.strict import CHECKSUM, Record, ending, read_bytes, seal, unseal
+from megatron.checkpoint.file_formats import (CHECKSUM_FIELD, StrictRecord, checksum_ending, read_bytes, seal_record,
+                                              unseal_record)
+from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
 
+
+class Ancestor(NamedTuple):
+    """An earlier save in a later one's history. Formats 1 to 4: branch "" and the time in place of the commit number.
+    """
+
+    branch: str
+    commit: int
+    tag: str
+
+
+History = tuple[Ancestor, ...]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """Identifies a save: its order within the root and its ancestors."""
+
+    tag: str
+    iteration: int
+    run_id: str
+    saved_at: int = 0
+    branch: str = ""
+    commit: int = 0
+    history: History = ()
+
+    @property
+    def as_ancestor(self) -> Ancestor:
+        return Ancestor(self.branch, self.commit if self.branch else self.saved_at, self.tag)
+
+    @property
+    def commit_order(self) -> tuple[int, int, int, str]:
+        """Sort key: saves in order of commit."""
+        return self.commit, 0 if self.branch else self.saved_at, self.iteration, self.tag
+
+    def descends_from(self, other: CommitRecord) -> bool:
+        """Whether `other` is an ancestor of this save, or this save itself."""
+        branch, commit, _ = other.as_ancestor
+        return (other.iteration <= self.iteration and (branch != "" or other.run_id == self.run_id)
+                and any(branch == known.branch and commit <= known.commit
+                        for known in (*self.history, self.as_ancestor)))
+
+
+class Lineage:
+    """What an engine's next save continues from. The lineage of rank 0 is recorded."""
+
+    def __init__(self, parent: CommitRecord | None = None) -> None:
+        """`parent` is the checkpoint that was loaded; None at the start of a run."""
+        self.branch, self.history = secrets.token_hex(8), () if parent is None else parent.history
+        if parent is not None:
+            self.set_parent(parent)
+
+    def set_parent(self, parent: CommitRecord) -> None:
+        """Let the next save continue from `parent`."""
+        earlier = (known for known in self.history if known.branch != parent.branch)
+        self.history = *earlier, parent.as_ancestor
+
+    def next_commit_number(self, last: int) -> int:
+        """Number of the next commit into a root whose last commit has number `last`."""
+        return 1 + max([last, *(known.commit for known in self.history if known.branch)])
+
+
+def parse_lineage(record: StrictRecord) -> tuple[str, History]:
+    """(branch, history) of a manifest or of the rank 0 manifest."""
+    branch, history = record.take_field("branch", str), []
+    for value in record.take_field("history", list):
+        entry = StrictRecord(value, f"{record.where}: history[]")
+        history.append(
+            Ancestor(entry.take_field("branch", str), entry.take_count("commit", 10**18), entry.take_field("tag", str)))
+        entry.check_all_taken()
+    return branch, tuple(history)
+
+
+def lineage_to_json(branch: str, history: History) -> dict[str, Any]:
+    return {"history": [known._asdict() for known in history], "branch": branch}
+
+
 FORMAT = 5
-"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they, 3 and 4 are read as well."""
+"""The format written. Formats 1 (without `saved_at`) and 2 list all files and pieces; formats 1 to 4 can be read."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_BEGIN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)","iteration":([0-9]{1,18})')
-_END = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
-                  rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
-_LAST = 250
-"""Bytes that hold the end."""
+_HEAD_PATTERN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)","iteration":([0-9]{1,18})')
+_TAIL_PATTERN = re.compile(rb'(?:"branch":"([0-9a-f]+)","commit":([0-9]{1,15}),)?"saved_at":([0-9]{1,18})'
+                           rb'(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
+_TAIL_BYTES = 250
+"""Bytes read from the end of a manifest."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
 
 
-def safe_name(name: str, what: str) -> str:
-    """`name`, which may become a path: no separator, no leading dot, nothing a file system reads otherwise."""
+def check_safe_name(name: str, what: str) -> str:
+    """Return `name` if it is safe as a path: no separator, no leading dot, nothing special to a file system."""
     if not is_safe_name(name):
         raise CheckpointError(f"{what} {name!r:.80} is not a plain name: letters, digits, '_', '-' and inner '.' only")
     return name
@@ -59,19 +128,19 @@ def is_safe_name(name: str) -> bool:
     return _SAFE_NAME.fullmatch(name) is not None and name not in (LATEST, MANIFEST)
 
 
-def step_tag(iteration: int) -> str:
+def tag_of_iteration(iteration: int) -> str:
     return f"global_step{iteration}"
 
 
-def step_of(tag: str) -> int | None:
-    """N of `global_step<N>`; None for a tag of the user's own."""
+def iteration_of_tag(tag: str) -> int | None:
+    """N of `global_step<N>`; None for a user-chosen tag name."""
     match = _STEP_TAG.fullmatch(tag)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of the tag must be, to the byte."""
+    """Size and checksum that a file of the tag must have."""
 
     size: int
     crc32: str
@@ -83,7 +152,7 @@ class FileEntry:
 
 @dataclass(frozen=True, order=True)
 class PieceEntry:
-    """`count` elements from `offset` of the flattened local tensor of `tp_rank`."""
+    """Where elements [offset, offset + count) of the flattened local tensor of `tp_rank` are stored."""
 
     tp_rank: int
     offset: int
@@ -94,59 +163,59 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One logical tensor: the cut it was written under, and where its elements are."""
+    """One logical tensor: how it is sharded, and where its elements are."""
 
     kind: str
     name: str
     dtype: str
-    sharding: Sharding
-    spread: Spread | None = None
+    sharding: TPSharding
+    dp_sharding: DPSharding | None = None
     """None in formats 1 and 2."""
     pieces: tuple[PieceEntry, ...] = ()
     """Empty in format 3."""
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         return f"{self.kind} {self.name!r}"
 
     @property
     def numel(self) -> int:
-        """Elements of one tensor-parallel rank's local tensor."""
+        """Elements of the local tensor of one tensor-parallel rank."""
         return prod(self.sharding.local_shape)
 
-    def check_whole(self, tp: int, shards: int) -> None:
-        """The cut exists, and every element of every rank's local tensor is held once: the flat buffer of `shards`
-        shards that the tensor is spread over contains it, or the pieces, in order, cover it."""
+    def check_coverage(self, tp: int, shards: int) -> None:
+        """Raise unless the sharding is valid and every element of every rank's local tensor is stored once: it lies
+        inside the flat buffer of `shards` shards, or the pieces cover it in order."""
         self.sharding.check()
-        if self.spread is None:
+        if self.dp_sharding is None:
             self._check_pieces()
         elif self.sharding.dim is not None and self.sharding.tp_size != tp:
-            raise CheckpointError(f"{self.where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
-        elif self.numel and self.spread.start + self.numel > self.spread.each * shards:
-            raise CheckpointError(f"{self.where}: {self.numel} elements from {self.spread.start} on are not in "
-                                  f"{shards} shards of {self.spread.each}")
+            raise CheckpointError(f"{self.label}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
+        elif self.numel and self.dp_sharding.start + self.numel > self.dp_sharding.shard_size * shards:
+            raise CheckpointError(f"{self.label}: {self.numel} elements from {self.dp_sharding.start} on are not in "
+                                  f"{shards} shards of {self.dp_sharding.shard_size}")
 
     def _check_pieces(self) -> None:
         numel, ranks = self.numel, self.sharding.tp_size
         rank = offset = 0
         for piece in self.pieces:
             if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
-                raise CheckpointError(f"{self.where}: expected a piece at element {offset} of {numel} of "
+                raise CheckpointError(f"{self.label}: expected a piece at element {offset} of {numel} of "
                                       f"tensor-parallel rank {rank} of {ranks}, found {piece}")
             rank, offset = divmod(rank * numel + offset + piece.count, numel)
         if numel and rank != ranks:
-            raise CheckpointError(f"{self.where}: there is nothing at element {offset} of {numel} of tensor-parallel "
+            raise CheckpointError(f"{self.label}: there is nothing at element {offset} of {numel} of tensor-parallel "
                                   f"rank {rank} of {ranks}")
 
 
-def key_of(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
-    """The key of a piece, as `Piece.key` has it."""
+def piece_key(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
+    """The key of a piece, as in `TensorPiece.key`."""
     return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint: who wrote it, under which config and layout, in which files, holding which tensors."""
+    """One checkpoint: its run, configuration, layout and tensors."""
 
     run_id: str
     tag: str
@@ -155,40 +224,41 @@ class Manifest:
     config: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
-    """Time of the commit in microseconds since 1970, for people; 0 in format 1, which does not record it."""
+    """Time of the commit in microseconds since 1970, for display only; 0 in format 1."""
     branch: str = ""
     commit: int = 0
-    """The number of the commit; 0 in formats 1 to 4, which have no branch and no history either (lineage.py)."""
+    """Commit number; 0 in formats 1 to 4, which also have no branch and history."""
     history: History = ()
     save_id: str = ""
-    """What this save wrote into each of its files of JSON; empty in formats 1 and 2."""
+    """Written into each JSON file of this save; empty in formats 1 and 2."""
     nbytes: int = 0
-    """Of all other files of the tag."""
+    """Size of all other files of the tag."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Formats 1 and 2: every other file of the tag. Later: empty, unless `tags.verify` has filled it in."""
+    """Formats 1 and 2: every other file of the tag. Later formats: empty unless filled in by `tags.verify_tag`."""
     format: int = FORMAT
 
     @property
-    def name_of_save(self) -> str:
-        """Differs from save to save; before format 3, where its files do."""
+    def save_name(self) -> str:
+        """An identifier of the save; before format 3 it depends on the files only."""
         return self.save_id or f"{crc32(repr(sorted(self.files.items())).encode()):08x}"
 
     @property
-    def record(self) -> SaveRecord:
-        return SaveRecord(self.tag, self.iteration, self.run_id, self.saved_at, self.branch, self.commit, self.history)
+    def commit_record(self) -> CommitRecord:
+        return CommitRecord(self.tag, self.iteration, self.run_id, self.saved_at, self.branch, self.commit,
+                            self.history)
 
     @property
-    def has_parts(self) -> bool:
+    def has_rank_manifests(self) -> bool:
         return self.format > 2
 
     @property
-    def has_origins(self) -> bool:
+    def has_provenance(self) -> bool:
         return self.format > 3
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k is tensor-parallel rank k % tp
-        and has data-parallel shard k // tp."""
+    def tp_dp_sizes(self) -> tuple[int, int]:
+        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k has tensor-parallel rank k % tp
+        and data-parallel shard k // tp."""
         tp, dp = (self.layout.get(axis) for axis in ("tp", "dp"))
         if not (isinstance(tp, int) and isinstance(dp, int) and tp > 0 and dp > 0):
             raise CheckpointError(f"tag {self.tag}: {MANIFEST}: layout expected with sizes tp and dp, found "
@@ -196,116 +266,115 @@ class Manifest:
         return tp, dp
 
     @property
-    def ranks(self) -> int:
-        """How many ranks wrote it."""
-        tp, dp = self.grid
+    def world_size(self) -> int:
+        """Number of ranks that wrote it."""
+        tp, dp = self.tp_dp_sizes
         return tp * dp
 
-    def check_grid(self, ranks: int) -> None:
-        if ranks != self.ranks:
-            raise CheckpointError(f"a layout of {self.ranks} ranks ({dict(self.layout)}) is saved by {ranks}")
+    def check_world_size(self, ranks: int) -> None:
+        if ranks != self.world_size:
+            raise CheckpointError(f"a layout of {self.world_size} ranks ({dict(self.layout)}) is saved by {ranks}")
         self.check()
 
-    def piece_of(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
-        """(offset, count) of the elements of the tensor that the rank writes; None where there are none."""
-        shard, tp_rank = divmod(rank, self.grid[0])
-        assert tensor.spread is not None
-        return tensor.spread.piece(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
+    def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
+        """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
+        shard, tp_rank = divmod(rank, self.tp_dp_sizes[0])
+        assert tensor.dp_sharding is not None
+        return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
 
-    def tensor_bytes(self) -> bytes:
-        """What is said about the tensors."""
+    def tensors_as_json(self) -> bytes:
         return json.dumps([_tensor_to_json(tensor) for tensor in self.tensors], separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """Of what makes it this checkpoint and no other. The end of its `save_id`."""
-        said = {name: getattr(self, name) for name in ("run_id", "tag", "iteration", "layout", "config")}
-        said["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
-        return sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
+        """Digest of run, tag, iteration, layout, configuration and tensors; `save_id` ends with it."""
+        content = {name: getattr(self, name) for name in ("run_id", "tag", "iteration", "layout", "config")}
+        content["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
+        return sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     def to_bytes(self) -> bytes:
-        """What `record_of` reads is at the beginning and at the end."""
+        """The file's content. `read_commit_record` needs its fields at the beginning and the end."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
         body |= lineage_to_json(self.branch, self.history) | {"commit": self.commit, "saved_at": self.saved_at}
-        return seal(body)
+        return seal_record(body)
 
     def check(self) -> None:
-        """What no single field can promise: tensors named once and whole, their pieces in listed files."""
-        tp, shards = self.grid if any(tensor.spread for tensor in self.tensors) else (1, 1)
+        """Check across fields: tensors are named once and fully stored, and their pieces are in listed files."""
+        tp, shards = self.tp_dp_sizes if any(tensor.dp_sharding for tensor in self.tensors) else (1, 1)
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
-            where = f"tag {self.tag}: {MANIFEST}: {tensor.where}"
+            where = f"tag {self.tag}: {MANIFEST}: {tensor.label}"
             if (tensor.kind, tensor.name) in seen:
                 raise CheckpointError(f"{where} is listed twice")
             seen.add((tensor.kind, tensor.name))
             if foreign := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
                 raise CheckpointError(f"{where} is in {foreign[0]!r}, which is not listed")
             try:
-                tensor.check_whole(tp, shards)
+                tensor.check_coverage(tp, shards)
             except CheckpointError as error:
                 raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
     where = f"tag {folder.name}: {MANIFEST}"
-    return from_bytes(read_bytes(folder / MANIFEST, where), where)
+    return parse_manifest(read_bytes(folder / MANIFEST, where), where)
 
 
-def record_of(folder: Path) -> SaveRecord | None:
-    """Of the manifest in `folder`, without its history, if its bytes match its checksum. It is read and not parsed: one
-    of format 2 can be hundreds of megabytes, and each save asks this of every tag."""
+def read_commit_record(folder: Path) -> CommitRecord | None:
+    """The CommitRecord, without history, of the manifest in `folder`; None if its checksum is wrong. Uses regular
+    expressions in place of a JSON parser: format 2 manifests can have hundreds of MB, and each save reads this of every
+    tag."""
     try:
         data = read_bytes(folder / MANIFEST, MANIFEST)
     except CheckpointError:
         return None
-    text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
-    begin, end = _BEGIN.match(data), _END.search(data[-_LAST:])
-    if data[len(text):] != ending(text) or begin is None:
+    text = memoryview(data)[:max(data.rfind(CHECKSUM_FIELD), 0)]
+    begin, end = _HEAD_PATTERN.match(data), _TAIL_PATTERN.search(data[-_TAIL_BYTES:])
+    if data[len(text):] != checksum_ending(text) or begin is None:
         return None
     run_id, tag = (begin[group].decode("utf-8", "replace") for group in (1, 2))
     branch, commit, saved_at = (None, None, None) if end is None else end.groups()
-    return SaveRecord(tag, int(begin[3]), run_id, int(saved_at or 0), (branch or b"").decode(), int(commit or 0))
+    return CommitRecord(tag, int(begin[3]), run_id, int(saved_at or 0), (branch or b"").decode(), int(commit or 0))
 
 
-def seal_of(folder: Path) -> str | None:
-    """The checksum that the manifest in `folder` ends with, which identifies one save; None without a manifest."""
-    return None if (end := _end_of(folder)) is None else end[-len(ending(b"")):][len(CHECKSUM):-3].decode(
-        "ascii", "replace")
+def manifest_checksum(folder: Path) -> str | None:
+    """The checksum at the end of the manifest in `folder`, which identifies a save; None without a manifest."""
+    return (None if (end := _read_tail(folder)) is None
+            else end[-len(checksum_ending(b"")):][len(CHECKSUM_FIELD):-3].decode("ascii", "replace"))
 
 
-def commit_of(folder: Path) -> int:
-    """The number of the commit, from the last bytes alone; 0 where there is none."""
-    found = _END.search(_end_of(folder) or b"")
+def read_commit_number(folder: Path) -> int:
+    """The commit number, from the manifest's last bytes; 0 if there is none."""
+    found = _TAIL_PATTERN.search(_read_tail(folder) or b"")
     return int(found[2] or 0) if found else 0
 
 
-def _end_of(folder: Path) -> bytes | None:
+def _read_tail(folder: Path) -> bytes | None:
     try:
         with open(folder / MANIFEST, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
-            return file.read(_LAST)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
     except OSError:
         return None
 
 
-def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
-    """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
-    record = Record(unseal(data, where), where)
-    if (version := record.count("format")) not in range(1, FORMAT + 1):
+def parse_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
+    """Parse and check a manifest; CheckpointError names what is wrong."""
+    record = StrictRecord(unseal_record(data, where), where)
+    if (version := record.take_count("format")) not in range(1, FORMAT + 1):
         raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
-    branch, history = lineage_in(record) if version > 4 else ("", ())
-    manifest = Manifest(run_id=record.take("run_id", str), tag=safe_name(record.take("tag", str), f"{where}: tag"),
-                        iteration=record.count("iteration"), layout=record.take("layout", dict),
-                        config=record.take("config", dict),
-                        tensors=tuple(_tensor(value, where, version < 3) for value in record.take("tensors", list)),
-                        saved_at=record.count("saved_at", 10**18) if version > 1 else 0,
-                        branch=branch, history=history, commit=record.count("commit") if version > 4 else 0,
-                        save_id=record.take("save_id", str) if version > 2 else "",
-                        nbytes=record.count("nbytes") if version > 2 else 0,
-                        files=files_from_json(record.take("files", dict), where) if version < 3 else {},
-                        format=version)
-    record.done()
+    branch, history = parse_lineage(record) if version > 4 else ("", ())
+    manifest = Manifest(
+        run_id=record.take_field("run_id", str), tag=check_safe_name(record.take_field("tag", str), f"{where}: tag"),
+        iteration=record.take_count("iteration"), layout=record.take_field("layout", dict),
+        config=record.take_field("config", dict),
+        tensors=tuple(_parse_tensor_entry(value, where, version < 3) for value in record.take_field("tensors", list)),
+        saved_at=record.take_count("saved_at", 10**18) if version > 1 else 0, branch=branch, history=history,
+        commit=record.take_count("commit") if version > 4 else 0, save_id=record.take_field("save_id", str)
+        if version > 2 else "", nbytes=record.take_count("nbytes") if version > 2 else 0,
+        files=parse_file_entries(record.take_field("files", dict), where) if version < 3 else {}, format=version)
+    record.check_all_taken()
     manifest.check()
     _check_save_id(manifest, where)
     return manifest
@@ -313,53 +382,53 @@ def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
 
 def _check_save_id(manifest: Manifest, where: str) -> None:
     random, dash, digest = manifest.save_id.partition("-")
-    if manifest.has_parts and not random:
+    if manifest.has_rank_manifests and not random:
         raise CheckpointError(f"{where}: field 'save_id' is empty")
-    if manifest.has_origins != bool(dash) or manifest.has_origins and digest != manifest.digest():
+    if manifest.has_provenance != bool(dash) or manifest.has_provenance and digest != manifest.digest():
         raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
                               " was given for other content")
 
 
-def files_from_json(values: dict[str, object], where: str) -> dict[str, FileEntry]:
-    return {safe_name(name, f"{where}: file"): _file(Record(value, f"{where}: files[{name}]"))
+def parse_file_entries(values: dict[str, object], where: str) -> dict[str, FileEntry]:
+    return {check_safe_name(name, f"{where}: file"): _parse_file_entry(StrictRecord(value, f"{where}: files[{name}]"))
             for name, value in values.items()}
 
 
-def _file(record: Record) -> FileEntry:
-    entry = FileEntry(record.count("size"), record.take("crc32", str))
-    record.fields.pop("sha256", None)  # of a tag that an older version signed
-    record.done()
+def _parse_file_entry(record: StrictRecord) -> FileEntry:
+    entry = FileEntry(record.take_count("size"), record.take_field("crc32", str))
+    record.fields.pop("sha256", None)  # signed tags of older versions have it
+    record.check_all_taken()
     return entry
 
 
 def _tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
-    assert tensor.spread is not None, f"{tensor.where}: format {FORMAT} lists no pieces"
+    assert tensor.dp_sharding is not None, f"{tensor.label}: format {FORMAT} lists no pieces"
     return {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype, "sharding": asdict(tensor.sharding),
-            "start": tensor.spread.start, "each": tensor.spread.each}
+            "start": tensor.dp_sharding.start, "each": tensor.dp_sharding.shard_size}
 
 
-def _tensor(value: object, where: str, listed: bool) -> TensorEntry:
-    record = Record(value, f"{where}: tensors[]")
-    kind, name = record.take("kind", str), record.take("name", str)
+def _parse_tensor_entry(value: object, where: str, listed: bool) -> TensorEntry:
+    record = StrictRecord(value, f"{where}: tensors[]")
+    kind, name = record.take_field("kind", str), record.take_field("name", str)
     record.where = f"{where}: {kind} {name!r}"
-    sharding = _sharding(Record(record.take("sharding", dict), f"{record.where}: sharding"))
-    pieces = tuple(_piece(Record(piece, f"{record.where}: pieces[]"))
-                   for piece in (record.take("pieces", list) if listed else ()))
-    spread = None if listed else Spread(record.count("start"), record.count("each"))
-    entry = TensorEntry(kind, name, record.take("dtype", str), sharding, spread, pieces)
-    record.done()
+    sharding = _parse_sharding(StrictRecord(record.take_field("sharding", dict), f"{record.where}: sharding"))
+    pieces = tuple(_parse_piece_entry(StrictRecord(piece, f"{record.where}: pieces[]"))
+                   for piece in (record.take_field("pieces", list) if listed else ()))
+    spread = None if listed else DPSharding(record.take_count("start"), record.take_count("each"))
+    entry = TensorEntry(kind, name, record.take_field("dtype", str), sharding, spread, pieces)
+    record.check_all_taken()
     return entry
 
 
-def _sharding(record: Record) -> Sharding:
-    sharding = Sharding(record.counts("local_shape"), record.optional_count("dim"), record.count("stride"),
-                        record.optional_count("size"), record.count("tp_size"))
-    record.done()
+def _parse_sharding(record: StrictRecord) -> TPSharding:
+    sharding = TPSharding(record.take_counts("local_shape"), record.take_optional_count("dim"),
+                          record.take_count("stride"), record.take_optional_count("size"), record.take_count("tp_size"))
+    record.check_all_taken()
     return sharding
 
 
-def _piece(record: Record) -> PieceEntry:
-    entry = PieceEntry(record.count("tp_rank"), record.count("offset"), record.count("count"),
-                       record.take("file", str), record.take("key", str))
-    record.done()
+def _parse_piece_entry(record: StrictRecord) -> PieceEntry:
+    entry = PieceEntry(record.take_count("tp_rank"), record.take_count("offset"), record.take_count("count"),
+                       record.take_field("file", str), record.take_field("key", str))
+    record.check_all_taken()
     return entry

@@ -1,10 +1,9 @@
-"""Open a checkpoint and read any consecutive elements (a *run*) of any tensor, whatever layout wrote it.
+"""Open a checkpoint and read any elements of any tensor, whatever layout wrote it; layout-free digest and fp32 export.
 
-The asking side describes its own cut (local shape, partition, tensor-parallel rank) and a run of its flattened local
-tensor; the manifest knows the writing side's. If both cuts are the same, a run of the one is a run of the other.
-Otherwise the run is taken apart twice, asked local -> logical -> stored local (cut.py), and padding is left zero.
-Either way arithmetic says which rank's files hold the stored runs (in formats 1 and 2 bisection in the list of pieces),
-and they are read straight to where they are wanted. A rank opens the files that hold what it asks for, and no others.
+The caller describes its own cut (local shape, partition, tensor-parallel rank) and a segment of its flattened local
+tensor. If the writing cut is the same, one stored segment is read; otherwise local -> logical -> stored local
+(reshard.py), with zeros for padding. A rank opens only the files that hold what it asks for. `read_recorded_model`
+returns the shape, precision and tokenizer that a checkpoint records of its GPT-2.
 """
 
 from __future__ import annotations
@@ -12,91 +11,100 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.agree import agree, alike, on_rank_0, total
-from megatron.checkpoint.choice import assumption, candidates, explain_choice, latest_tag, why_alone
-from megatron.checkpoint.cut import Run
-from megatron.checkpoint.int8 import LEVELS
-from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
-from megatron.checkpoint.part import SHARED_STATE, Part, origin_of, part_name, read_part
-from megatron.checkpoint.piece import sharding_of
-from megatron.checkpoint.state import decode
-from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
-from megatron.checkpoint.strangers import unread
-from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr, state_in
-from megatron.checkpoint.tensorfile import TensorFile
-from megatron.errors import CheckpointError
+from data.format import TokenizerFacts, tokenizer_facts_of_state
+from data.storage import staged_file
+from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
+from megatron.checkpoint.file_formats import StrictRecord, parse_json, read_bytes, reraise_as_corrupt
+from megatron.checkpoint.int8_weights import INT8_KIND
+from megatron.checkpoint.json_state import decode_state
+from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, TensorEntry, piece_key
+from megatron.checkpoint.pieces import tp_sharding_of
+from megatron.checkpoint.rank_manifest import (SHARED_STATE_FILE, RankManifest, provenance_of, rank_manifest_name,
+                                               read_rank_manifest)
+from megatron.checkpoint.reshard import TensorSegment
+from megatron.checkpoint.resolve_tag import (assumed_ancestor_note, latest_file_warning, latest_tag, load_candidates,
+                                             no_fallback_reason)
+from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
+from megatron.checkpoint.tags import (PrintLine, check_tag_exists, parse_shared_state, print_to_stderr,
+                                      read_tag_manifest, tag_folder, unexpected_names, unknown_files_warning,
+                                      verify_share)
+from megatron.config.tree import ModelConfig
+from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
+from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    say: Say = say_stderr, int8: bool = False) -> Checkpoint:
-    """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
+                    print_line: PrintLine = print_to_stderr, int8: bool = False) -> Checkpoint:
+    """Open `tag`, or the tag that `latest` names, after verifying every byte of it.
 
-    Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
-    With `fallback` a damaged tag makes way for the newest intact one that it continues, and `say` prints why. One with
-    int8 weights is for those who ask for it with `int8`.
-    """
-    found = _open(Path(root), tag, world, fallback, say)
-    if found.has(LEVELS) and not int8:
+    Collective over `world`: the ranks share the verification, and all succeed or all raise the same error. With
+    `fallback` a damaged tag is replaced by its newest intact ancestor, and `print_line` gets the reason. `int8` accepts
+    int8 weights, which are otherwise refused."""
+    found = _open_or_fall_back(Path(root), tag, world, fallback, print_line)
+    if found.has(INT8_KIND) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -> Checkpoint:
-    first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
-                          world))
+def _open_or_fall_back(root: Path, tag: str | None, world: Group, fallback: bool, print_line: PrintLine) -> Checkpoint:
+    first = str(on_rank_0(lambda: check_tag_exists(root, tag) if tag is not None else latest_tag(root) or
+                          load_candidates(root)[0], world))
     try:
-        if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
-            say(warning)
-        return _open_verified(root, first, world, say)
+        if tag is None and world.rank == 0 and (warning := latest_file_warning(root, first)):
+            print_line(warning)
+        return _open_verified(root, first, world, print_line)
     except CheckpointError as error:
         last = error
-    others = on_rank_0(lambda: candidates(root, tag)[1:], world) if fallback or tag is None else []
+    others = on_rank_0(lambda: load_candidates(root, tag)[1:], world) if fallback or tag is None else []
     if not fallback or not others:
         advice = ("; --resume-fallback takes the newest good one that it continues from" if others else
-                  f"; {on_rank_0(lambda: why_alone(root, tag), world)}" if fallback else "")
+                  f"; {on_rank_0(lambda: no_fallback_reason(root, tag), world)}" if fallback else "")
         raise CheckpointError(f"{last}{advice}") from last
-    assumed = on_rank_0(lambda: assumption(root, tag), world)
+    assumed = on_rank_0(lambda: assumed_ancestor_note(root, tag), world)
     for name in others:
         if world.rank == 0:
-            say(f"warning: {last}; falling back to an older tag, {name}{assumed}")
+            print_line(f"warning: {last}; falling back to an older tag, {name}{assumed}")
         try:
-            return _open_verified(root, name, world, say)
+            return _open_verified(root, name, world, print_line)
         except CheckpointError as error:
             last = error
     raise last
 
 
-def _open_verified(root: Path, tag: str, world: Group, say: Say) -> Checkpoint:
-    """Every rank checks its share of the files, and the first one whether there are others. Collective."""
+def _open_verified(root: Path, tag: str, world: Group, print_line: PrintLine) -> Checkpoint:
+    """Verify a tag, each rank its share of the files, rank 0 also unexpected files. Collective."""
     def check() -> tuple[Manifest, int]:
-        with _reading(root, tag):
-            manifest = manifest_of(root, tag)
-            return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
+        with _explain_read_errors(root, tag):
+            manifest = read_tag_manifest(root, tag)
+            return manifest, len(verify_share(tag_folder(root, tag), manifest, world.rank, world.size))
 
     def find_others() -> list[str]:
-        with _reading(root, tag):
-            return other_names(folder_of(root, tag), manifest, count) if world.rank == 0 else []
+        with _explain_read_errors(root, tag):
+            return unexpected_names(tag_folder(root, tag), manifest, count) if world.rank == 0 else []
 
-    manifest, checked = agree(check, world)
-    alike({f"tag {tag}": manifest.name_of_save}, world, "the ranks find different checkpoints")
-    count = total(checked, world)
-    if others := agree(find_others, world):
-        say(unread(tag, others))
-    return Checkpoint(folder_of(root, tag), manifest)
+    manifest, checked = all_succeed_or_raise(check, world)
+    assert_equal_across_ranks({f"tag {tag}": manifest.save_name}, world, "the ranks find different checkpoints")
+    count = sum_over_ranks(checked, world)
+    if others := all_succeed_or_raise(find_others, world):
+        print_line(unknown_files_warning(tag, others))
+    return Checkpoint(tag_folder(root, tag), manifest)
 
 
 @contextmanager
-def _reading(root: Path, tag: str) -> Iterator[None]:
-    """A folder that cannot be listed, or a file that cannot be looked at, is an error of the checkpoint."""
+def _explain_read_errors(root: Path, tag: str) -> Iterator[None]:
+    """Turn an OSError while listing or reading into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -105,15 +113,15 @@ def _reading(root: Path, tag: str) -> Iterator[None]:
 
 
 class Checkpoint:
-    """One open checkpoint. Names of tensors are pairs (kind, name)."""
+    """One open checkpoint. A tensor is named by a pair (kind, name)."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.tensors = {(tensor.kind, tensor.name): _Stored(tensor, manifest.grid[0] if manifest.has_parts else 1)
-                        for tensor in manifest.tensors}
-        self._open: dict[str, TensorFile] = {}
-        self._parts: dict[int, Part] = {}
+        self.tensors = {(tensor.kind, tensor.name): _StoredTensor(
+            tensor, manifest.tp_dp_sizes[0] if manifest.has_rank_manifests else 1) for tensor in manifest.tensors}
+        self._open_files: dict[str, SafetensorsReader] = {}
+        self._rank_manifests: dict[int, RankManifest] = {}
 
     @property
     def tag(self) -> str:
@@ -142,119 +150,196 @@ class Checkpoint:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """The logical shape."""
-        return self._stored(kind, name).sharding.shape
+        return self._stored_tensor(kind, name).sharding.logical_shape
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        return self._state(SHARED_STATE, 0)
+        return self._read_state(SHARED_STATE_FILE, 0)
 
     def rank_state(self, rank: int, layout: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """What `rank` saved; None when it was not a rank of that run, or when tp or dp of `layout` are others."""
+        """State that `rank` saved; None if that run had no such rank, or if tp or dp of `layout` differ."""
         differs = layout is not None and any(layout[key] != self.layout.get(key) for key in ("tp", "dp"))
         if differs:
             return None
-        if not self.manifest.has_parts:
-            return self._state(part_name(rank), rank) if part_name(rank) in self.manifest.files else None
-        if rank >= self.manifest.ranks:
+        if not self.manifest.has_rank_manifests:
+            return self._read_state(rank_manifest_name(rank),
+                                    rank) if rank_manifest_name(rank) in self.manifest.files else None
+        if rank >= self.manifest.world_size:
             return None
-        return self._decoded(self._part(rank).state, f"tag {self.tag}: file {part_name(rank)}", rank)
+        return self._decode_state(
+            self._rank_manifest(rank).state, f"tag {self.tag}: file {rank_manifest_name(rank)}", rank)
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the elements from `offset` of the flattened local tensor of `shape` at `tp_rank`."""
-        stored, asked = self._stored(kind, name), sharding_of(shape, partition, tp_size)
-        if asked.shape != stored.sharding.shape:
-            raise CheckpointError(f"tag {self.tag}: {kind} {name!r}: shape expected {list(asked.shape)}, "
-                                  f"found {list(stored.sharding.shape)}")
+        """Fill the 1-D `out` with elements from `offset` of the flattened local tensor of `shape` on rank `tp_rank`."""
+        stored, wanted = self._stored_tensor(kind, name), tp_sharding_of(shape, partition, tp_size)
+        if wanted.logical_shape != stored.sharding.logical_shape:
+            raise CheckpointError(f"tag {self.tag}: {kind} {name!r}: shape expected {list(wanted.logical_shape)}, "
+                                  f"found {list(stored.sharding.logical_shape)}")
         tp_rank = 0 if partition is None else tp_rank
-        if asked == stored.sharding:
-            self._copy(stored, Run(tp_rank, offset, 0, out.numel()), out)
+        if wanted == stored.sharding:
+            self._copy_segment(stored, TensorSegment(tp_rank, offset, 0, out.numel()), out)
             return
         out.zero_()
-        for run in asked.cut.to_logical(tp_rank, offset, offset + out.numel()):
-            for part in stored.cut.to_local(run.logical, run.logical + run.count):
-                start = run.local - offset + part.logical - run.logical
-                self._copy(stored, part, out[start:start + part.count])
+        for run in wanted.slice_map.to_logical(tp_rank, offset, offset + out.numel()):
+            for part in stored.slice_map.to_local(run.logical_start, run.logical_start + run.count):
+                start = run.local_start - offset + part.logical_start - run.logical_start
+                self._copy_segment(stored, part, out[start:start + part.count])
 
-    def _copy(self, stored: _Stored, run: Run, out: torch.Tensor) -> None:
-        """Copy a run of the stored local tensor of one rank, piece by piece."""
+    def _copy_segment(self, stored: _StoredTensor, segment: TensorSegment, out: torch.Tensor) -> None:
+        """Copy a segment of one rank's stored local tensor, piece by piece."""
         done = 0
-        for holder, key, start, count in stored.find(run):
-            file = self._file_with(holder, key)
-            if (dtype := file.places[key].dtype) != stored.entry.dtype:
+        for holder, key, start, count in stored.locate(segment):
+            file = self._file_holding(holder, key)
+            if (dtype := file.tensors[key].dtype) != stored.entry.dtype:
                 raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {stored.entry.dtype}")
             file.read(key, start, out[done:done + count])
             done += count
 
-    def _stored(self, kind: str, name: str) -> _Stored:
+    def _stored_tensor(self, kind: str, name: str) -> _StoredTensor:
         if (kind, name) not in self.tensors:
             raise CheckpointError(f"tag {self.tag}: holds no {kind} {name!r}")
         return self.tensors[kind, name]
 
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._open:
-            self._open[name] = TensorFile(self.folder / name, f"tag {self.tag}: file {name}")
-        return self._open[name]
+    def _open_file(self, name: str) -> SafetensorsReader:
+        if name not in self._open_files:
+            self._open_files[name] = SafetensorsReader(self.folder / name, f"tag {self.tag}: file {name}")
+        return self._open_files[name]
 
-    def _file_with(self, holder: str | int, key: str) -> TensorFile:
-        """The file of a name, or the one of a rank's that holds `key`."""
+    def _file_holding(self, holder: str | int, key: str) -> SafetensorsReader:
+        """The file named `holder`, or the file of rank `holder` that contains `key`."""
         if isinstance(holder, str):
-            return self._file(holder)
+            return self._open_file(holder)
         names = self._files_of(holder)
-        for file in map(self._file, names):
-            if key in file.places:
+        for file in map(self._open_file, names):
+            if key in file.tensors:
                 return file
         raise CheckpointError(f"tag {self.tag}: tensor {key!r} is in none of {names}")
 
-    def _part(self, rank: int) -> Part:
-        if rank not in self._parts:
-            self._parts[rank] = read_part(self.folder, self.manifest, rank)[0]
-        return self._parts[rank]
+    def _rank_manifest(self, rank: int) -> RankManifest:
+        if rank not in self._rank_manifests:
+            self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)[0]
+        return self._rank_manifests[rank]
 
     def _files_of(self, rank: int) -> list[str]:
-        if self.manifest.has_parts:
-            return self._part(rank).tensor_files
+        if self.manifest.has_rank_manifests:
+            return self._rank_manifest(rank).tensor_files
         return [name for name in self.manifest.files if name.startswith((f"rank{rank}.s", f"rank{rank}-"))]
 
-    def _state(self, name: str, writer: int) -> dict[str, Any]:
-        """The state in a file of JSON; its tensors are in the files of the rank that wrote it."""
+    def _read_state(self, name: str, writer: int) -> dict[str, Any]:
+        """Decode a JSON state file; its tensors are in the files of the rank `writer`."""
         where = f"tag {self.tag}: file {name}"
         value = parse_json(read_bytes(self.folder / name, where), where)
-        if self.manifest.has_origins:
-            value = state_in(value, origin_of(self.manifest, writer), where)
-        return self._decoded(value, where, writer)
+        if self.manifest.has_provenance:
+            value = parse_shared_state(value, provenance_of(self.manifest, writer), where)
+        return self._decode_state(value, where, writer)
 
-    def _decoded(self, value: Any, where: str, writer: int) -> dict[str, Any]:
-        with sense_of(where):
-            state = decode(value, lambda key: self._file_with(writer, key).tensor(key))
+    def _decode_state(self, value: Any, where: str, writer: int) -> dict[str, Any]:
+        with reraise_as_corrupt(where):
+            state = decode_state(value, lambda key: self._file_holding(writer, key).tensor(key))
         if not isinstance(state, dict):
             raise CheckpointError(f"{where}: expected an object, found {type(state).__name__}")
         return state
 
 
-class _Stored:
-    """A tensor of the manifest, ready for look-ups."""
+class _StoredTensor:
+    """A tensor of the manifest, indexed for look-ups."""
 
     def __init__(self, entry: TensorEntry, tp_size: int) -> None:
-        self.entry, self.sharding, self.cut, self._tp_size = entry, entry.sharding, entry.sharding.cut, tp_size
+        self.entry, self.sharding, self.slice_map, self._tp_size = (
+            entry, entry.sharding, entry.sharding.slice_map, tp_size)
         self._starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
 
-    def find(self, run: Run) -> Iterator[tuple[str | int, str, int, int]]:
-        """(rank or file that holds it, key, start in the piece, count) of the pieces that make up `run`."""
-        start, stop = run.local, run.local + run.count
-        if self.entry.spread is None:
-            yield from self._find_listed(run.tp_rank, start, stop)
+    def locate(self, segment: TensorSegment) -> Iterator[tuple[str | int, str, int, int]]:
+        """(rank or file, key, start within the piece, count) of the pieces that make up `segment`."""
+        start, stop = segment.local_start, segment.local_start + segment.count
+        if self.entry.dp_sharding is None:
+            yield from self._locate_in_list(segment.tp_rank, start, stop)
             return
-        for shard, offset, within, count in self.entry.spread.find(start, stop):
-            yield shard * self._tp_size + run.tp_rank, key_of(self.entry, run.tp_rank, offset), within, count
+        for shard, offset, within, count in self.entry.dp_sharding.locate(start, stop):
+            yield shard * self._tp_size + segment.tp_rank, piece_key(self.entry, segment.tp_rank, offset), within, count
 
-    def _find_listed(self, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
-        """The pieces follow each other, rank by rank, without gaps."""
+    def _locate_in_list(self, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
+        """Formats 1 and 2: pieces are contiguous and ordered by rank."""
         index = bisect_right(self._starts, (tp_rank, start)) - 1
         while start < stop:
             piece = self.entry.pieces[index]
             count = min(stop, piece.offset + piece.count) - start
-            assert piece.tp_rank == tp_rank and count > 0, (self.entry.where, tp_rank, start)
+            assert piece.tp_rank == tp_rank and count > 0, (self.entry.label, tp_rank, start)
             yield piece.file, piece.key, start - piece.offset, count
             start, index = start + count, index + 1
+
+
+DIGEST_BLOCK = 1 << 22
+"""Elements in memory at a time while digesting."""
+
+
+def digest_lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """`<sha256> <kind> <shape> <name>` for each logical tensor in order, then `total <sha256 of the lines>`."""
+    total = sha256()
+    for kind in checkpoint.kinds:
+        for name in checkpoint.names(kind):
+            shape = "x".join(map(str, checkpoint.shape(kind, name)))
+            numel, hashed = prod(checkpoint.shape(kind, name)), sha256()
+            for start in range(0, numel, DIGEST_BLOCK):
+                hashed.update(
+                    read_logical(checkpoint, kind, name, start, min(DIGEST_BLOCK, numel - start)).numpy().data)
+            line = f"{hashed.hexdigest()} {kind} {shape} {name}"
+            total.update(f"{line}\n".encode())
+            yield line
+    yield f"total {total.hexdigest()}"
+
+
+def read_logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count: int) -> torch.Tensor:
+    """`count` elements from `start` of the flattened logical tensor, as fp32."""
+    out = torch.empty(count, dtype=torch.float32)
+    shape = checkpoint.shape(kind, name)
+    checkpoint.read(kind, name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    return out
+
+
+def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
+    """Write all weights as one fp32 safetensors file, atomically; returns its size in bytes."""
+    if not checkpoint.has("weight"):
+        raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
+    names = {name: name for name in checkpoint.names("weight")}
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}: field 'tied'"):
+        names |= {name: saved for name, saved in checkpoint.shared_state.get("tied", {}).items() if saved in names}
+    items = []
+    for name, saved in sorted(names.items()):  # safetensors requires a tied tensor to be stored under each name
+        shape = checkpoint.shape("weight", saved)
+        items.append(
+            FileTensor(name, torch.float32, shape, partial(read_logical, checkpoint, "weight", saved, 0, prod(shape))))
+    path = Path(output)
+    check_parent_folder(path, "--output")
+    if path.name in (LATEST, FP32_SCRIPT) or any(
+            (folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
+        raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
+    with explain_disk_errors(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
+        return write_tensors(file, items).size
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    shape: ModelConfig
+    precision: str
+    """Precision of the weights in training: fp32, fp16 or bf16."""
+    data: Mapping[str, Any]
+    """The configuration's `data` section; tokenizer_type is filled in from the recorded tokenizer."""
+    tokenizer: TokenizerFacts | None
+
+
+def read_recorded_model(checkpoint: Checkpoint) -> RecordedModel:
+    with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
+        shape, data = ModelConfig(**checkpoint.config["model"]), dict(checkpoint.config["data"])
+        precision = next((name for name in ("bf16", "fp16") if checkpoint.config["precision"][name]), "fp32")
+    if shape.vocab_size is None:
+        raise CheckpointError(
+            f"{checkpoint.tag} of {checkpoint.folder.parent} does not record the shape of its model: expected a GPT2 "
+            "of megatron.model; load_checkpoint into the model it was saved from, and save_checkpoint, record it")
+    state = StrictRecord(checkpoint.shared_state,
+                         f"tag {checkpoint.tag}: file {SHARED_STATE_FILE}").take_field("client_state", dict)
+    tokenizer = tokenizer_facts_of_state(state)
+    if tokenizer is not None and data.get("tokenizer_type") is None:
+        data["tokenizer_type"] = tokenizer.name
+    return RecordedModel(shape, precision, data, tokenizer)

@@ -1,57 +1,115 @@
-"""Which checkpoints are there under a save root, and are they intact. Reads only; no torch. choice.py chooses one.
+"""Which checkpoints (tags) a save root holds, and whether their files are intact. Reads only; no torch.
 
-A checkpoint is a folder with a valid manifest. A folder gets its final name in one rename, after its last byte is on
-the disk (commit.py), so a visible `global_step<N>` without a valid manifest is damaged, not unfinished: choosing it is
-an error, and silently choosing an older one would lose work, unless the caller asks to fall back.
+A tag is a folder with a valid manifest. It gets its name in one rename after its last byte is on disk (commit.py), so a
+`global_step<N>` without a valid manifest is damaged, not unfinished. Links that lead out of the save root are not
+followed, read, written or deleted; files that no save wrote are reported and left alone.
+Not here: which tag a load uses (resolve_tag.py).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from data.storage import crc32_file, one_line
-from megatron.checkpoint.header import Header, Place, read_header
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, key_of, read_manifest, safe_name, step_of
-from megatron.checkpoint.part import CONFIG, Origin, check_origin, origin_of, part_name, read_part, writer_of
-from megatron.checkpoint.recognise import nothing_under, recognise
-from megatron.checkpoint.strict import Record, parse_json, read_bytes
-from megatron.checkpoint.strangers import check_tag_inside, unread
+from data.storage import crc32_file, escape_to_one_line
+from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
+from megatron.checkpoint.file_formats import (SafetensorsHeader, StrictRecord, TensorLocation, parse_json, read_bytes,
+                                              read_header)
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, FileEntry, Manifest, check_safe_name, iteration_of_tag,
+                                          piece_key, read_manifest)
+from megatron.checkpoint.rank_manifest import (CONFIG_FILE, FileProvenance, check_provenance, provenance_of,
+                                               rank_manifest_name, rank_of_file, read_rank_manifest)
 from megatron.errors import CheckpointError
 
-Say = Callable[[str], None]
-
-ASIDE = ".aside-"
-"""Prefix of a committed tag that was moved out of the way of its successor of the same name (commit.py)."""
-
-
-def say_stderr(line: str) -> None:
-    print(one_line(line), file=sys.stderr, flush=True)
+MAX_NAMES = 3
+"""File names in a message; of further ones it gives the number."""
+_OLD_FORMAT_FILE = re.compile(r"rank[0-9]{1,9}\.s[0-9]{1,9}\.safetensors")
 
 
-def folder_of(root: Path, tag: str) -> Path:
-    """The folder of `tag`: of that name, or aside if a kill fell between the two renames of its replacement."""
-    folder, aside = root / safe_name(tag, "tag"), root / (ASIDE + tag)
+def link_target_outside(path: Path, root: Path) -> str | None:
+    """Target of a link that leaves the save root; None for anything else."""
+    if not path.is_symlink():
+        return None
+    target, root_path = os.path.realpath(path), os.path.realpath(root)
+    return None if os.path.commonpath([target, root_path]) == root_path else target
+
+
+def check_link_inside(path: Path, root: Path, what: str, remedy: str) -> None:
+    if (target := link_target_outside(path, root)) is not None:
+        raise CheckpointError(f"{what}: {path} is a link to {target}, outside the save root, and is not followed; "
+                              f"{remedy}")
+
+
+def check_tag_inside(folder: Path, root: Path, tag: str) -> None:
+    check_link_inside(folder, root, f"tag {tag}", "give that folder itself, or move it here")
+
+
+def check_latest_inside(root: Path) -> None:
+    check_link_inside(root / LATEST, root, LATEST, "write the name of a tag into a file in its place")
+
+
+def remove_link(path: Path) -> Path:
+    """Return `path` for writing; a link there is removed, its target stays."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
+def unknown_files(folder: Path) -> list[str]:
+    """Names in a tag's folder that no save uses. Opens nothing."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(name for name in names if name != MANIFEST and rank_of_file(name) is None
+                  and not _OLD_FORMAT_FILE.fullmatch(name))
+
+
+def format_file_names(names: Iterable[str]) -> str:
+    """`'notes.txt'`, `'a', 'b', 'c' and 5 more`."""
+    known = sorted(names)
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return ", ".join(f"{name!r:.120}" for name in known[:MAX_NAMES]) + more
+
+
+def unknown_files_warning(tag: str, names: Iterable[str]) -> str:
+    return f"warning: tag {tag}: not part of this checkpoint, and not read: {format_file_names(names)}"
+
+
+PrintLine = Callable[[str], None]
+
+ASIDE_PREFIX = ".aside-"
+"""Prefix of a committed tag that was moved aside for its successor of the same name (commit.py)."""
+
+
+def print_to_stderr(line: str) -> None:
+    print(escape_to_one_line(line), file=sys.stderr, flush=True)
+
+
+def tag_folder(root: Path, tag: str) -> Path:
+    """The folder of `tag`, or its aside copy after a kill between the two renames of a replacement."""
+    folder, aside = root / check_safe_name(tag, "tag"), root / (ASIDE_PREFIX + tag)
     return aside if not folder.exists() and (aside / MANIFEST).exists() else folder
 
 
-def held(root: Path, tag: str) -> str:
-    """The tag, if there is one of that name."""
-    if not folder_of(root, tag).is_dir():
+def check_tag_exists(root: Path, tag: str) -> str:
+    """Return the tag; CheckpointError if it does not exist."""
+    if not tag_folder(root, tag).is_dir():
         raise CheckpointError(f"no tag {tag} under {root}, which holds {names_in(root)}" if tag_names(root) else
-                              f"no tag {tag}: {nothing_under(root)}")
+                              f"no tag {tag}: {no_checkpoint_message(root)}")
     return tag
 
 
-def manifest_of(root: Path, tag: str) -> Manifest:
-    """The valid manifest of one tag."""
-    folder = folder_of(root, tag)
+def read_tag_manifest(root: Path, tag: str) -> Manifest:
+    """The manifest of one tag; CheckpointError if it is missing or invalid."""
+    folder = tag_folder(root, tag)
     check_tag_inside(folder, root, tag)
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{recognise(folder)}")
+        raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{describe_format(folder)}")
     manifest = read_manifest(folder)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
@@ -59,119 +117,119 @@ def manifest_of(root: Path, tag: str) -> Manifest:
 
 
 def tag_names(root: Path) -> list[str]:
-    """Names that look like tags, by step: every folder named global_step<N>, and any other with a valid manifest."""
-    return list(steps_of(root))
+    """Tags by step: every folder named global_step<N>, and any other with a valid manifest."""
+    return list(iterations_by_tag(root))
 
 
 def names_in(root: Path) -> str:
-    """The same for a line: of many the first and the last ones."""
+    """`tag_names` for a message; of many only the first and last."""
     names = tag_names(root)
     return ", ".join(names if len(names) < 8 else [*names[:2], f"{len(names) - 5} more", *names[-3:]]) or "none"
 
 
-def steps_of(root: Path) -> dict[str, int]:
-    """The same with their steps, in the order of the steps."""
+def iterations_by_tag(root: Path) -> dict[str, int]:
+    """Tag -> iteration, sorted by iteration."""
     found: dict[str, int] = {}
-    for name in folders(root):
-        tag = name.removeprefix(ASIDE)
-        step = step_of(tag)
+    for name in tag_folder_names(root):
+        tag = name.removeprefix(ASIDE_PREFIX)
+        step = iteration_of_tag(tag)
         if step is None and (root / name / MANIFEST).is_file():
-            step = _own_iteration(root, tag)
+            step = _iteration_in_manifest(root, tag)
         if step is not None:
             found[tag] = step
     return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
 
 
-def folders(root: Path) -> Iterator[str]:
-    """Names of what may be tags."""
+def tag_folder_names(root: Path) -> Iterator[str]:
+    """Names of folders that may be tags."""
     try:
         with os.scandir(root) as entries:
             yield from (entry.name for entry in entries
-                        if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE)))
+                        if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE_PREFIX)))
     except (FileNotFoundError, NotADirectoryError):
-        return  # an absent root holds no checkpoint; the caller says so
-    except OSError as error:  # an unreadable one may well hold some: this is not a fresh start
+        return  # a missing root holds no checkpoint; the caller reports it
+    except OSError as error:  # an unreadable one may hold some, so this is not a fresh start
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
 
 
-def _own_iteration(root: Path, tag: str) -> int | None:
-    """The step of a tag whose name does not contain it; None when it is not a valid one of ours."""
+def _iteration_in_manifest(root: Path, tag: str) -> int | None:
+    """The iteration of a tag whose name does not contain it; None if its manifest is invalid."""
     try:
-        return manifest_of(root, tag).iteration
+        return read_tag_manifest(root, tag).iteration
     except CheckpointError:
         return None
 
 
-def complete(root: Path) -> list[Manifest]:
-    """The manifests of all complete tags, by step."""
+def complete_manifests(root: Path) -> list[Manifest]:
+    """The manifests of all complete tags by step."""
     manifests = []
     for tag in tag_names(root):
         try:
-            manifests.append(manifest_of(root, tag))
+            manifests.append(read_tag_manifest(root, tag))
         except CheckpointError:
             continue
     return manifests
 
 
-def verify(root: Path, tag: str, say: Say = say_stderr) -> Manifest:
-    """Every byte of the tag against its manifest and its parts; the manifest with all files. `say` is told of others.
-    """
-    manifest = manifest_of(root, tag)
-    folder = folder_of(root, tag)
-    files = check_share(folder, manifest)
-    if others := other_names(folder, manifest, len(files)):
-        say(unread(tag, others))
+def verify_tag(root: Path, tag: str, print_line: PrintLine = print_to_stderr) -> Manifest:
+    """Check every byte of the tag; returns the manifest with all files filled in. `print_line` gets a warning of other
+    files."""
+    manifest = read_tag_manifest(root, tag)
+    folder = tag_folder(root, tag)
+    files = verify_share(folder, manifest)
+    if others := unexpected_names(folder, manifest, len(files)):
+        print_line(unknown_files_warning(tag, others))
     return replace(manifest, files=files)
 
 
 def check_sizes(root: Path, tag: str) -> Manifest:
-    """The valid manifest of one tag whose files are all there, and of their sizes. No tensor is read."""
-    manifest, folder = manifest_of(root, tag), folder_of(root, tag)
-    for rank in range(manifest.ranks if manifest.has_parts else 1):
-        files = read_part(folder, manifest, rank)[0].files if manifest.has_parts else manifest.files
+    """The manifest of a tag whose files all exist with the right size. No tensor is read."""
+    manifest, folder = read_tag_manifest(root, tag), tag_folder(root, tag)
+    for rank in range(manifest.world_size if manifest.has_rank_manifests else 1):
+        files = read_rank_manifest(folder, manifest, rank)[0].files if manifest.has_rank_manifests else manifest.files
         for name, entry in files.items():
             _check_size(folder / name, entry.size, manifest)
     return manifest
 
 
-def check_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
-    """Check every byte of the files of one share, so that ranks can divide the work; those files. No rank looks at a
-    file of another share."""
-    if manifest.has_parts:
+def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
+    """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
+    of another share."""
+    if manifest.has_rank_manifests:
         found: dict[str, FileEntry] = {}
-        for rank in range(share, manifest.ranks, shares):
-            part, itself = read_part(folder, manifest, rank)
-            check_files(folder, part.files, manifest)
-            check_pieces(folder, rank, part.tensor_files, manifest)
-            found |= {part_name(rank): itself, **part.files}
+        for rank in range(share, manifest.world_size, shares):
+            part, itself = read_rank_manifest(folder, manifest, rank)
+            verify_files(folder, part.files, manifest)
+            verify_pieces(folder, rank, part.tensor_files, manifest)
+            found |= {rank_manifest_name(rank): itself, **part.files}
         return found
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
-    check_files(folder, mine, manifest)
+    verify_files(folder, mine, manifest)
     return mine
 
 
-def other_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
-    """What is there beside the manifest and the `count` files that all shares together have checked."""
+def unexpected_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
+    """Names beside the manifest and the `count` files that all shares together have checked."""
     names = set(os.listdir(folder)) - {MANIFEST}
-    if len(names) == count and (manifest.has_parts or names == set(manifest.files)):
+    if len(names) == count and (manifest.has_rank_manifests or names == set(manifest.files)):
         return []
-    return sorted(names - set(_expected(folder, manifest, names)))
+    return sorted(names - set(_expected_files(folder, manifest, names)))
 
 
-def _expected(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """The files of the tag, as far as those of `names` are concerned. Only where something is wrong: it opens parts."""
-    if not manifest.has_parts:
+def _expected_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
+    """The tag's files, as far as `names` are concerned. Opens rank manifests, so it is used only after a mismatch."""
+    if not manifest.has_rank_manifests:
         yield from manifest.files
         return
-    for rank in {rank for name in names if (rank := writer_of(name)) is not None and rank < manifest.ranks}:
-        yield part_name(rank)
-        yield from read_part(folder, manifest, rank)[0].files
+    for rank in {rank for name in names if (rank := rank_of_file(name)) is not None and rank < manifest.world_size}:
+        yield rank_manifest_name(rank)
+        yield from read_rank_manifest(folder, manifest, rank)[0].files
 
 
 # ---- the files of one rank ------------------------------------------------------------------------------------------
 
-def check_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    """Those of one rank. All sizes first: they cost nothing."""
+def verify_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
+    """Check the files of one rank; all sizes first, since they are cheap."""
     for name, entry in files.items():
         _check_size(folder / name, entry.size, manifest)
     for name, entry in files.items():
@@ -179,27 +237,27 @@ def check_files(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest
         try:
             if (found := crc32_file(folder / name)) != entry.crc32:
                 raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            if manifest.has_origins:
-                _check_origin(folder / name, manifest, where)
+            if manifest.has_provenance:
+                _verify_provenance(folder / name, manifest, where)
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
 
 
-def check_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
-    """The rank's files of tensors hold each piece that the manifest says it wrote, once and as it says, and nothing
+def verify_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manifest) -> None:
+    """Check that the rank's tensor files hold each piece of the manifest once, with its dtype and count, and no key
     twice."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     for name in names:
         where = f"tag {manifest.tag}: file {name}"
-        for key, place in header_of(folder / name, where).places.items():
+        for key, place in read_file_header(folder / name, where).tensors.items():
             if key in found:
                 raise CheckpointError(f"{where}: {key!r:.80} is in another file of the rank as well")
             found[key] = place
     for tensor in manifest.tensors:
-        piece = manifest.piece_of(tensor, rank)
+        piece = manifest.piece_of_rank(tensor, rank)
         if piece is None:
             continue
-        key, expected = key_of(tensor, rank % manifest.grid[0], piece[0]), (tensor.dtype, (piece[1],))
+        key, expected = piece_key(tensor, rank % manifest.tp_dp_sizes[0], piece[0]), (tensor.dtype, (piece[1],))
         there = found.get(key)
         if there is None or (there.dtype, there.shape) != expected:
             held = "nothing" if there is None else f"{there.dtype} {str(list(there.shape)):.80}"
@@ -207,7 +265,7 @@ def check_pieces(folder: Path, rank: int, names: Iterable[str], manifest: Manife
                                   f"{tensor.dtype:.20} {list(expected[1])}, found {held}")
 
 
-def header_of(path: Path, where: str) -> Header:
+def read_file_header(path: Path, where: str) -> SafetensorsHeader:
     try:
         with open(path, "rb") as file:
             return read_header(file, where)
@@ -217,40 +275,40 @@ def header_of(path: Path, where: str) -> Header:
 
 def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
     if not path.is_file():
-        raise CheckpointError(f"tag {manifest.tag}: {_describe(path.name, manifest)} missing")
+        raise CheckpointError(f"tag {manifest.tag}: {_describe_file(path.name, manifest)} missing")
     if (found := path.stat().st_size) != expected:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
 
 
-def _check_origin(path: Path, manifest: Manifest, where: str) -> None:
-    """What the file says that it is of."""
-    if path.name == CONFIG:
+def _verify_provenance(path: Path, manifest: Manifest, where: str) -> None:
+    """Check the provenance that the file states."""
+    if path.name == CONFIG_FILE:
         if parse_json(read_bytes(path, where), where) != manifest.config:
             raise CheckpointError(f"{where}: is of another checkpoint: not the configuration that the manifest has")
         return
-    rank = writer_of(path.name)
+    rank = rank_of_file(path.name)
     assert rank is not None, path.name
-    expected = origin_of(manifest, rank)
+    expected = provenance_of(manifest, rank)
     if path.suffix == ".safetensors":
-        check_origin(header_of(path, where).metadata, expected, where)
+        check_provenance(read_file_header(path, where).metadata, expected, where)
     else:
-        state_in(parse_json(read_bytes(path, where), where), expected, where)
+        parse_shared_state(parse_json(read_bytes(path, where), where), expected, where)
 
 
-def state_in(value: object, expected: Origin, where: str) -> object:
-    """What `shared.json` holds, if it is of the checkpoint."""
-    record = Record(value, where)
-    check_origin(record.take("origin", dict), expected, where)
-    state = record.take("state", dict)
-    record.done()
+def parse_shared_state(value: object, expected: FileProvenance, where: str) -> object:
+    """The state in `shared.json`, after checking its provenance."""
+    record = StrictRecord(value, where)
+    check_provenance(record.take_field("origin", dict), expected, where)
+    state = record.take_field("state", dict)
+    record.check_all_taken()
     return state
 
 
-def _describe(name: str, manifest: Manifest) -> str:
-    """A file, with its rank where it is one rank's shard."""
-    rank, shared = writer_of(name), not name.startswith("rank")
+def _describe_file(name: str, manifest: Manifest) -> str:
+    """A file name, with the rank if it is a rank's shard."""
+    rank, shared = rank_of_file(name), not name.startswith("rank")
     if rank is None or shared:
         return f"file {name}"
-    world = manifest.ranks if manifest.has_parts else sum(
+    world = manifest.world_size if manifest.has_rank_manifests else sum(
         other.endswith(".json") and other.startswith("rank") for other in manifest.files)
     return f"shard file {name} (rank {rank} of {world})"

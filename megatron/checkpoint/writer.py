@@ -1,25 +1,13 @@
-"""Save: every rank writes the pieces it owns, rank 0 commits. Collective: every rank starts it with the same tag.
+"""Save a checkpoint: every rank writes the pieces it owns, rank 0 commits. Collective.
 
-    share     what this rank is to write, copied first if it is to be written later          all ranks agree
-    staging   rank 0 makes the folder, if there is room for the shares of all ranks          all ranks agree
-    writing   rank k: rank<k>.safetensors (and rank<k>-1, ... beyond 4 GB), rank 0 also
-              shared.json and config.json; then rank<k>.json, which says what rank k
-              wrote; checksummed on the way, fsynced                                         all ranks agree
-    commit    rank 0: manifest.json, which says how tensors are cut, fsync, rename;
-              old tags go out of the way, to be deleted (trash.py)                           all ranks agree
+    share     what this rank writes, copied first if it is written later                     all ranks agree
+    staging   rank 0 creates the folder if the disk has room for all shares                  all ranks agree
+    writing   rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json        all ranks agree
+    commit    rank 0: manifest.json, fsync, rename; old tags are deleted                     all ranks agree
 
-"Agree" is agree.py: when one rank fails, all raise its error, the staging folder is removed and no tag is touched.
-A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
-
-What a rank does depends on its own part and on the number of tensors, not on the number of ranks: the manifest follows
-from how tensors are cut, and each rank checks that its pieces are those that the manifest promises of it.
-
-The protocol is the generator `saving`, which yields its slow parts, writing and commit, as *jobs*. A job talks to no
-other rank: `save` does each at once, background.py in a thread while training goes on. The caller of the generator
-calls `answer` on every rank when the job is done there.
-
-Memory of a save: one tensor of a rank's share (on the CPU none: it is written in place), two blocks of 8 MB and the
-manifest.
+"Agree" is megatron/distributed/consistency.py: if one rank fails, all raise its error and no tag is touched. The
+protocol is a generator (`save_protocol`) that yields its slow parts as jobs: `save` runs them at once, async_save.py in
+a thread. Replicated parameters are written by tensor-parallel rank 0 alone. Memory: one tensor, two blocks of 8 MB.
 """
 
 from __future__ import annotations
@@ -37,167 +25,169 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
-from megatron.checkpoint.agree import agree, on_rank_0, total, with_memory
-from megatron.checkpoint.commit import Keep, commit, last_commit, prune, stage, storing
-from megatron.checkpoint.flock import alone
-from megatron.checkpoint.lineage import Lineage, lineage_to_json
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, record_of
-from megatron.checkpoint.part import CONFIG, SHARED_STATE, Origin, Part, origin_of, part_name, tensor_file_name
-from megatron.checkpoint.piece import Piece
-from megatron.checkpoint.state import encode
-from megatron.checkpoint.strangers import named, of_no_save
-from megatron.checkpoint.strict import readable
-from megatron.checkpoint.tags import Say, folder_of, say_stderr
-from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
-from megatron.checkpoint.trash import BehindTheRun, delete_now
+from megatron.checkpoint.commit import (Keep, commit_tag, delete_old_tags, exclusive_access, explain_disk_errors,
+                                        last_commit_number, open_staging_folder)
+from megatron.checkpoint.deletion import BackgroundDeleter, delete_folder
+from megatron.checkpoint.file_formats import check_json_size
+from megatron.checkpoint.json_state import encode_state
+from megatron.checkpoint.manifest import (MANIFEST, FileEntry, Lineage, Manifest, TensorEntry, lineage_to_json,
+                                          read_commit_record)
+from megatron.checkpoint.pieces import TensorPiece
+from megatron.checkpoint.rank_manifest import (CONFIG_FILE, SHARED_STATE_FILE, FileProvenance, RankManifest,
+                                               provenance_of, rank_manifest_name, tensor_file_name)
+from megatron.checkpoint.safetensors_io import FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.tags import PrintLine, format_file_names, print_to_stderr, tag_folder, unknown_files
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0, raise_shared_out_of_memory, sum_over_ranks
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What was saved, and what it cost: bytes of all ranks, seconds on this one."""
+    """What was saved: bytes of all ranks, seconds on this one."""
 
     tag: str
     bytes: int
     seconds: float
 
 
-Job = Callable[[], int]
-"""A slow part of a save that needs no other rank; the bytes that it wrote."""
+SaveJob = Callable[[], int]
+"""A slow part of a save without communication; returns the bytes written."""
 
-Saving = Generator[Job, int, SaveReport]
-"""A save under way: yields a job, is sent the sum over the ranks of what it gave."""
+SaveSteps = Generator[SaveJob, int, SaveReport]
+"""A save in progress: yields a job, and is sent the sum of the results over all ranks."""
 
-Hold = Callable[[list[Item]], list[Item]]
-"""The same items with data that later steps of training do not change."""
+Snapshot = Callable[[list[FileTensor]], list[FileTensor]]
+"""Copies the items' data, so that later training steps do not change it."""
 
 
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
-    """`saving` in one go: on return the checkpoint is complete and durable, whoever wrote its parts."""
-    return complete(saving(root, tag, world=world, **content), world)
+    """`save_protocol` at once: on return the checkpoint of all ranks is complete and durable. Collective."""
+    return finish_save(save_protocol(root, tag, world=world, **content), world)
 
 
-def complete(steps: Saving, world: Group) -> SaveReport:
-    """Do what is left of a save, here and now."""
+def finish_save(steps: SaveSteps, world: Group) -> SaveReport:
+    """Run the rest of a save in this thread."""
     try:
         job = next(steps)
         while True:
-            job = answer(steps, job, world)
+            job = advance_save(steps, job, world)
     except StopIteration as end:
         report: SaveReport = end.value
         return report
 
 
-def answer(steps: Saving, job: Job, world: Group) -> Job:
-    """The next job, after all ranks have agreed on this one; StopIteration at the end. An error of any rank is raised
-    inside the save on every rank, so that it cleans up."""
+def advance_save(steps: SaveSteps, job: SaveJob, world: Group) -> SaveJob:
+    """Run `job`, agree with all ranks, return the next job; StopIteration at the end. An error of any rank is raised
+    inside the save on every rank, so that it cleans up. Collective."""
     try:
-        written = total(agree(job, world), world)
+        written = sum_over_ranks(all_succeed_or_raise(job, world), world)
     except BaseException as error:
         return steps.throw(error)
     return steps.send(written)
 
 
-def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
-           shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-           run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-           say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-           trash: BehindTheRun | None = None, lineage: Lineage | None = None) -> Saving:
-    """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name. It continues from
-    the last save of this `lineage`; without one it is the first of a branch.
+def save_protocol(root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                  shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any],
+                  world: Group, run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None,
+                  place: int | None = None, say: PrintLine = print_to_stderr, keep: Keep = Keep(),
+                  hold: Snapshot | None = None, latest: bool = True, trash: BackgroundDeleter | None = None,
+                  lineage: Lineage | None = None) -> SaveSteps:
+    """Write the checkpoint `tag` under `root`, then delete older ones that `keep` does not name.
 
-    `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
-    local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
-    `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
-    "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
-    by; left out, it is the rank. A save without `latest` is loaded only by its name. Old folders, and what a
-    kill has left, are taken apart in the `trash`; without one they are gone when the save ends.
-    """
+    `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full local
+    tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams); `shared_state` and
+    `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
+    "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp * data-parallel rank, and names its
+    files; default: the rank. `hold` copies the data for an asynchronous save. With `latest` False the tag is loaded
+    only by name. `trash` deletes folders in the background; None: before the save ends. The save continues `lineage`;
+    None starts a branch."""
     begin = time.perf_counter()
-    delete = delete_now if trash is None else trash.delete
+    delete = delete_folder if trash is None else trash.delete
     root, place, lineage = Path(root), world.rank if place is None else place, lineage or Lineage()
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
+    whole = sorted((piece.to_tensor_entry() for piece in own) if tensors is None else tensors,
+                   key=lambda t: (t.kind, t.name))
     manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), branch=lineage.branch,
                         history=lineage.history)
-    manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
-    fits = partial(with_memory, world=world, doing=f"saving {tag}")
-    share = agree(lambda: fits(lambda: _share(manifest, place, own, rank_state, shared_state, hold)),
-                  world)
-    needed = total(share.nbytes, world)
-    with ExitStack() as until_saved:  # rank 0 holds the staging folder
+    manifest = replace(manifest, save_id=_agree_on_save_id(manifest, own, place, world))
+    with_memory_check = partial(raise_shared_out_of_memory, world=world, doing=f"saving {tag}")
+    share = all_succeed_or_raise(lambda: with_memory_check(lambda: _build_rank_share(manifest, place, own, rank_state,
+                                                                                     shared_state, hold)), world)
+    needed = sum_over_ranks(share.nbytes, world)
+    with ExitStack() as until_saved:  # rank 0 keeps the staging folder locked
         def prepare() -> str:
-            return str(until_saved.enter_context(stage(root, tag, run_id, say, needed, trash)))
+            return str(until_saved.enter_context(open_staging_folder(root, tag, run_id, say, needed, trash)))
 
-        staging = Path(on_rank_0(lambda: fits(prepare), world))
+        staging = Path(on_rank_0(lambda: with_memory_check(prepare), world))
 
         def publish() -> int:
-            with storing(root / tag, 0), alone(root):
-                if replaced := _replaced(root, tag):
+            with explain_disk_errors(root / tag, 0), exclusive_access(root):
+                if replaced := _replacement_note(root, tag):
                     say(replaced)
-                now = max(time.time_ns() // 1000, 0)  # a clock may be before 1970
-                made = replace(manifest, nbytes=written, saved_at=now, commit=lineage.number(last_commit(root)))
-                data = made.to_bytes()  # the last of all files
-                with storing(staging / MANIFEST, len(data)):
+                now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+                made = replace(manifest, nbytes=written, saved_at=now,
+                               commit=lineage.next_commit_number(last_commit_number(root)))
+                data = made.to_bytes()  # the last file written
+                with explain_disk_errors(staging / MANIFEST, len(data)):
                     write_blob(staging / MANIFEST, data)
-                commit(staging, root, tag, latest, delete)
-                lineage.follow(made.record)
-                prune(root, keep, made.record, say, delete)
+                commit_tag(staging, root, tag, latest, delete)
+                lineage.set_parent(made.commit_record)
+                delete_old_tags(root, keep, made.commit_record, say, delete)
                 return len(data)
 
         try:
-            written = yield partial(fits, partial(_write_rank, staging, share))
-            size = yield partial(fits, publish) if world.rank == 0 else lambda: 0
-        except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
+            written = yield partial(with_memory_check, partial(_write_rank_files, staging, share))
+            size = yield partial(with_memory_check, publish) if world.rank == 0 else lambda: 0
+        except Exception:  # not if the save is abandoned: a thread may still write, and the next save cleans up
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
     return SaveReport(tag, written + size, time.perf_counter() - begin)
 
 
-def _agree_on(manifest: Manifest, own: Sequence[Piece], place: int, world: Group) -> str:
-    """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
-    have. Collective."""
-    mind = f"{crc32(manifest.tensor_bytes()):08x}"
-    save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", mind], world)
+def _agree_on_save_id(manifest: Manifest, own: Sequence[TensorPiece], place: int, world: Group) -> str:
+    """The id of this save, equal on all ranks, after checking that all list the same tensors and hold the right pieces.
+    Collective."""
+    tensors_checksum = f"{crc32(manifest.tensors_as_json()):08x}"
+    save_id, first = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", tensors_checksum], world)
 
     def check() -> None:
-        manifest.check_grid(world.size)
-        if mind != first:
+        manifest.check_world_size(world.size)
+        if tensors_checksum != first:
             raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                                   "they are cut")
         _check_pieces(manifest, own, place)
 
-    agree(check, world)
+    all_succeed_or_raise(check, world)
     return str(save_id)
 
 
-def _check_pieces(manifest: Manifest, own: Sequence[Piece], rank: int) -> None:
-    """The rank has exactly the pieces that the manifest says it has."""
+def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int) -> None:
+    """Raise unless the rank has exactly the pieces that the manifest assigns to it."""
     found = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
     for tensor in manifest.tensors:
-        expected, here = manifest.piece_of(tensor, rank), found.pop((tensor.kind, tensor.name), None)
+        expected, here = manifest.piece_of_rank(tensor, rank), found.pop((tensor.kind, tensor.name), None)
         if here != expected:
-            raise CheckpointError(f"{tensor.where}: rank {rank} should write {_elements(expected)} of {tensor.numel}, "
-                                  f"and has {_elements(here)}")
+            raise CheckpointError(f"{tensor.label}: rank {rank} should write {_describe_elements(expected)} of "
+                                  f"{tensor.numel}, and has {_describe_elements(here)}")
     if found:
         raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(found)))
 
 
-def _elements(piece: tuple[int, int] | None) -> str:
+def _describe_elements(piece: tuple[int, int] | None) -> str:
     return "no elements" if piece is None else f"{piece[1]} elements from element {piece[0]} on"
 
 
-def _replaced(root: Path, tag: str) -> str | None:
-    """What to say about the tag of this name that the save replaces."""
+def _replacement_note(root: Path, tag: str) -> str | None:
+    """A note on the tag of this name that the save replaces; None if there is none."""
     if not os.path.lexists(root / tag):
         return None
     if (root / tag).is_symlink():
         return f"replacing {root / tag}, a link; what it leads to stays as it is"
-    others = of_no_save(root / tag)
-    lost = f", and what no save wrote with it: {named(others)}" if others else ""
-    record = record_of(folder_of(root, tag))
+    others = unknown_files(root / tag)
+    lost = f", and what no save wrote with it: {format_file_names(others)}" if others else ""
+    record = read_commit_record(tag_folder(root, tag))
     if record is None or record.tag != tag:
         return f"replacing {root / tag}, which is damaged{lost}"
     saved_at = record.saved_at
@@ -206,54 +196,54 @@ def _replaced(root: Path, tag: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What one rank is to write."""
+class _RankShare:
+    """What one rank writes."""
 
-    origin: Origin
-    items: list[Item]
-    """In files of tensors."""
+    provenance: FileProvenance
+    tensors: list[FileTensor]
     texts: Mapping[str, bytes]
-    """Other files by name."""
+    """Other files: name -> content."""
     state: Any
-    """The rank's own, encoded."""
+    """The rank's own state, encoded."""
     lineage: Mapping[str, Any] | None
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items) + sum(map(len, self.texts.values()))
+        return sum(item.nbytes for item in self.tensors) + sum(map(len, self.texts.values()))
 
 
-def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
-           shared_state: Mapping[str, Any], hold: Hold | None) -> _Share:
-    """Tensors of the states are in the same files as the pieces."""
-    items: list[Item] = []
-    origin = origin_of(manifest, rank)
-    own = encode(rank_state, f"rank{rank}", items)
+def _build_rank_share(manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
+                      shared_state: Mapping[str, Any], snapshot: Snapshot | None) -> _RankShare:
+    """Collect what this rank writes; tensors of the states go into the same files as the pieces."""
+    items: list[FileTensor] = []
+    provenance = provenance_of(manifest, rank)
+    own = encode_state(rank_state, f"rank{rank}", items)
     texts, lineage = {}, None
     if rank == 0:
         lineage = lineage_to_json(manifest.branch, manifest.history)
-        shared = {"origin": asdict(origin), "state": encode(shared_state, "shared", items)}
-        texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
-    items += [piece.item() for piece in pieces]
-    return _Share(origin, items if hold is None else hold(items), texts, own, lineage)
+        shared = {"origin": asdict(provenance), "state": encode_state(shared_state, "shared", items)}
+        texts = {SHARED_STATE_FILE: _json_bytes(shared),
+                 CONFIG_FILE: _json_bytes(encode_state(manifest.config, "config", items))}
+    items += [piece.to_file_tensor() for piece in pieces]
+    return _RankShare(provenance, items if snapshot is None else snapshot(items), texts, own, lineage)
 
 
-def _write_rank(staging: Path, share: _Share) -> int:
-    """Write a rank's share, and then what it was; the bytes."""
+def _write_rank_files(staging: Path, share: _RankShare) -> int:
+    """Write a rank's share, then its rank manifest; returns the bytes."""
     files: dict[str, FileEntry] = {}
-    rank = share.origin.rank
-    for index, batch in enumerate(split_files(share.items)):
+    rank = share.provenance.rank
+    for index, batch in enumerate(split_files(share.tensors)):
         name = tensor_file_name(rank, index)
-        with storing(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch, share.origin.as_metadata())
+        with explain_disk_errors(staging / name, share.nbytes):
+            files[name] = write_file(staging / name, batch, share.provenance.as_metadata())
     for name, text in share.texts.items():
-        with storing(staging / name, share.nbytes):
+        with explain_disk_errors(staging / name, share.nbytes):
             files[name] = write_blob(staging / name, text)
-    name, text = part_name(rank), Part(share.origin, files, share.state, share.lineage).to_bytes()
-    with storing(staging / name, len(text)):
+    name, text = rank_manifest_name(rank), RankManifest(share.provenance, files, share.state, share.lineage).to_bytes()
+    with explain_disk_errors(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)
 
 
-def _text(value: object) -> bytes:
-    return readable(json.dumps(value, indent=1).encode() + b"\n")
+def _json_bytes(value: object) -> bytes:
+    return check_json_size(json.dumps(value, indent=1).encode() + b"\n")

@@ -1,238 +1,283 @@
-"""One walk over a DeepSpeed-style configuration: every key is judged by the table of ds_keys.py.
+"""Parse a DeepSpeed JSON file (comments and trailing commas allowed) and check every key against ds_keys.py.
 
-All that is wrong with the keys is collected, so that one run reports every error of a file. Not here: what keys mean
-together (ds_together.py), and with flags (ds_file.py).
+All errors of a file are collected. Objects are kept as lists of pairs while parsing, so that a key given twice is seen.
+Not here: what keys mean together (ds_cross_keys.py), and with flags (ds_json.py).
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.ds_keys import AUTO, OBJECTS, TABLE, Absent, NoEffect, Old, Only
-from megatron.config.kinds import Kind, shown
-from megatron.config.loose_json import Pairs
-from megatron.config.problems import Problems
-from megatron.config.setting import Key
+from megatron.config.config_errors import ErrorList
+from megatron.config.ds_keys import (AUTO_VALUE, DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey, RenamedKey,
+                                     UnsupportedSection)
+from megatron.config.schema import JsonKey, JsonType, json_text
+from megatron.errors import ConfigError
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING = re.compile(rf'{_STRING}|(?<=[^\s\[{{,:])(\s*),(?=\s*[\]}}])', re.DOTALL)
+
+_EXPECTED = {
+    "Expecting ',' delimiter": "expected ',' or a closing bracket",
+    "Expecting ':' delimiter": "expected ':' after the key",
+    "Expecting property name enclosed in double quotes": "expected a key in double quotes, or '}'",
+    "Expecting value": 'expected a value (a number, "text", true, false, null, {...} or [...])',
+    "Extra data": "expected the end of the file",
+    "Unterminated string starting at": "expected a closing double quote for the text that starts here",
+}
+"""json's messages -> ours; others are clear enough."""
+
+
+class JsonPairs(list[tuple[str, Any]]):
+    """The (key, value) pairs of one JSON object, in the file's order."""
+
+
+def parse_loose_json(text: str, name: str) -> Any:
+    """Parse JSON with comments and trailing commas; ConfigError with line and column of file `name`."""
+    plain = _TRAILING.sub(lambda m: m[0] if m[1] is None else m[1] + " ", _COMMENT.sub(_blank_comment, text))
+    try:
+        return json.loads(plain, object_pairs_hook=JsonPairs)
+    except json.JSONDecodeError as error:
+        told = _EXPECTED.get(error.msg, error.msg)
+        found = _word_at(text, error.pos)
+        raise ConfigError(f"{name} line {error.lineno} column {error.colno}: {told}, found {found}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
+    except ValueError:  # Python refuses integers of more than 4300 digits, without a position
+        raise ConfigError(f"{name} holds a number of too many digits") from None
+
+
+def _blank_comment(match: re.Match[str]) -> str:
+    return match[0] if match[1] else re.sub(r"[^\n]", " ", match[0])
+
+
+def _word_at(text: str, position: int) -> str:
+    word = re.match(r'[\w."+-]+|.', text[position:])
+    return repr(word[0][:30]) if word else "the end of the file" if not text[position:] else "the end of the line"
 
 
 @dataclass(frozen=True)
-class Found:
-    """The keys of one file, by path, judged one by one."""
+class DsKeyValues:
+    """The keys of one file by path, checked one by one."""
 
     name: str
     keys: Mapping[str, Any]
-    raw: Mapping[str, Any]
-    """Path -> the value as the file has it."""
-    origins: Mapping[str, str]
-    """Path -> the deprecated name that was written."""
-    autos: tuple[str, ...]
+    raw_values: Mapping[str, Any]
+    """Path -> unconverted value."""
+    deprecated_names: Mapping[str, str]
+    """Path -> the deprecated name used in the file."""
+    auto_keys: tuple[str, ...]
     notices: tuple[str, ...]
-    of_engine: Mapping[str, Any]
-    """What only the engine of `zero.initialize` does, by path."""
-    refused: frozenset[str] = frozenset()
-    """Keys whose value is an error, or whose name was misspelt."""
+    engine_values: Mapping[str, Any]
+    """Path -> value, for keys that only the engine of `zero.initialize` honours."""
+    invalid_keys: frozenset[str] = frozenset()
+    """Keys with an invalid value or a misspelt name."""
 
-    def given(self, path: str) -> bool:
-        return path in self.keys or path in self.autos
+    def is_given(self, path: str) -> bool:
+        return path in self.keys or path in self.auto_keys
 
-    def said(self, path: str) -> Any:
-        """The value as the file has it, also inside of a key that holds an object."""
-        key = next(key for key in self.raw if f"{path}.".startswith(f"{key}."))
-        return _inside(self.raw[key], path[len(key) + 1:])
+    def raw_value(self, path: str) -> Any:
+        """The unconverted value, also inside a key that holds an object."""
+        key = next(key for key in self.raw_values if f"{path}.".startswith(f"{key}."))
+        return _value_inside(self.raw_values[key], path[len(key) + 1:])
 
-    def lacks(self, path: str) -> bool:
-        """Nobody has tried to give it."""
-        return not self.given(path) and path not in self.refused
+    def is_absent(self, path: str) -> bool:
+        """Whether the file does not contain the key, not even wrongly."""
+        return not self.is_given(path) and path not in self.invalid_keys
 
-    def first(self, *paths: str) -> str:
-        """The first of these keys that is given."""
+    def first_given(self, *paths: str) -> str:
+        """The first of `paths` that is given."""
         return next(path for path in paths if path in self.keys)
 
-    def written(self, path: str, of: str | None = None) -> str:
-        """The key as the user wrote it, and where."""
-        return self.origins.get(path, path) + (f" of {self.name}" if of is None else of)
+    def name_as_written(self, path: str, of: str | None = None) -> str:
+        """The key as the user wrote it, and the file."""
+        return self.deprecated_names.get(path, path) + (f" of {self.name}" if of is None else of)
 
 
-def _inside(value: Any, path: str) -> Any:
+def _value_inside(value: Any, path: str) -> Any:
     if not path:
         return value
     name = next(name for name in value if f"{path}.".startswith(f"{name}."))
-    return _inside(value[name], path[len(name) + 1:])
+    return _value_inside(value[name], path[len(name) + 1:])
 
 
-def walk(tree: dict[str, Any], name: str) -> tuple[Found, Problems]:
-    """What the file says, and what is wrong with its keys one by one."""
-    return _Reader(name).read(tree)
+def check_keys(tree: dict[str, Any], name: str) -> tuple[DsKeyValues, ErrorList]:
+    """The file's keys, and the errors of single keys."""
+    return _DsKeyChecker(name).check(tree)
 
 
-def plain(value: Any, problems: Problems, path: str = "") -> Any:
-    """Objects become dicts; of a key that is given twice the first is kept."""
-    if isinstance(value, (Pairs, Mapping)):
+def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
+    """Turn objects into dicts; of a duplicate key the first value is kept."""
+    if isinstance(value, (JsonPairs, Mapping)):
         result: dict[str, Any] = {}
-        for key, inner in value if isinstance(value, Pairs) else value.items():
+        for key, inner in value if isinstance(value, JsonPairs) else value.items():
             where = f"{path}.{key}" if path else str(key)
             if not isinstance(key, str):
                 problems.append(f"the key {key!r} is not a text")
             elif key in result:
                 problems.append(f"{where} is given twice; leave one of them out")
             else:
-                result[key] = plain(inner, problems, where)
+                result[key] = to_plain_dicts(inner, problems, where)
         return result
     if isinstance(value, list):
-        return [plain(inner, problems, f"{path}[{index}]") for index, inner in enumerate(value)]
+        return [to_plain_dicts(inner, problems, f"{path}[{index}]") for index, inner in enumerate(value)]
     return value
 
 
-class _Refused(ValueError):
-    """What is wrong with one key."""
+class _InvalidKey(ValueError):
+    """An error of one key."""
 
 
-class _Unsupported(_Refused):
-    """A value that DeepSpeed knows and this program does not."""
+class _UnsupportedValue(_InvalidKey):
+    """A value that DeepSpeed supports and this program does not."""
 
 
-class _Reader:
+class _DsKeyChecker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.keys: dict[str, Any] = {}
-        self.raw: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.autos: list[str] = []
+        self.raw_values: dict[str, Any] = {}
+        self.deprecated_names: dict[str, str] = {}
+        self.auto_keys: list[str] = []
         self.notices: list[str] = []
-        self.of_engine: dict[str, Any] = {}
-        self.refused: set[str] = set()
-        self.strangers: dict[str, tuple[int, list[str]]] = {}
-        """Type that is not supported -> its place in `problems`, and its parameters that no other type has."""
-        self.problems = Problems()
+        self.engine_values: dict[str, Any] = {}
+        self.invalid_keys: set[str] = set()
+        self.params_of_unsupported_types: dict[str, tuple[int, list[str]]] = {}
+        """Unsupported type -> (index of its error, parameters that no other type has)."""
+        self.errors = ErrorList()
 
-    def read(self, tree: dict[str, Any]) -> tuple[Found, Problems]:
-        olds = []
+    def check(self, tree: dict[str, Any]) -> tuple[DsKeyValues, ErrorList]:
+        renamed = []
         for path, value in self._leaves(tree, ""):
-            if isinstance(TABLE[path], Old):
-                olds.append((path, value))  # their turn comes when all others are known
+            if isinstance(DS_KEYS[path], RenamedKey):
+                renamed.append((path, value))  # renamed keys come last, when all others are known
             else:
-                self._attempt(self._take, path, value)
-        for path, value in olds:
-            self._attempt(self._take_old, path, value)
-        for place, names in self.strangers.values():
-            self.problems[place] += f", without {', '.join(names)}" if names else ""
-        found = Found(self.name, self.keys, self.raw, self.origins, tuple(self.autos), tuple(self.notices),
-                      self.of_engine, frozenset(self.refused))
-        return found, self.problems
+                self._collect_error(self._add_value, path, value)
+        for path, value in renamed:
+            self._collect_error(self._add_renamed_key, path, value)
+        for place, names in self.params_of_unsupported_types.values():
+            self.errors[place] += f", without {', '.join(names)}" if names else ""
+        found = DsKeyValues(self.name, self.keys, self.raw_values, self.deprecated_names, tuple(self.auto_keys),
+                            tuple(self.notices), self.engine_values, frozenset(self.invalid_keys))
+        return found, self.errors
 
-    def _attempt(self, take: Any, path: str, value: Any) -> None:
+    def _collect_error(self, take: Any, path: str, value: Any) -> None:
         try:
             take(path, value)
-        except _Refused as refused:
-            if isinstance(refused, _Unsupported):
-                self.strangers[path] = len(self.problems), []
-            self.refused.add(path)
-            self.problems.append(str(refused))
+        except _InvalidKey as refused:
+            if isinstance(refused, _UnsupportedValue):
+                self.params_of_unsupported_types[path] = len(self.errors), []
+            self.invalid_keys.add(path)
+            self.errors.append(str(refused))
 
     def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        """(path, value) of every key; `type` comes first, because what else is accepted depends on it."""
+        """(path, value) of every key; `type` first, since it decides which others are accepted."""
         for key in sorted(tree, key=lambda key: key != "type"):
             path, value = prefix + key, tree[key]
             if key == "different_groups" and _is_off(tree):
-                continue  # of a section that is switched off, like those that do not exist here
-            if path in OBJECTS and isinstance(value, dict):
+                continue  # the section is switched off, like unsupported ones
+            if path in DS_OBJECTS and isinstance(value, dict):
                 yield from self._leaves(value, path + ".")
-            elif path in OBJECTS and value is None:
+            elif path in DS_OBJECTS and value is None:
                 continue
-            elif path in TABLE:
+            elif path in DS_KEYS:
                 yield path, value
-            elif path in OBJECTS:
-                self.problems.append(f"{path} is {shown(value)}: expected an object {{...}}")
-            elif prefix.endswith(".params.") and (owner := f"{prefix[:-7]}type") in self.strangers:
-                self.strangers[owner][1].append(key)  # goes with its type: no error of its own
+            elif path in DS_OBJECTS:
+                self.errors.append(f"{path} is {json_text(value)}: expected an object {{...}}")
+            elif prefix.endswith(".params.") and (owner := f"{prefix[:-7]}type") in self.params_of_unsupported_types:
+                self.params_of_unsupported_types[owner][1].append(key)  # part of the error of its type
             else:
-                near, hint = _nearest(path)
-                self.refused.add(near)
-                self.problems.append(f"unknown key {path}; {hint}")
+                near, hint = _nearest_key(path)
+                self.invalid_keys.add(near)
+                self.errors.append(f"unknown key {path}; {hint}")
 
-    def _take(self, path: str, value: Any) -> None:
-        row = TABLE[path]
-        if value == AUTO and not isinstance(row, Absent):
-            self.autos.append(path)
-        elif isinstance(row, Key):
-            self._take_key(path, value, row)
-        elif isinstance(row, Only):
-            if not any(same(value, allowed) for allowed in row.values):
-                raise _Refused(f"{path} is {shown(value)}: not supported, {row.reason}; "
-                               f"expected {shown(row.values[0])}")
-        elif isinstance(row, NoEffect):
-            converted = _converted(path, value, row.kind)
-            if row.in_engine:
-                self.of_engine[path] = converted
+    def _add_value(self, path: str, value: Any) -> None:
+        row = DS_KEYS[path]
+        if value == AUTO_VALUE and not isinstance(row, UnsupportedSection):
+            self.auto_keys.append(path)
+        elif isinstance(row, JsonKey):
+            self._add_key(path, value, row)
+        elif isinstance(row, FixedValue):
+            if not any(values_match(value, allowed) for allowed in row.values):
+                raise _InvalidKey(f"{path} is {json_text(value)}: not supported, {row.reason}; "
+                                  f"expected {json_text(row.values[0])}")
+        elif isinstance(row, IgnoredKey):
+            converted = _convert_value(path, value, row.json_type)
+            if row.is_honoured_by_engine:
+                self.engine_values[path] = converted
             elif converted != row.default:
-                self.notices.append(f"{path} {shown(value)} has no effect: {row.reason}")
-        elif isinstance(row, Absent):
+                self.notices.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+        elif isinstance(row, UnsupportedSection):
             if not _is_off(value) and value not in row.off:
-                raise _Refused(f"{path} is not supported, {row.reason}; leave it out")
+                raise _InvalidKey(f"{path} is not supported, {row.reason}; leave it out")
 
-    def _take_key(self, path: str, value: Any, row: Key) -> None:
+    def _add_key(self, path: str, value: Any, row: JsonKey) -> None:
         if value is None and row.nullable:
             return
         if isinstance(value, str) and value.lower() in row.refused:
-            raise _Unsupported(f"{path} {shown(value)} is not supported, {row.refused[value.lower()]}")
-        self.keys[path] = _converted(path, value, row.expects)
-        self.raw[path] = value
+            raise _UnsupportedValue(f"{path} {json_text(value)} is not supported, {row.refused[value.lower()]}")
+        self.keys[path] = _convert_value(path, value, row.known_json_type)
+        self.raw_values[path] = value
 
-    def _take_old(self, path: str, value: Any) -> None:
-        row = TABLE[path]
-        assert isinstance(row, Old)
-        if value == AUTO:
-            self.autos.append(path)
+    def _add_renamed_key(self, path: str, value: Any) -> None:
+        row = DS_KEYS[path]
+        assert isinstance(row, RenamedKey)
+        if value == AUTO_VALUE:
+            self.auto_keys.append(path)
             return
-        converted = row.to(_converted(path, value, row.kind))
-        for new in row.new:
-            if converted is not None and new in self.raw:
-                self._compare(path, value, new, converted)
+        converted = row.convert(_convert_value(path, value, row.json_type))
+        for new in row.new_paths:
+            if converted is not None and new in self.raw_values:
+                self._check_same_value(path, value, new, converted)
             elif converted is not None:
-                self._take(new, converted)
-                self.origins[new] = path
-                self.raw[new] = value
+                self._add_value(new, converted)
+                self.deprecated_names[new] = path
+                self.raw_values[new] = value
         if row.deprecated:
-            self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new)} {shown(converted)}")
+            self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new_paths)} {json_text(converted)}")
 
-    def _compare(self, path: str, value: Any, new: str, converted: Any) -> None:
-        """Both names may be given if they say the same."""
-        row, known = TABLE[new], self.origins.get(new, new)
-        assert isinstance(row, Key)
-        if not agree(self.keys[new], _converted(new, converted, row.expects)):
-            raise _Refused(f"{path} {shown(value)} is the old name of {known} {shown(self.raw[new])}, and both are "
-                           f"given with different values; leave {path} out")
+    def _check_same_value(self, path: str, value: Any, new: str, converted: Any) -> None:
+        """Both names may be given with the same value."""
+        row, known = DS_KEYS[new], self.deprecated_names.get(new, new)
+        assert isinstance(row, JsonKey)
+        if not values_are_close(self.keys[new], _convert_value(new, converted, row.known_json_type)):
+            raise _InvalidKey(
+                f"{path} {json_text(value)} is the old name of {known} {json_text(self.raw_values[new])}, and both are "
+                f"given with different values; leave {path} out")
 
 
 def _is_off(value: Any) -> bool:
-    """A section that is not there, or is switched off; those of compression_training are so further in."""
+    """Whether a section is absent or switched off; compression_training nests the switch deeper."""
     if not isinstance(value, dict) or not value:
         return value is None or value is False or value == {}
     return value.get("enabled") is False or isinstance(value.get("shared_parameters"), dict) and \
         value["shared_parameters"].get("enabled") is False
 
 
-def _converted(path: str, value: Any, kind: Kind) -> Any:
+def _convert_value(path: str, value: Any, kind: JsonType) -> Any:
     try:
         return kind.convert(value)
     except ValueError:
-        near = difflib.get_close_matches(value, kind.words, n=1, cutoff=0.5) if isinstance(value, str) else []
+        near = difflib.get_close_matches(value, kind.choices, n=1, cutoff=0.5) if isinstance(value, str) else []
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise _Refused(f"{path} is {shown(value)}: expected {kind.expected}{hint}") from None
+        raise _InvalidKey(f"{path} is {json_text(value)}: expected {kind.expected}{hint}") from None
 
 
-def same(value: Any, allowed: Any) -> bool:
-    """Equal, whatever the case of a text; 1 is true, and true is not 1."""
+def values_match(value: Any, allowed: Any) -> bool:
+    """Equality that ignores the case of text; 1 equals true, but true does not equal 1."""
     if isinstance(value, str) and isinstance(allowed, str):
         return value.lower() == allowed.lower()
     return bool(value == allowed) and (isinstance(allowed, bool) or not isinstance(value, bool))
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Equal, up to rounding."""
+def values_are_close(one: Any, other: Any) -> bool:
+    """Equality up to rounding."""
     if isinstance(one, float) and isinstance(other, (int, float)):
         return one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return bool(one == other)
@@ -241,16 +286,16 @@ def agree(one: Any, other: Any) -> bool:
 _MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
           "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
           "optimizer.params.learning_rate": "optimizer.params.lr"}
-"""Names that people write whose spelling is not near the key's."""
+"""Common wrong names whose spelling is not similar to the right one."""
 
 
-def _nearest(path: str) -> tuple[str, str]:
-    """The key that the user may have meant, and a hint: another place for a section, a similar key beside it, the same
-    words in another order, or another section for a key."""
+def _nearest_key(path: str) -> tuple[str, str]:
+    """(the key that the user may have meant, a hint): another place for a section, a similar key beside it, the same
+    words in another order, or the key's right section."""
     section, _, key = path.rpartition(".")
-    if parents := sorted(other.rpartition(".")[0] for other in OBJECTS if other.rpartition(".")[2] == key):
+    if parents := sorted(other.rpartition(".")[0] for other in DS_OBJECTS if other.rpartition(".")[2] == key):
         return "", "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)
-    known = sorted({*TABLE, *OBJECTS})
+    known = sorted({*DS_KEYS, *DS_OBJECTS})
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
     near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.72)

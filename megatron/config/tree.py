@@ -1,39 +1,27 @@
-"""The whole configuration of a run: one frozen section per topic, and the checks that need more than one of them.
+"""The whole configuration of a run: one frozen section per topic, checks across sections, and settings without effect.
 
     Config().model.num_layers        build_config({"num_layers": 2, "bf16": True})
 
-A section checks itself in `__post_init__`; what needs the world size is checked in `Config.check_world`. Not here:
-parsing (flags.py), DeepSpeed's JSON (ds_file.py), anything that opens a file.
+A section checks itself in `__post_init__`; what needs the world size is in `Config.check_world`. `unused_settings`
+names settings whose switch is off; `run_errors` refuses methods that would never begin. Not here: parsing (cli.py),
+DeepSpeed's JSON (ds_json.py), anything that opens a file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
-from megatron.config.autotuning import AutotuningConfig
-from megatron.config.data import DataConfig
-from megatron.config.layer_drop import LayerDropConfig
-from megatron.config.log import LogConfig
-from megatron.config.model import ModelConfig
-from megatron.config.offload import OffloadConfig
-from megatron.config.optim import OptimConfig
-from megatron.config.optimizers import ONE_BIT
-from megatron.config.parallel import ParallelConfig, data_parallel_size
-from megatron.config.precision import PrecisionConfig
-from megatron.config.presets import PRESETS
-from megatron.config.problems import Draft, Problems, sentences_of
-from megatron.config.profile import ProfileConfig
-from megatron.config.quantize import QuantizeConfig
-from megatron.config.recompute import RecomputeConfig
-from megatron.config.save import SaveConfig
-from megatron.config.schedule import DEFAULT_WARMUP, ScheduleConfig
-from megatron.config.setting import declared, flag_name, place_told, require
-from megatron.config.train import TrainConfig
-from megatron.config.words import Words, flags_in
-from megatron.config.zero import ZeroConfig
+from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, error_sentences, flags_in
+from megatron.config.model_config import PRESETS, DataConfig, LayerDropConfig, ModelConfig, QuantizeConfig, TrainConfig
+from megatron.config.optimizer_config import (AUTO_STEPS, DEFAULT_WARMUP_FRACTION, ONE_BIT_OPTIMIZERS, OPTIMIZERS,
+                                              OptimConfig, ScheduleConfig)
+from megatron.config.run_config import AutotuningConfig, LogConfig, ProfileConfig, SaveConfig
+from megatron.config.schema import flag_name, flags_have, location_presence, require, setting_of
+from megatron.config.zero_config import (OffloadConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ZeroConfig,
+                                         data_parallel_size)
 from megatron.errors import ConfigError
 
 __all__ = [
@@ -46,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole tree."""
+    """All sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -65,14 +53,14 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     autotuning: AutotuningConfig = field(default_factory=AutotuningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should read once about how this tree came about; no section, and not saved."""
-    words: Words = field(default_factory=Words, compare=False)
-    """What a JSON file said in the place of flags; no section, and not saved."""
-    conflicts: InitVar[Problems | None] = None
-    """Where what is wrong across sections goes; without it, it is raised."""
+    """Notes printed once at the start; not a section, not saved."""
+    key_names: FlagToKeyNames = field(default_factory=FlagToKeyNames, compare=False)
+    """Translates flags to the JSON file's keys; not a section, not saved."""
+    conflicts: InitVar[ErrorList | None] = None
+    """Receives errors across sections; None: they are raised."""
 
-    def __post_init__(self, conflicts: Problems | None) -> None:
-        found = Problems() if conflicts is None else conflicts
+    def __post_init__(self, errors: ErrorList | None) -> None:
+        found = ErrorList() if errors is None else errors
         self._check_model(found)
         self._check_schedule(found)
         self._check_stage(found)
@@ -82,114 +70,104 @@ class Config:
                       "--skip-train without weights to evaluate: the model's would be random; give --load or --load-hf")
         if self.layer_drop.progressive_layer_drop:
             self._check_layer_drop(found)
-        if self.optim.optimizer in ONE_BIT:
+        if self.optim.optimizer in ONE_BIT_OPTIMIZERS:
             self._check_one_bit(found)
         if self.optim.optimizer == "muon":
             self._check_muon(found)
-        if conflicts is None:
-            found.stop()
+        if errors is None:
+            found.raise_if_any()
 
-    def _check_model(self, found: Problems) -> None:
+    def _check_model(self, errors: ErrorList) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
-        found.require(
-            length <= table,
-            f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short",
-        )
+        errors.require(length <= table, f"--seq-length {length} is above --max-position-embeddings {table}: the "
+                       "position table is too short")
         tp = self.parallel.model_parallel_size
         for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
             value = getattr(self.model, name)
-            found.require(value is None or value % tp == 0,
-                          f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
+            errors.require(value is None or value % tp == 0,
+                           f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
         if self.model.memory_centric_tiled_linear:
-            self._check_tiles(found, tp)
+            self._check_tiles(errors, tp)
 
-    def _check_schedule(self, found: Problems) -> None:
+    def _check_schedule(self, errors: ErrorList) -> None:
         section, whole = self.schedule, f"--lr-decay-iters {self.decay_iters}"
         if section.lr_warmup_iters is not None and section.warmup is not None:
             steps = int(section.warmup * self.decay_iters)
-            found.require(steps == section.lr_warmup_iters,
-                          f"--warmup {section.warmup:g} is {steps} steps of {whole}, but --lr-warmup-iters is "
-                          f"{section.lr_warmup_iters}: give one of them")
-        found.require(self.warmup_steps <= self.decay_iters,
-                      f"--lr-warmup-iters {self.warmup_steps} is above {whole} (default: --train-iters): the rate "
-                      "would never reach its peak")
+            errors.require(steps == section.lr_warmup_iters, f"--warmup {section.warmup:g} is {steps} steps of "
+                           f"{whole}, but --lr-warmup-iters is {section.lr_warmup_iters}: give one of them")
+        errors.require(self.warmup_steps <= self.decay_iters, f"--lr-warmup-iters {self.warmup_steps} is above {whole} "
+                       "(default: --train-iters): the rate would never reach its peak")
         if section.lr_decay_style == "WSD":
             steps = section.lr_wsd_decay_iters or 0
-            found.require(self.warmup_steps + steps <= self.decay_iters,
-                          f"--lr-wsd-decay-iters {steps} and a warm-up of {self.warmup_steps} steps are more than "
-                          f"{whole} (default: --train-iters)")
+            errors.require(self.warmup_steps + steps <= self.decay_iters, f"--lr-wsd-decay-iters {steps} and a warm-up "
+                           f"of {self.warmup_steps} steps are more than {whole} (default: --train-iters)")
 
-    def _check_tiles(self, found: Problems, tp: int) -> None:
-        found.require(tp == 1,
-                      f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
-                      "matrices of a block; give one of them")
-        found.require(self.save.load_hf is None,
-                      "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give "
-                      "one of them")
-        found.require(not self.quantize.quantize_training,
-                      "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled by "
-                      "groups of rows of whole matrices, which are cut there; leave one out")
+    def _check_tiles(self, errors: ErrorList, tp: int) -> None:
+        errors.require(tp == 1, f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: "
+                       "both cut the matrices of a block; give one of them")
+        errors.require(self.save.load_hf is None, "--load-hf and --memory-centric-tiled-linear exclude each other: its "
+                       "matrices are whole; give one of them")
+        errors.require(not self.quantize.quantize_training,
+                       "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled "
+                       "by groups of rows of whole matrices, which are cut there; leave one out")
 
-    def _check_stage(self, found: Problems) -> None:
-        stage, home = self.zero.zero_stage, self.offload
-        found.require(home.offload_optimizer_device == "none" or stage > 0,
-                      f"--offload-optimizer-device {home.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
-        found.require(home.offload_param_device == "none" or stage == 3,
-                      f"--offload-param-device {home.offload_param_device} needs --zero-stage 3, not {stage}: other "
-                      "stages keep whole parameters on the device")
+    def _check_stage(self, errors: ErrorList) -> None:
+        stage, offload = self.zero.zero_stage, self.offload
+        errors.require(offload.offload_optimizer_device == "none" or stage > 0, "--offload-optimizer-device "
+                       f"{offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
+        errors.require(offload.offload_param_device == "none" or stage == 3,
+                       f"--offload-param-device {offload.offload_param_device} needs --zero-stage 3, not {stage}: "
+                       "other stages keep whole parameters on the device")
 
-    def _check_graphs(self, found: Problems) -> None:
+    def _check_graphs(self, errors: ErrorList) -> None:
         if not self.train.cuda_graphs:
             return
-        found.require(self.zero.zero_stage < 3,
-                      "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
-        found.require(not self.recompute.checkpoint_activations,
-                      "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed "
-                      "forward takes the memory of the backward under way; leave one out")
-        found.require(not self.layer_drop.progressive_layer_drop,
-                      "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the "
-                      "same, and each step leaves out other blocks; leave one out")
-        found.require(not self.quantize.quantize_eigenvalue,
-                      "--quantize-eigenvalue and --cuda-graphs exclude each other: an eigenvalue takes forwards that "
-                      "no step follows; leave one out")
+        errors.require(self.zero.zero_stage < 3,
+                       "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
+        errors.require(not self.recompute.checkpoint_activations,
+                       "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed "
+                       "forward takes the memory of the backward under way; leave one out")
+        errors.require(not self.layer_drop.progressive_layer_drop,
+                       "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the "
+                       "same, and each step leaves out other blocks; leave one out")
+        errors.require(not self.quantize.quantize_eigenvalue, "--quantize-eigenvalue and --cuda-graphs exclude each "
+                       "other: an eigenvalue takes forwards that no step follows; leave one out")
 
-    def _check_recomputation(self, found: Problems) -> None:
-        again = self.recompute
-        buffered = again.checkpoint_activations and again.contiguous_memory_optimization
-        found.require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
-                      f"--number-checkpoints {again.number_checkpoints} is below the {self.chunks} chunks of "
-                      f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
-                      f"{again.checkpoint_num_layers}: leave it out")
+    def _check_recomputation(self, errors: ErrorList) -> None:
+        recompute = self.recompute
+        buffered = recompute.checkpoint_activations and recompute.contiguous_memory_optimization
+        errors.require(not buffered or (recompute.number_checkpoints or self.chunks) >= self.chunks,
+                       f"--number-checkpoints {recompute.number_checkpoints} is below the {self.chunks} chunks of "
+                       f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
+                       f"{recompute.checkpoint_num_layers}: leave it out")
 
-    def _check_layer_drop(self, found: Problems) -> None:
-        found.require(self.zero.ignore_unused_parameters,
-                      "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no "
-                      "gradient")
-        found.require(self.model.num_layers > 1,
-                      "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left "
-                      "out")
+    def _check_layer_drop(self, errors: ErrorList) -> None:
+        errors.require(self.zero.ignore_unused_parameters, "--progressive-layer-drop needs --ignore-unused-parameters: "
+                       "a block that is left out has no gradient")
+        errors.require(self.model.num_layers > 1, "--progressive-layer-drop needs --num-layers of at least 2, not 1: "
+                       "the first block is never left out")
 
-    def _check_one_bit(self, found: Problems) -> None:
+    def _check_one_bit(self, errors: ErrorList) -> None:
         name = f"--optimizer {self.optim.optimizer}"
-        found.require(self.zero.zero_stage < 2,
-                      f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own "
-                      "gradients are, whole, and from stage 2 on they are summed and split as they are made")
-        found.require(self.offload.offload_optimizer_device == "none",
-                      f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
-                      "other: what a rank says is made of the momentum, on the device; leave one out")
+        errors.require(self.zero.zero_stage < 2,
+                       f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own "
+                       "gradients are, whole, and from stage 2 on they are summed and split as they are made")
+        errors.require(self.offload.offload_optimizer_device == "none",
+                       f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
+                       "other: what a rank says is made of the momentum, on the device; leave one out")
 
-    def _check_muon(self, found: Problems) -> None:
-        found.require(not self.model.memory_centric_tiled_linear,
-                      "--optimizer muon and --memory-centric-tiled-linear exclude each other: the matrices that are "
-                      "made orthogonal never exist whole there; leave one out")
+    def _check_muon(self, errors: ErrorList) -> None:
+        errors.require(not self.model.memory_centric_tiled_linear,
+                       "--optimizer muon and --memory-centric-tiled-linear exclude each other: the matrices that are "
+                       "made orthogonal never exist whole there; leave one out")
         hyper = self.optim.hyper_parameters()
-        found.require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None,
-                      f"--lr is {self.schedule.lr:g}, and muon_lr and adam_lr are rates beside it, which follow its "
-                      "schedule: give one above 0")
+        errors.require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None,
+                       f"--lr is {self.schedule.lr:g}, and muon_lr and adam_lr are rates beside it, which follow its "
+                       "schedule: give one above 0")
 
     @property
     def chunks(self) -> int:
-        """Chunks of blocks in one forward of a model that recomputes."""
+        """Recomputed chunks of blocks in one forward."""
         return math.ceil(self.model.num_layers / self.recompute.checkpoint_num_layers)
 
     @property
@@ -198,18 +176,18 @@ class Config:
 
     @property
     def decay_iters(self) -> int:
-        """The step at which the learning rate reaches its end."""
+        """The step at which the learning rate reaches its final value."""
         return self.schedule.lr_decay_iters or max(1, self.train.train_iters)
 
     @property
     def warmup_steps(self) -> int:
-        """The steps in which the learning rate rises to its peak."""
+        """Steps in which the learning rate rises to its peak."""
         section = self.schedule
-        share = DEFAULT_WARMUP if section.warmup is None else section.warmup
+        share = DEFAULT_WARMUP_FRACTION if section.warmup is None else section.warmup
         return int(share * self.decay_iters) if section.lr_warmup_iters is None else section.lr_warmup_iters
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a world this configuration cannot fill, with every factor named."""
+        """Raise a ConfigError if this number of ranks does not fit the configuration."""
         dp = data_parallel_size(world_size, self.parallel.model_parallel_size)
         micro, batch = self.train.batch_size, self.train.global_batch_size
         require(
@@ -225,18 +203,18 @@ class Config:
         return self.train.global_batch_size or self.train.batch_size * dp_size
 
     def accumulation(self, dp_size: int) -> int:
-        """Micro-batches of one optimizer step."""
+        """Micro-batches per optimizer step."""
         return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
 
-    def in_its_words(self, message: str) -> str:
-        """A message that speaks of flags, with the names of the keys that were given instead."""
-        return self.words.of(message)
+    def translate(self, message: str) -> str:
+        """The message with the JSON file's keys in place of flags."""
+        return self.key_names.translate(message)
 
-    def told(self) -> dict[str, Any]:
-        """Flag -> value, of all that every rank has to be told alike; of a place only whether it is given."""
-        found = {flag_name(item.name): (getattr(getattr(self, name), item.name), declared(item).place)
+    def rank_invariant_settings(self) -> dict[str, Any]:
+        """Flag -> value, for everything that must be equal on all ranks; of paths only whether they are given."""
+        found = {flag_name(item.name): (getattr(getattr(self, name), item.name), setting_of(item).is_location)
                  for name, section in SECTIONS.items() for item in fields(section)}
-        return {flag: place_told(value) if is_place else value for flag, (value, is_place) in found.items()}
+        return {flag: location_presence(value) if is_place else value for flag, (value, is_place) in found.items()}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
@@ -245,32 +223,119 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
-                             if f.name not in ("notes", "words")}
-"""Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
+                             if f.name not in ("notes", "key_names")}
+"""Section name -> its dataclass; field names are unique across sections (tested)."""
 
 
-def build_config(values: Mapping[str, Any], draft: Draft | None = None) -> Config:
-    """A Config from flat field values; fields not named keep their defaults. What is wrong is raised; or it goes to
-    the `draft`, and the Config is what is left without it."""
-    found, conflicts = draft or Draft(), Problems()
+def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
+    """A Config from flat field values; others keep their defaults. Errors are raised, or added to `collector`; then the
+    Config leaves out the wrong values."""
+    found, conflicts = collector or ErrorCollector(), ErrorList()
     known = {item.name for section in SECTIONS.values() for item in fields(section)}
     assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
-    sections = {name: _section(section, {item.name: values[item.name] for item in fields(section)
-                                         if item.name in values}, found) for name, section in SECTIONS.items()}
+    sections = {name: _build_section(section, {item.name: values[item.name] for item in fields(section)
+                                               if item.name in values}, found) for name, section in SECTIONS.items()}
     config = Config(**sections, conflicts=conflicts)
-    found.note(conflicts)
-    if draft is None:
-        found.stop()
+    found.add_errors(conflicts)
+    if collector is None:
+        found.raise_if_any()
     return config
 
 
-def _section(section: Any, values: Mapping[str, Any], draft: Draft) -> Any:
-    """The section, of the values that nothing is wrong with."""
+def _build_section(section: Any, values: Mapping[str, Any], collector: ErrorCollector) -> Any:
+    """The section, built from the values without errors."""
     try:
         return section(**values)
     except ConfigError as error:
-        sentences = sentences_of(error)
-        draft.note(sentences)
+        sentences = error_sentences(error)
+        collector.add_errors(sentences)
         wrong = flags_in(" ".join(sentences))
         left = {name: value for name, value in values.items() if wrong.isdisjoint(flags_in(flag_name(name)))}
-        return _section(section, left if len(left) < len(values) else {}, draft)
+        return _build_section(section, left if len(left) < len(values) else {}, collector)
+
+
+def _fields_with_switch(section: Any, switch: str, prefix: str = "") -> dict[str, str]:
+    return {item.name: switch for item in fields(section) if item.name.startswith(prefix) and item.name != switch}
+
+
+REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progressive_layer_drop"),
+                                   **_fields_with_switch(ProfileConfig, "flops_profiler", "flops_profiler_"),
+                                   **dict.fromkeys(("profile_rank", "profile_dir"), "profile_steps"),
+                                   **_fields_with_switch(QuantizeConfig, "quantize_training"),
+                                   "quantize_change_ratio": "quantize_mixed",
+                                   **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
+"""Field -> the switch that it needs."""
+
+OPTIMIZER_FIELDS = {name: [one for one, takes in OPTIMIZERS.items() if name in " ".join(takes.fields.values()).split()]
+                    for takes in OPTIMIZERS.values() for names in takes.fields.values() for name in names.split()}
+"""Field of `optim` -> the optimizers that read it."""
+
+
+def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
+    """A sentence for each of the fields `candidates` that has no effect. `given`: all fields that were set explicitly.
+    """
+    values = {name: value for section in config.as_dict().values() for name, value in section.items()}
+    found: dict[str, list[str]] = {}
+    on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
+    for name in on:
+        if (switch := _outermost_switch_off(name, values)) and switch not in given:
+            found.setdefault(switch, []).append(name)
+    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in found.items())
+    if config.schedule.lr_decay_style != "WSD" and (names := [name for name in on if name.startswith("lr_wsd_")]):
+        yield f"{flags_have(names)} no effect without --lr-decay-style WSD"
+    yield from _settings_of_other_optimizers(config.optim, on)
+
+
+def _outermost_switch_off(name: str, values: dict[str, Any]) -> str | None:
+    """The outermost switch that this setting needs and that is off."""
+    switch = REQUIRED_SWITCH.get(name)
+    return None if switch is None else _outermost_switch_off(switch, values) or (None if values[switch] else switch)
+
+
+def _settings_of_other_optimizers(optim: OptimConfig, candidates: Collection[str]) -> Iterator[str]:
+    for name in candidates:
+        readers = OPTIMIZER_FIELDS.get(name)
+        if readers is not None and optim.optimizer not in readers:
+            yield f"{flag_name(name)} has no effect with --optimizer {optim.optimizer}: {', '.join(readers)} read it"
+    if "weight_decay" in candidates and not OPTIMIZERS[optim.optimizer].has_weight_decay:
+        yield f"--weight-decay has no effect with --optimizer {optim.optimizer}: its weights do not decay"
+
+
+def run_errors(config: Config) -> Iterator[str]:
+    """An error text for each method that would never start in this run, or that does not fit the model."""
+    if config.optim.optimizer in ONE_BIT_OPTIMIZERS:
+        yield from _one_bit_warm_up_too_long(config)
+    if config.quantize.quantize_training:
+        yield from _quantize_offset_too_large(config)
+        yield from _uneven_quantize_groups(config)
+
+
+def _one_bit_warm_up_too_long(config: Config) -> Iterator[str]:
+    """A run shorter than the optimizer's warm-up would never compress."""
+    warm_up, iters = config.optim.freeze_step, config.train.train_iters
+    if warm_up is None:
+        beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
+        if 0 < iters <= 2 * each:
+            yield (f"--onebit-freeze-step {AUTO_STEPS} looks at the variance every {each} steps with --adam-beta2 "
+                   f"{beta2:g}, and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that "
+                   "nothing would travel at one bit: give a number, 15 to 25 % of the steps are usual")
+    elif 0 < iters <= warm_up:
+        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing would travel at "
+               f"one bit: 15 to 25 % of the steps are usual, or give {AUTO_STEPS}")
+
+
+def _quantize_offset_too_large(config: Config) -> Iterator[str]:
+    offset, iters = config.quantize.quantize_offset, config.train.train_iters
+    if 0 < iters < offset:
+        yield (f"--quantize-offset {offset} is above --train-iters {iters}, so that nothing would be rounded: give 0 "
+               "to round from the first step on, or fewer steps than the run has")
+
+
+def _uneven_quantize_groups(config: Config) -> Iterator[str]:
+    """The check that the engine makes for any model."""
+    groups, hidden = config.quantize.quantize_groups, config.model.hidden_size
+    rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
+    uneven = [f"{count} ({name})" for name, count in rows.items() if count % groups]
+    if uneven:
+        yield (f"--quantize-groups {groups} does not divide the rows of every matrix, {', '.join(uneven)}: give "
+               "a divisor of all")

@@ -1,10 +1,10 @@
-"""lm-eval's face of a model of ours: any of its tasks runs on a checkpoint, at any tensor parallel size.
+"""The lm-eval adapter: runs any lm-eval task on a checkpoint, at any tensor parallel size.
 
     lm = MegatronLM.of(load="runs/gpt2")
     results = lm_eval.simple_evaluate(model=lm, tasks=["lambada_openai"])
 
-To lm-eval each process is the only one: all of them get all requests and the same answers, and the ranks share out the
-work below (scorer.py). That is how lm-eval has it wherever a model is split: results are those of local rank 0.
+lm-eval sees a single process: every rank receives all requests and returns the same answers, and the ranks divide
+the work below it (scoring.py).
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Any, final
 import numpy as np
 from lm_eval.api.model import TemplateLM
 
-from megatron.evaluate.pieces import continuation
-from megatron.evaluate.setting import Setting
-from megatron.evaluate.stream import one_by_one
-from megatron.evaluate.writer import Wanted, Writer
-from megatron.inference.source import Source
+from megatron.evaluate.eval_context import EvalContext, GenerateUntilRequest, TextCompleter
+from megatron.evaluate.scoring import continuation_request
+from megatron.evaluate.task import document_requests
+from megatron.inference.model_args import ModelSource
 
 
 @final
 class MegatronLM(TemplateLM):  # type: ignore[misc]
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, context: EvalContext) -> None:
         super().__init__()
-        self._setting, self._tokenizer = setting, setting.subject.tokenizer
-        self._model = setting.model()
-        self._scorer = setting.scorer(self._model)
-        self._writer: Writer | None = None  # its cache takes room
+        self._context, self._tokenizer = context, context.model_info.tokenizer
+        self._model = context.load_model()
+        self._scorer = context.build_scorer(self._model)
+        self._completer: TextCompleter | None = None  # its cache takes room
 
     @classmethod
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
            **more: Any) -> MegatronLM:
         """What it is to use as flags would say it: `dtype`, `model_parallel_size`, ... (Source)."""
-        return cls(Setting.of(Source(load, load_hf, **more), batch_size))
+        return cls(EvalContext.open(ModelSource(load, load_hf, **more), batch_size))
 
     @property
     def eot_token_id(self) -> int:
@@ -43,7 +42,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        return self._setting.subject.length
+        return self._context.model_info.max_positions
 
     @property
     def tokenizer_name(self) -> str:
@@ -55,18 +54,20 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
                               **kwargs: Any) -> list[tuple[float, bool]]:
-        pieces = [continuation(context, targets, self.max_length, f"request {number} ({words[1]!r})")
-                  for number, (words, context, targets) in enumerate(requests)]
-        return [(score.logprob, score.greedy) for score in self._scorer(pieces, self._setting.progress())]
+        scoring_requests = [continuation_request(context, targets, self.max_length, f"request {number} ({words[1]!r})")
+                            for number, (words, context, targets) in enumerate(requests)]
+        return [(score.logprob, score.is_greedy)
+                for score in self._scorer(scoring_requests, self._context.new_progress())]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [self._tokenizer.encode_array(request.args[0]) for request in requests]
-        pieces = [one_by_one([np.asarray(ids)], self._setting.subject) for ids in texts]
-        scores = iter(self._scorer([piece for each in pieces for piece in each], self._setting.progress()))
-        return [sum(next(scores).logprob for _ in each) for each in pieces]
+        requests_by_text = [document_requests([np.asarray(ids)], self._context.model_info) for ids in texts]
+        scores = iter(self._scorer([piece for each in requests_by_text for piece in each],
+                                   self._context.new_progress()))
+        return [sum(next(scores).logprob for _ in each) for each in requests_by_text]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy, unless a task says otherwise."""
-        if self._writer is None:
-            self._writer = self._setting.writer(self._model)
-        return self._writer([Wanted.of(*request.args) for request in requests])
+        if self._completer is None:
+            self._completer = self._context.build_completer(self._model)
+        return self._completer([GenerateUntilRequest.from_kwargs(*request.args) for request in requests])

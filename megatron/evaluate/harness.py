@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron.config.tree import require
+from megatron.distributed.exit_codes import run
 from megatron.errors import ConfigError
-from megatron.evaluate.parser import Chosen, chosen, parser_of
-from megatron.inference.source import ModelParser
-from megatron.launch.exits import run
-from megatron.neighbours import check_neighbours
+from megatron.evaluate.eval_args import EvalModelArgs, build_model_parser, model_args_from_flags
+from megatron.inference.model_args import ModelArgumentParser
+from megatron.package import check_package_shadowing
 
 MODULE = "python -m megatron.evaluate.harness"
 
@@ -30,20 +30,21 @@ EXAMPLES = """examples:
 
 docs/evaluate.md has a task whose data is a local file."""
 
-KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+REPORTED_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better",
+                 "lm_eval_version")
 """Of what lm-eval returns; besides it describes the machine."""
 
-THEIRS = (ValueError, LookupError, OSError, ImportError)
+LM_EVAL_ERRORS = (ValueError, LookupError, OSError, ImportError)
 """What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
 
-UNREACHED = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout", "gaierror",
-                       "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
+NETWORK_ERRORS = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout",
+                            "gaierror", "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
 """Names of errors, of several libraries, for data that no network brought."""
 
 
 @dataclass(frozen=True)
-class Run:
-    model: Chosen
+class HarnessOptions:
+    model_args: EvalModelArgs
     tasks: list[str]
     include_path: str | None
     num_fewshot: int | None
@@ -51,8 +52,8 @@ class Run:
     as_json: bool
 
 
-def build_parser() -> ModelParser:
-    parser = parser_of(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
+def build_parser() -> ModelArgumentParser:
+    parser = build_model_parser(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
     add("--include-path", metavar="DIR", help="folder with tasks of your own")
@@ -62,92 +63,95 @@ def build_parser() -> ModelParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> Run:
+def parse(argv: Sequence[str]) -> HarnessOptions:
     flags = build_parser().parse_args(argv)
     require(flags.include_path is None or os.path.isdir(flags.include_path),
             f"--include-path {flags.include_path}: no such folder")
     require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")
     require(find_spec("lm_eval") is not None, f"{MODULE} needs lm-eval: pip install lm_eval (the extra [eval])")
-    return Run(chosen(flags), flags.tasks.split(","), flags.include_path, flags.num_fewshot, flags.limit, flags.json)
+    return HarnessOptions(model_args_from_flags(flags), flags.tasks.split(","), flags.include_path, flags.num_fewshot,
+                          flags.limit, flags.json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = parse(sys.argv[1:] if argv is None else argv)
+    options = parse(sys.argv[1:] if argv is None else argv)
     from lm_eval import simple_evaluate
     from lm_eval.utils import handle_non_serializable, make_table
 
+    from megatron.distributed import process_group
     from megatron.evaluate.bridge import MegatronLM
-    from megatron.evaluate.setting import Setting
-    from megatron.launch import distributed
+    from megatron.evaluate.eval_context import EvalContext
 
-    setting = Setting.of(asked.model.source, asked.model.batch_size, asked.model.told)
-    for note in asked.model.notes if setting.rank == 0 else ():
+    context = EvalContext.open(options.model_args.source, options.model_args.batch_size,
+                               options.model_args.compared_flags)
+    for note in options.model_args.notes if context.rank == 0 else ():
         print(note, file=sys.stderr, flush=True)
-    with _aside(setting.rank == 0), translated(asked.tasks):
-        manager, tasks = _load(asked)
-    lm = MegatronLM(setting)
-    with _aside(setting.rank == 0):
-        results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot,
-                                  limit=asked.limit, log_samples=False)
-    if setting.rank == 0:
-        kept = {name: results[name] for name in KEPT if name in results}
-        print(json.dumps(kept, default=handle_non_serializable) if asked.as_json else make_table(results), flush=True)
-    distributed.shutdown()
+    with _stdout_to_stderr(context.rank == 0), translate_errors(options.tasks):
+        manager, tasks = _load_tasks(options)
+    lm = MegatronLM(context)
+    with _stdout_to_stderr(context.rank == 0):
+        results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=options.num_fewshot,
+                                  limit=options.limit, log_samples=False)
+    if context.rank == 0:
+        reported = {name: results[name] for name in REPORTED_KEYS if name in results}
+        print(json.dumps(reported, default=handle_non_serializable) if options.as_json else make_table(results),
+              flush=True)
+    process_group.shutdown()
     return 0
 
 
-def _load(asked: Run) -> tuple[Any, list[Any]]:
+def _load_tasks(options: HarnessOptions) -> tuple[Any, list[Any]]:
     """lm-eval's task manager, and the tasks and groups that are asked for, with their data."""
     from lm_eval.tasks import TaskManager
 
-    manager, found = TaskManager(include_path=asked.include_path), []
-    for name in asked.tasks:
+    manager, found = TaskManager(include_path=options.include_path), []
+    for name in options.tasks:
         loaded = manager.load([name])
         found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
     return manager, found
 
 
 @contextlib.contextmanager
-def _aside(speaks: bool) -> Iterator[None]:
+def _stdout_to_stderr(is_enabled: bool) -> Iterator[None]:
     """What lm-eval prints on its way goes to standard error, of one rank."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr if speaks else nowhere), \
-            contextlib.redirect_stderr(sys.stderr if speaks else nowhere):
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr if is_enabled else nowhere), \
+            contextlib.redirect_stderr(sys.stderr if is_enabled else nowhere):
         yield
 
 
 @contextlib.contextmanager
-def translated(tasks: list[str]) -> Iterator[None]:
+def translate_errors(tasks: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, THEIRS) or is_unreached(error)):
+        if not (isinstance(error, LM_EVAL_ERRORS) or is_network_error(error)):
             raise
-        raise ConfigError(f"--tasks {','.join(tasks)}: {_why(error)}") from error
+        raise ConfigError(f"--tasks {','.join(tasks)}: {_describe_error(error)}") from error
 
 
-def _why(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     theirs = f"({type(error).__name__}: {error})"
-    if is_unreached(error):
+    if is_network_error(error):
         return (f"the data of this cannot be fetched; is there a network? {theirs}; without one, give --include-path "
                 "with a task of your own that names a local file (docs/evaluate.md has one)")
     return (f"lm-eval cannot load this {theirs}; `lm-eval ls tasks` lists its tasks, or give --include-path with your "
             "own")
 
 
-def is_unreached(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """It, or one that it came of, says that there was no network."""
     at: BaseException | None = error
     while at is not None:
-        if UNREACHED & {kind.__name__ for kind in type(at).__mro__}:
+        if NETWORK_ERRORS & {kind.__name__ for kind in type(at).__mro__}:
             return True
         at = at.__cause__ or at.__context__
     return False
 
 
-def _checked() -> int:
-    check_neighbours()
+def _checked_main() -> int:
+    check_package_shadowing()
     return main()
 
 
 if __name__ == "__main__":
-    sys.exit(run(_checked))
+    sys.exit(run(_checked_main))

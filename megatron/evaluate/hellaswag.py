@@ -1,7 +1,7 @@
-"""HellaSwag: which of four endings goes on from a text. lm-eval's rules, the only ones in use for models like this.
+"""HellaSwag: which of four endings continues a text, by lm-eval's rules.
 
-`acc` takes the ending with the largest log-probability, `acc_norm` the one with the largest per character. Where two
-are equal it is the first.
+`acc` takes the ending with the largest log-likelihood, `acc_norm` the one with the largest log-likelihood per
+character; ties go to the first.
 """
 
 from __future__ import annotations
@@ -13,73 +13,75 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
-from megatron.evaluate import reading
-from megatron.evaluate.lambada import pair_of
-from megatron.evaluate.task import Outcome, Subject
-from megatron.evaluate.pieces import Piece, Score, continuation
-from megatron.evaluate.request import Asked
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.lambada import encode_pair
+from megatron.evaluate.scoring import ScoringRequest, TargetScore, continuation_request
+from megatron.evaluate.task import EvalModelInfo, EvalResult
 
 
 @dataclass(frozen=True)
-class Question:
+class HellaSwagQuestion:
     query: str
     endings: tuple[str, ...]
-    right: int
-    where: str
+    label: int
+    location: str
 
 
 @final
 @dataclass(frozen=True)
-class HellaSwag:
-    questions: Sequence[Question]
-    pieces: Sequence[Piece]
+class HellaSwagTask:
+    questions: Sequence[HellaSwagQuestion]
+    requests: Sequence[ScoringRequest]
     """Of each ending of each question, in turn."""
     stride: None = None
 
     @property
-    def truncated(self) -> int:
+    def num_truncated(self) -> int:
         """With one of the endings, or with more of them."""
         ends = list(accumulate(len(question.endings) for question in self.questions))
-        return sum(any(piece.is_cut for piece in self.pieces[start:end]) for start, end in zip([0, *ends], ends))
+        return sum(
+            any(piece.is_truncated for piece in self.requests[start:end]) for start, end in zip([0, *ends], ends))
 
-    def outcome(self, scores: Sequence[Score]) -> Outcome:
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult:
         """Loss, words and bytes are those of the right endings."""
         acc = acc_norm = tokens = words = size = 0
         logprobs, at = [], 0
         for question in self.questions:
             found = [score.logprob for score in scores[at : at + len(question.endings)]]
-            acc += _largest(found) == question.right
-            acc_norm += _largest([value / len(ending) if ending else -math.inf
-                                  for value, ending in zip(found, question.endings)]) == question.right
-            right, ending = self.pieces[at + question.right], question.endings[question.right]
-            logprobs.append(found[question.right])
-            tokens += len(right.tokens) - right.first
+            acc += _argmax(found) == question.label
+            acc_norm += _argmax([value / len(ending) if ending else -math.inf
+                                 for value, ending in zip(found, question.endings)]) == question.label
+            right, ending = self.requests[at + question.label], question.endings[question.label]
+            logprobs.append(found[question.label])
+            tokens += len(right.tokens) - right.first_target
             words += len(ending.split())
             size += len(f" {ending}".encode())
             at += len(question.endings)
         count = len(self.questions)
-        return Outcome(logprob=math.fsum(logprobs), tokens=tokens, words=words, bytes=size, examples=count,
-                       rates={"acc": acc / count, "acc_norm": acc_norm / count})
+        return EvalResult(logprob=math.fsum(logprobs), tokens=tokens, words=words, bytes=size, examples=count,
+                          accuracies={"acc": acc / count, "acc_norm": acc_norm / count})
 
 
-def _largest(values: Sequence[float]) -> int:
+def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=lambda place: values[place])
 
 
-def prepare(asked: Asked, subject: Subject) -> HellaSwag:
-    questions = [_question(line) for line in reading.lines(asked.data)]
-    pieces = [continuation(*pair_of(question.query, f" {ending}", subject.tokenizer), subject.length, question.where)
-              for question in questions for ending in question.endings]
-    return HellaSwag(questions, pieces)
+def prepare(request: EvalRequest, model_info: EvalModelInfo) -> HellaSwagTask:
+    questions = [_parse_question(line) for line in task_files.read_json_lines(request.data)]
+    requests = [continuation_request(*encode_pair(question.query, f" {ending}", model_info.tokenizer),
+                                     model_info.max_positions, question.location) for question in questions
+                for ending in question.endings]
+    return HellaSwagTask(questions, requests)
 
 
-def _question(line: reading.Line) -> Question:
-    endings = tuple(_cleaned(ending) for ending in line.texts("endings"))
-    text = f"{line.text('activity_label')}: {line.text('ctx_a')} {line.text('ctx_b').capitalize()}"
-    return Question(_cleaned(text), endings, line.number("label", len(endings)), line.where)
+def _parse_question(line: task_files.JsonLine) -> HellaSwagQuestion:
+    endings = tuple(_clean(ending) for ending in line.get_texts("endings"))
+    text = f"{line.get_text('activity_label')}: {line.get_text('ctx_a')} {line.get_text('ctx_b').capitalize()}"
+    return HellaSwagQuestion(_clean(text), endings, line.get_index("label", len(endings)), line.location)
 
 
-def _cleaned(text: str) -> str:
+def _clean(text: str) -> str:
     """Without the marks of how-to articles."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")

@@ -1,8 +1,8 @@
-"""LAMBADA: the last word of a passage. Right where every token of it is the likeliest one.
+"""LAMBADA: predicts the last word of a passage; correct if every target token is the argmax.
 
-    megatron   the last token; with `strict` the whole last word, with a space before it
-    openai     the last token, as the published accuracy was found
-    lm-eval    the whole last word, tokenized with what is before it
+    megatron   the last token; with `strict` the last word, with a space before it
+    openai     the last token, as in the published accuracy
+    lm-eval    the last word, tokenized together with its context
 """
 
 from __future__ import annotations
@@ -14,66 +14,68 @@ from typing import final
 
 from data.storage import DataError
 from data.tokenizer_base import Tokenizer
-from megatron.evaluate import reading
-from megatron.evaluate.task import Outcome, Subject
-from megatron.evaluate.pieces import Piece, Score, continuation
-from megatron.evaluate.request import Asked
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.scoring import ScoringRequest, TargetScore, continuation_request
+from megatron.evaluate.task import EvalModelInfo, EvalResult
 
-Pair = tuple[list[int], list[int]]
+ContextAndTargets = tuple[list[int], list[int]]
 """What is read, and what is to come."""
 
 
 @final
 @dataclass(frozen=True)
-class Lambada:
-    pieces: Sequence[Piece]
+class LambadaTask:
+    requests: Sequence[ScoringRequest]
     bytes: int
     stride: None = None
 
     @property
-    def truncated(self) -> int:
-        return sum(piece.is_cut for piece in self.pieces)
+    def num_truncated(self) -> int:
+        return sum(piece.is_truncated for piece in self.requests)
 
-    def outcome(self, scores: Sequence[Score]) -> Outcome:
-        correct = sum(score.greedy for score in scores)
-        return Outcome(logprob=math.fsum(score.logprob for score in scores),
-                       tokens=sum(len(piece.tokens) - piece.first for piece in self.pieces), words=len(self.pieces),
-                       bytes=self.bytes, examples=len(self.pieces),
-                       rates={"acc": correct / len(scores), "correct": correct})
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult:
+        correct = sum(score.is_greedy for score in scores)
+        return EvalResult(logprob=math.fsum(score.logprob for score in scores),
+                          tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
+                          words=len(self.requests), bytes=self.bytes, examples=len(self.requests),
+                          accuracies={"acc": correct / len(scores), "correct": correct})
 
 
-def prepare(asked: Asked, subject: Subject) -> Lambada:
-    pieces, size, tokenizer = [], 0, subject.tokenizer
-    for line in reading.lines(asked.data):
-        text = line.text("text")
+def prepare(request: EvalRequest, model_info: EvalModelInfo) -> LambadaTask:
+    requests, size, tokenizer = [], 0, model_info.tokenizer
+    for line in task_files.read_json_lines(request.data):
+        text = line.get_text("text")
         if not text.strip():
-            raise DataError(f"{line.where}: 'text': expected a passage, found nothing but white space")
-        if asked.protocol == "lm-eval":
-            context, targets = pair_of(*last_word(text), tokenizer)
+            raise DataError(f"{line.location}: 'text': expected a passage, found nothing but white space")
+        if request.protocol == "lm-eval":
+            context, targets = encode_pair(*split_last_word(text), tokenizer)
         else:
-            context, targets = _strict(text, tokenizer) if asked.strict else _last_token(text, tokenizer)
-        pieces.append(continuation(context or [tokenizer.eod], targets, subject.length, line.where))
+            context, targets = (_encode_last_word(text, tokenizer) if request.strict
+                                else _encode_last_token(text, tokenizer))
+        requests.append(
+            continuation_request(context or [tokenizer.eod], targets, model_info.max_positions, line.location))
         size += len(tokenizer.decode(targets).encode())
-    return Lambada(pieces, size)
+    return LambadaTask(requests, size)
 
 
-def _last_token(text: str, tokenizer: Tokenizer) -> Pair:
+def _encode_last_token(text: str, tokenizer: Tokenizer) -> ContextAndTargets:
     ids = tokenizer.encode(text)
     return ids[:-1], ids[-1:]
 
 
-def _strict(text: str, tokenizer: Tokenizer) -> Pair:
+def _encode_last_word(text: str, tokenizer: Tokenizer) -> ContextAndTargets:
     word = text.split()[-1]
     return tokenizer.encode(text[: text.rfind(word)].strip()), tokenizer.encode(f" {word}")
 
 
-def last_word(text: str) -> tuple[str, str]:
+def split_last_word(text: str) -> tuple[str, str]:
     """lm-eval's: what is before the last space, and the space with what is after it."""
     context, _, word = text.rpartition(" ")
     return context, f" {word}"
 
 
-def pair_of(context: str, target: str, tokenizer: Tokenizer) -> Pair:
+def encode_pair(context: str, target: str, tokenizer: Tokenizer) -> ContextAndTargets:
     """lm-eval's: spaces at the end of the context belong to the target, and the target is what is left of the tokens
     of both once as many are taken away as the context has."""
     before = tokenizer.encode(context.rstrip())

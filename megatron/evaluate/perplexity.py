@@ -1,9 +1,8 @@
-"""Perplexity of any text: JSON lines, a text file, a corpus, or a folder that is made into one as training does.
+"""Perplexity of any text: JSON lines, a text file, a corpus, or a folder (tokenized into a cached corpus as in
+training).
 
-    megatron   documents in a row, the end of a document between two of them, in windows that may overlap
-    lm-eval    each document for itself, after the end of another
-
-Text is taken as it is. Words are what is between white space.
+    megatron   documents joined by end-of-document tokens, in windows that may overlap
+    lm-eval    each document by itself, after an end-of-document token
 """
 
 from __future__ import annotations
@@ -14,87 +13,89 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.cached import cached_corpus
 from data.indexed import IndexedCorpus
 from data.sampling import parse_split, split_documents
+from data.sources import cached_corpus
 from data.storage import DataError
 from megatron.config.tree import require
-from megatron.evaluate import reading
-from megatron.evaluate.pieces import Ids
-from megatron.evaluate.request import PARTS, Asked, is_corpus
-from megatron.evaluate.stream import Stream, Text, ending, in_a_row, one_by_one
-from megatron.evaluate.task import Subject
-
+from megatron.evaluate import task_files
+from megatron.evaluate.eval_args import PARTS, EvalRequest, is_corpus_prefix
+from megatron.evaluate.scoring import TokenIds
+from megatron.evaluate.task import (EvalDocument, EvalModelInfo, TextTask, document_requests, eod_array,
+                                    sequence_requests)
 
 WORD = re.compile(r"\S+")
 
 
-def prepare(asked: Asked, subject: Subject) -> Stream:
-    texts = [text for text in _texts(asked, subject) if len(text.ids)]
+def prepare(request: EvalRequest, model_info: EvalModelInfo) -> TextTask:
+    texts = [text for text in _selected_documents(request, model_info) if len(text.ids)]
     if not texts:
-        raise DataError(f"{asked.data}: no token to score")
+        raise DataError(f"{request.data}: no token to score")
     words, size = sum(text.words for text in texts), sum(text.bytes for text in texts)
-    if asked.protocol == "lm-eval":
-        return Stream(one_by_one((text.ids for text in texts), subject), words, size, examples=len(texts))
-    end = ending(subject, texts[0].ids)
+    if request.protocol == "lm-eval":
+        return TextTask(document_requests((text.ids for text in texts), model_info), words, size, examples=len(texts))
+    end = eod_array(model_info, texts[0].ids)
     tokens = np.concatenate([part for text in texts for part in (text.ids, end)][:-1])
-    stride = asked.stride_in(subject.length)
-    return Stream(in_a_row(tokens, subject, stride, asked.data), words, size, stride, examples=len(texts))
+    stride = request.window_stride(model_info.max_positions)
+    return TextTask(sequence_requests(tokens, model_info, stride, request.data), words, size, stride,
+                    examples=len(texts))
 
 
-def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
-    if is_corpus(asked.data):
-        yield from _of_corpus(asked.data, asked, subject)
+def _selected_documents(request: EvalRequest, model_info: EvalModelInfo) -> Iterator[EvalDocument]:
+    if is_corpus_prefix(request.data):
+        yield from _corpus_documents(request.data, request, model_info)
         return
-    if os.path.isdir(asked.data):
-        prefix, _ = cached_corpus(asked.data, subject.tokenizer, subject.reading, subject.cache_path)
-        yield from _of_corpus(prefix, asked, subject)
+    if os.path.isdir(request.data):
+        prefix, _ = cached_corpus(request.data, model_info.tokenizer, model_info.text_reading, model_info.cache_path)
+        yield from _corpus_documents(prefix, request, model_info)
         return
-    whole = asked.part is None
-    meant = range(0) if whole else _part(asked, subject, sum(1 for _ in _documents(asked.data, subject)))
-    for number, text in enumerate(_documents(asked.data, subject)):
-        if whole or number in meant:
-            yield _measured(subject.encode(text), text)
+    takes_all = request.part is None
+    selected = range(0) if takes_all else _part_range(request, model_info,
+                                                      sum(1 for _ in _document_texts(request.data, model_info)))
+    for number, text in enumerate(_document_texts(request.data, model_info)):
+        if takes_all or number in selected:
+            yield _make_document(model_info.encode(text), text)
 
 
-def _documents(path: str, subject: Subject) -> Iterator[str]:
+def _document_texts(path: str, model_info: EvalModelInfo) -> Iterator[str]:
     """One by one: none is kept. Of an object it is what training took, or else its `text`."""
-    if not reading.is_lines(path):
-        yield reading.whole_text(path)
+    if not task_files.is_json_lines(path):
+        yield task_files.read_text(path)
         return
-    for line in reading.lines(path):
-        yield line.text(*dict.fromkeys((subject.reading.key, "text")))
+    for line in task_files.read_json_lines(path):
+        yield line.get_text(*dict.fromkeys((model_info.text_reading.json_key, "text")))
 
 
-def _of_corpus(prefix: str, asked: Asked, subject: Subject) -> Iterator[Text]:
+def _corpus_documents(prefix: str, request: EvalRequest, model_info: EvalModelInfo) -> Iterator[EvalDocument]:
     """Of a corpus the text is what its tokens mean."""
-    corpus, tokenizer = IndexedCorpus(prefix), subject.tokenizer
+    corpus, tokenizer = IndexedCorpus(prefix), model_info.tokenizer
     made_by = corpus.facts.tokenizer if corpus.facts else None
     if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{asked.data}: made with another tokenizer ({made_by.name}) than the model's "
+        raise DataError(f"{request.data}: made with another tokenizer ({made_by.name}) than the model's "
                         f"({tokenizer.name}); give the text itself")
     corpus.check_vocabulary(tokenizer.vocab_size)
-    for number in _part(asked, subject, corpus.num_documents):
+    for number in _part_range(request, model_info, corpus.num_documents):
         ids = corpus.document(number)
         if len(ids) and ids[-1] == tokenizer.eod:
             ids = ids[:-1]
-        yield _measured(ids, tokenizer.decode(ids.tolist()))
+        yield _make_document(ids, tokenizer.decode(ids.tolist()))
 
 
-def _measured(ids: Ids, text: str) -> Text:
-    return Text(ids, sum(1 for _ in WORD.finditer(text)), len(text.encode()))
+def _make_document(ids: TokenIds, text: str) -> EvalDocument:
+    return EvalDocument(ids, sum(1 for _ in WORD.finditer(text)), len(text.encode()))
 
 
-def _part(asked: Asked, subject: Subject, documents: int) -> range:
+def _part_range(request: EvalRequest, model_info: EvalModelInfo, documents: int) -> range:
     """Numbers of the documents that are meant."""
-    if asked.part is None:
+    if request.part is None:
         return range(documents)
-    require(subject.split is not None, f"--part {asked.part}: the model does not say how its text was split: --load "
-            "a run of ours")
-    require(asked.part not in subject.apart, f"--part {asked.part}: the run took other data for it than its --split, "
-            f"--{asked.part}-data {' '.join(subject.apart.get(asked.part, ()))}: give that as --data, without --part")
-    found = split_documents(parse_split(str(subject.split)), documents)[PARTS.index(asked.part)]
+    require(model_info.split is not None,
+            f"--part {request.part}: the model does not say how its text was split: --load a run of ours")
+    require(request.part not in model_info.split_data_files,
+            f"--part {request.part}: the run took other data for it than its --split, --{request.part}-data "
+            f"{' '.join(model_info.split_data_files.get(request.part, ()))}: give that as --data, without --part")
+    found = split_documents(parse_split(str(model_info.split)), documents)[PARTS.index(request.part)]
     if not found:
-        raise DataError(f"--part {asked.part}: --split {subject.split} leaves it no document of the {documents} in "
-                        f"{asked.data}")
+        raise DataError(f"--part {request.part}: --split {model_info.split} leaves it no document of the {documents} "
+                        f"in {request.data}")
     return found

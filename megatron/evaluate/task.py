@@ -1,27 +1,29 @@
-"""What every task is: pieces to score, and what their scores mean, in the figures that people compare.
+"""The interface of an evaluation task, its metrics, and the task of running text (wikitext, perplexity).
 
-    loss                  natural logarithms, per token that was scored
+    loss                  nats per scored token
     perplexity            exp(loss): depends on the tokenizer
-    adjusted perplexity   exp(loss x tokens / words): per word of the original text, whatever the tokenizer
-    bits per byte         of the original text, whatever the tokenizer and whatever a word is
+    adjusted perplexity   exp(loss x tokens / words): per word of the original text, comparable across tokenizers
+    bits per byte         of the original text in UTF-8, independent of tokenizer and word definition
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 
-from data.preprocess import Reading
+from data.preprocess import TextReadOptions
+from data.storage import DataError
 from data.tokenizer_base import Tokenizer
-from megatron.evaluate.pieces import Ids, Piece, Score
+from megatron.evaluate.scoring import (ScoringRequest, TargetScore, TokenIds, overlapping_windows, rolling_windows,
+                                       window_requests)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class EvalResult:
     logprob: float
     """Of all targets together."""
     tokens: int
@@ -32,10 +34,10 @@ class Outcome:
     """Of the original text in UTF-8."""
     words_scored: int | None = None
     """What the adjusted perplexity divides by, where that is not `words`."""
-    most: float = math.inf
+    max_loss: float = math.inf
     """Perplexities are of at most this loss."""
     examples: int | None = None
-    rates: Mapping[str, float] = field(default_factory=dict)
+    accuracies: Mapping[str, float] = field(default_factory=dict)
     """Accuracies."""
 
     @property
@@ -58,13 +60,13 @@ class Outcome:
 
     def _exp(self, loss: float) -> float:
         try:
-            return math.exp(min(loss, self.most))
+            return math.exp(min(loss, self.max_loss))
         except OverflowError:
             return math.inf
 
-    def figures(self) -> dict[str, float | int | None]:
+    def metrics(self) -> dict[str, float | int | None]:
         """By name, in the order in which they are printed."""
-        found: dict[str, float | int | None] = {**self.rates}
+        found: dict[str, float | int | None] = {**self.accuracies}
         if self.examples is not None:
             found["examples"] = self.examples
         return found | {"tokens": self.tokens, "original_words": self.words, "original_bytes": self.bytes,
@@ -73,37 +75,91 @@ class Outcome:
                         "bits_per_byte": self.bits_per_byte}
 
 
-class Task(Protocol):
+class EvalTask(Protocol):
     @property
-    def pieces(self) -> Sequence[Piece]: ...
+    def requests(self) -> Sequence[ScoringRequest]: ...
 
     @property
     def stride(self) -> int | None:
         """Between windows that may overlap; None: it has no such windows."""
 
     @property
-    def truncated(self) -> int | None:
+    def num_truncated(self) -> int | None:
         """Examples whose beginning the model does not see; None: text runs on from window to window."""
 
-    def outcome(self, scores: Sequence[Score]) -> Outcome: ...
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult: ...
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalModelInfo:
     """What a task needs to know of the model."""
 
     tokenizer: Tokenizer
-    length: int
+    max_positions: int
     """Positions."""
     split: str | None = None
     """Of the documents it was trained with."""
-    apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    split_data_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parts that had data of their own."""
-    reading: Reading = Reading()
+    text_reading: TextReadOptions = TextReadOptions()
     """How files became documents there."""
     cache_path: str | None = None
     """The folder of the corpora that were made of them; None: beside them."""
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         """In the smallest type that holds its tokens: all data is in memory as these."""
         return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
+
+
+@dataclass(frozen=True)
+class EvalDocument:
+    """A document."""
+
+    ids: TokenIds
+    words: int
+    bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class TextTask:
+    """A task: pieces of text, and the words and bytes it had before it was made pieces of."""
+
+    requests: Sequence[ScoringRequest]
+    words: int
+    bytes: int
+    stride: int | None = None
+    examples: int | None = None
+    words_scored: int | None = None
+    max_loss: float = math.inf
+    num_truncated: None = None
+
+    def result(self, scores: Sequence[TargetScore]) -> EvalResult:
+        return EvalResult(logprob=math.fsum(score.logprob for score in scores),
+                          tokens=sum(len(piece.tokens) - piece.first_target for piece in self.requests),
+                          words=self.words, bytes=self.bytes, words_scored=self.words_scored, max_loss=self.max_loss,
+                          examples=self.examples)
+
+
+def sequence_requests(tokens: TokenIds, model_info: EvalModelInfo, stride: int, location: str) -> list[ScoringRequest]:
+    """One sequence, in windows that may overlap."""
+    if len(tokens) < 2:
+        raise DataError(f"{location}: {len(tokens)} token: the first one is not scored; expected two or more")
+    return window_requests(tokens, overlapping_windows(len(tokens), model_info.max_positions, stride))
+
+
+def document_requests(documents: Iterable[TokenIds], model_info: EvalModelInfo) -> list[ScoringRequest]:
+    """lm-eval's: each document for itself, after the end of another."""
+    return [piece for ids in documents for piece in window_requests(
+        prepend_eod(ids, model_info), rolling_windows(len(ids) + 1, model_info.max_positions))]
+
+
+def prepend_eod(ids: TokenIds, model_info: EvalModelInfo) -> TokenIds:
+    """What ends a document, and so comes before the first token of the next, is before these."""
+    return np.concatenate([eod_array(model_info, ids), ids])
+
+
+def eod_array(model_info: EvalModelInfo, ids: TokenIds) -> TokenIds:
+    """What ends a document, in the type of these where it fits."""
+    eod = model_info.tokenizer.eod
+    return np.array([eod], np.promote_types(ids.dtype, np.min_scalar_type(eod)))

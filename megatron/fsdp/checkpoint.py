@@ -1,10 +1,10 @@
-"""Checkpoints of sharded models: the pieces of each rank, as the engine writes them (megatron/checkpoint).
+"""Checkpoints of sharded models: each rank's segments, in the engine's format (megatron/checkpoint).
 
     save_checkpoint(model, optimizer, folder, scheduler=..., client_state={...})
     client_state = load_checkpoint(model, optimizer, folder, scheduler=...)
 
-Any number of ranks reads them, and so do `zero.initialize`'s engine and `python -m megatron.checkpoint`; what the
-engine has written loads here. Nothing is gathered. Random streams continue where as many ranks resume.
+Any number of ranks can load them, as can the engine of `zero.initialize` and `python -m megatron.checkpoint`;
+checkpoints of the engine load here. Nothing is gathered. Random streams continue if the number of ranks is the same.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.commit import Keep, probe
-from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import TensorEntry, step_tag
-from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
+from megatron.checkpoint.manifest import Lineage, TensorEntry, tag_of_iteration
+from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tensorfile import DTYPE_NAMES
+from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES
 from megatron.checkpoint.writer import save
+from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.fsdp.optim_state import State, numbers_of, split_of
-from megatron.fsdp.root import Root
-from megatron.fsdp.shard import as_run, local, runs
-from megatron.fsdp.sharding import inside, the_member
-from megatron.fsdp.state_dict import ready, saved_buffers
-from megatron.fsdp.whole import own_masters
-from megatron.zero.api.hyper import check_groups, hyper_parameters, restore_groups
-from megatron.zero.api.saved import check_client_state, tied_names
-from megatron.zero.api.shared import check_shared
+from megatron.fsdp.full_params import local_masters
+from megatron.fsdp.optim_state import OptimState, scalar_states, sharded_kinds
+from megatron.fsdp.root import FSDPRoot
+from megatron.fsdp.sharded_tensor import local_tensor, param_ranges, segment_like
+from megatron.fsdp.sharding import require_fsdp_state, unwrap
+from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
+from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
+from megatron.zero.api.checkpoint_state import (check_param_groups, check_shared_state, hyper_parameters,
+                                                restore_param_groups)
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import broadcast_json
 from mpu.random import capture_rng, restore_rng
 
 
 @contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """An error names what the caller gave, and not the trainer's flag."""
+def _errors_name_arguments() -> Iterator[None]:
+    """Errors name the argument `save_dir`, not the trainer's flag."""
     try:
         yield
     except StorageError as error:
@@ -58,50 +57,49 @@ def _naming_arguments() -> Iterator[None]:
         raise StorageError(f"save_dir{text.removeprefix(flag)}") from error
 
 
-@_naming_arguments()
+@_errors_name_arguments()
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None,
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
-    """Everything that a resumed run needs; returns the tag, `global_step<N>` unless given. Every rank calls it."""
-    module, root = _ready(model, "save_checkpoint()")
-    folder, numbers = Path(save_dir), numbers_of(optimizer, root.trained)
+    """Save everything a resumed run needs; returns the tag, `global_step<N>` unless given. Collective."""
+    module, root = _prepare(model, "save_checkpoint()")
+    folder, numbers = Path(save_dir), scalar_states(optimizer, root.trained)
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
-    name = step_tag(steps) if tag is None else str(tag)
-    agree(lambda: check_client_state(client_state or {}), root.dp)
-    on_rank_0(lambda: probe(folder), root.dp)
-    kinds = split_of(optimizer, root.trained)
-    with saved_buffers(module):
+    name = tag_of_iteration(steps) if tag is None else str(tag)
+    all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
+    on_rank_0(lambda: check_save_root_is_writable(folder), root.dp)
+    kinds = sharded_kinds(optimizer, root.trained)
+    with buffers_in_own_dtype(module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in module.named_buffers()}
     shared = {
         "run_id": broadcast_json(secrets.token_hex(8), root.dp),
         "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
-                   "rule": _uneven(numbers, root), **root.scaling.numbers()},
+                   "rule": _per_param_scalars(numbers, root), **root.loss_scaler.state_dict()},
         "optimizer": type(optimizer).__name__,
         "param_groups": hyper_parameters(optimizer.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": buffers,
-        "tied": tied_names(module, root.buckets),
+        "tied": tied_tensor_names(module, root.buckets),
         "loop": {},
-        "client_state": dict(client_state or {}),
-    }
-    save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds), tensors=_tensors(optimizer, root, kinds),
-         place=root.dp.rank, rank_state={"rng": capture_rng()}, shared_state=shared, config={"fsdp": True},
-         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep,
-         lineage=root.lineage)
+        "client_state": dict(client_state or {})}
+    save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds),
+         tensors=_tensor_entries(optimizer, root, kinds), place=root.dp.rank, rank_state={"rng": capture_rng()},
+         shared_state=shared, config={"fsdp": True}, layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
+         run_id=shared["run_id"], iteration=steps, keep=keep, lineage=root.lineage)
     return name
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None) -> dict[str, Any]:
-    """The client_state of the checkpoint `tag`, or of the one that `latest` names, after its weights, and the state of
-    the optimizer and the scheduler where they are given, are in place. Every rank calls it."""
-    module, root = _ready(model, "load_checkpoint()")
+    """Load the checkpoint `tag`, or the one named by `latest`, into the model and, if given, the optimizer and
+    scheduler; returns its client_state. Collective."""
+    module, root = _prepare(model, "load_checkpoint()")
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
-    agree(lambda: check_shared(found), root.dp)
-    agree(lambda: _check(found, root, optimizer), root.dp)
-    agree(partial(_read_all, found, root), root.dp)
-    root.note_edits()
-    root.lineage = Lineage(found.manifest.record)
+    all_succeed_or_raise(lambda: check_shared_state(found), root.dp)
+    all_succeed_or_raise(lambda: _check_compatible(found, root, optimizer), root.dp)
+    all_succeed_or_raise(partial(_read_weights, found, root), root.dp)
+    root.apply_master_edits()
+    root.lineage = Lineage(found.manifest.commit_record)
     for name, buffer in module.named_buffers():
         if name in found.shared_state["buffers"]:
             buffer.copy_(found.shared_state["buffers"][name])
@@ -110,56 +108,57 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     if scheduler is not None and found.shared_state["lr_scheduler"] is not None:
         scheduler.load_state_dict(found.shared_state["lr_scheduler"])
     if found.shared_state["engine"]:
-        root.scaling.restore(found.shared_state["engine"])
-    _restore_streams(found, root)
+        root.loss_scaler.load_state_dict(found.shared_state["engine"])
+    _restore_rng_streams(found, root)
     state: dict[str, Any] = found.shared_state["client_state"]
     return state
 
 
-def _ready(model: nn.Module, what: str) -> tuple[nn.Module, Root]:
-    module = inside(model)
-    root = the_member(module).root
+def _prepare(model: nn.Module, what: str) -> tuple[nn.Module, FSDPRoot]:
+    module = unwrap(model)
+    root = require_fsdp_state(module).root
     if root.module is not module:
         raise ConfigError(f"{what} is for the outermost sharded module")
-    ready(module, what)
+    prepare_all_ranks(module, what)
     return module, root
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 
-def _pieces(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[Piece]:
+def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
     for bucket in root.buckets:
-        masters = own_masters(bucket)
-        for parameter, slot, (start, stop, offset) in zip(bucket.parameters, bucket.layout.slots, runs(bucket),
+        masters = local_masters(bucket)
+        for parameter, slot, (start, stop, offset) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
                                                           strict=True):
             if start == stop:
                 continue
-            yield Piece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
+            yield TensorPiece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
             state = optimizer.state.get(parameter, {})
             for kind in kinds if bucket.trainable else ():
-                nothing = torch.zeros(stop - start, dtype=_dtype(optimizer, bucket, kind))  # it has not been met yet
-                yield Piece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
-                            local(state[kind]) if kind in state else nothing)
+                zeros = torch.zeros(stop - start,
+                                    dtype=_state_dtype(optimizer, bucket, kind))  # no state before its first step
+                yield TensorPiece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
+                                  local_tensor(state[kind]) if kind in state else zeros)
 
 
-def _tensors(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[TensorEntry]:
+def _tensor_entries(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorEntry]:
     for bucket in root.buckets:
         for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
-            dtype = DTYPE_NAMES[bucket.kept.dtype if kind == WEIGHT else _dtype(optimizer, bucket, kind)]
+            dtype = DTYPE_NAMES[bucket.master_state.dtype if kind == WEIGHT else _state_dtype(optimizer, bucket, kind)]
             for slot in bucket.layout.slots:
-                yield TensorEntry(kind, slot.name, dtype, sharding_of(slot.shape, slot.partition, 1),
-                                  Spread(slot.offset, bucket.layout.shard_numel))
+                yield TensorEntry(kind, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, 1),
+                                  DPSharding(slot.offset, bucket.layout.shard_numel))
 
 
-def _dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
-    """Of a kind of state, the same on all ranks."""
+def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
+    """The dtype of a kind of state, equal on all ranks."""
     found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
-    return next((local(value).dtype for value in found if value is not None), bucket.kept.dtype)
+    return next((local_tensor(value).dtype for value in found if value is not None), bucket.master_state.dtype)
 
 
-def _uneven(numbers: Mapping[str, State], root: Root) -> dict[str, Any]:
-    """What the optimizer counts for each parameter that it has met, where that is not one number of steps for all."""
+def _per_param_scalars(numbers: Mapping[str, OptimState], root: FSDPRoot) -> dict[str, Any]:
+    """Scalar state of each parameter, unless all share one step count."""
     kinds = {tuple(sorted(values.items())) for values in numbers.values()}
     parameters = sum(len(bucket.parameters) for bucket in root.trained)
     is_even = len(kinds) == 1 and len(numbers) == parameters and {name for name, _ in next(iter(kinds))} == {"step"}
@@ -169,7 +168,7 @@ def _uneven(numbers: Mapping[str, State], root: Root) -> dict[str, Any]:
 # ---- what is read ------------------------------------------------------------------------------------------------
 
 
-def _check(found: Checkpoint, root: Root, optimizer: Optimizer | None) -> None:
+def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | None) -> None:
     where = f"{found.tag} of {found.folder.parent}"
     own = {slot.name: slot.shape for bucket in root.buckets for slot in bucket.layout.slots}
     saved = set(found.names(WEIGHT))
@@ -186,49 +185,52 @@ def _check(found: Checkpoint, root: Root, optimizer: Optimizer | None) -> None:
         if kind != type(optimizer).__name__:
             raise CheckpointError(f"{where} holds the optimizer state of {kind}, not of {type(optimizer).__name__}; "
                                   "give optimizer=None to load the weights alone")
-        check_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, where)
+        check_param_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, where)
 
 
-def _read(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> None:
-    for slot, (start, stop, offset) in zip(bucket.layout.slots, runs(bucket), strict=True):
+def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> None:
+    for slot, (start, stop, offset) in zip(bucket.layout.slots, param_ranges(bucket), strict=True):
         if start < stop:
             found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
                        out=out[start:stop])
 
 
-def _read_all(found: Checkpoint, root: Root) -> None:
+def _read_weights(found: Checkpoint, root: FSDPRoot) -> None:
     for bucket in root.buckets:
-        _read(found, bucket, WEIGHT, own_masters(bucket))
+        _read_bucket(found, bucket, WEIGHT, local_masters(bucket))
 
 
-def _state_of(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
-    """This rank's. (torch's optimizers keep state in the precision of the parameter.)"""
-    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.kept.dtype, device=bucket.updates_on)
-    _read(found, bucket, kind, flat)
+def _read_optimizer_state(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
+    """This rank's shard, in the masters' dtype, as torch's optimizers keep state in the parameter's."""
+    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.master_state.dtype, device=bucket.update_device)
+    _read_bucket(found, bucket, kind, flat)
     return flat
 
 
-def _load_optimizer(found: Checkpoint, root: Root, optimizer: Optimizer) -> None:
+def _load_optimizer(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer) -> None:
     engine = found.shared_state["engine"]
-    uneven = engine.get("rule", {}).get("parameters", {})
+    scalars_by_param = engine.get("rule", {}).get("parameters", {})
     number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
                                                          for one in group["params"])}
-    state: dict[int, State] = {}
+    state: dict[int, OptimState] = {}
     kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
-    read = agree(lambda: [{kind: _state_of(found, bucket, kind) for kind in kinds} for bucket in root.trained], root.dp)
+    read = all_succeed_or_raise(lambda: [{kind: _read_optimizer_state(found, bucket, kind) for kind in kinds}
+                                         for bucket in root.trained], root.dp)
     for bucket, flats in zip(root.trained, read, strict=True):
-        for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, runs(bucket), strict=True):
-            counts = uneven.get(slot.name) if uneven else {"step": float(engine.get("optimizer_steps", 0))}
+        for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, param_ranges(bucket),
+                                                     strict=True):
+            counts = (scalars_by_param.get(slot.name) if scalars_by_param
+                      else {"step": float(engine.get("optimizer_steps", 0))})
             if id(parameter) in number and counts is not None and kinds:
                 state[number[id(parameter)]] = {
                     **{name: torch.tensor(value) if name == "step" else value for name, value in counts.items()},
-                    **{kind: as_run(flat[start:stop].clone(), parameter) for kind, flat in flats.items()}}
-    restore_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()), lambda name: True)
+                    **{kind: segment_like(flat[start:stop].clone(), parameter) for kind, flat in flats.items()}}
+    restore_param_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()), lambda name: True)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _restore_streams(found: Checkpoint, root: Root) -> None:
+def _restore_rng_streams(found: Checkpoint, root: FSDPRoot) -> None:
     is_same = all(found.layout.get(axis) == size for axis, size in (("tp", 1), ("dp", root.dp.size)))
     saved = (found.rank_state(root.dp.rank) if is_same else None) or {}
     if "rng" in saved and ("cuda" in saved["rng"]) == ("cuda" in capture_rng()):

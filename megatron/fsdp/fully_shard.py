@@ -1,11 +1,11 @@
-"""`fully_shard`: torch's interface of this name (FSDP2), on the engine of this package.
+"""`fully_shard`: torch's FSDP2 interface, on the ZeRO stage 3 mechanism of megatron/zero.
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-A module that is sharded is of a class of its own, which has the methods of `FSDPModule`.
+The class of a sharded module becomes a subclass that adds the methods of `FSDPModule`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings, check_dtype
-from megatron.fsdp.sharding import check, device_of, group_of_mesh, members, shard, the_member
+from megatron.fsdp.sharding import (check_shardable, compute_device_of, group_from_mesh, require_fsdp_state,
+                                    shard_module, sharded_modules)
+from megatron.fsdp.sharding_settings import MixedPrecisionPolicy, OffloadPolicy, ShardingSettings, check_dtype
 from megatron.zero.bucket import FlatBucket
 
 
-class NoCopies:
-    """A mixin for what is bound to its ranks and buffers."""
+class NotCopyable:
+    """Mixin that refuses copying and pickling: the object is bound to its process group and buffers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(f"{type(self).__name__} is sharded, and cannot be copied or pickled as a whole "
@@ -32,67 +33,66 @@ class NoCopies:
                           "for a second model copy the first before it is sharded, and shard both")
 
 
-class FSDPModule(NoCopies, nn.Module):
-    """A mixin; `fully_shard` makes a module's class one of this."""
+class FSDPModule(NotCopyable, nn.Module):
+    """Mixin that `fully_shard` adds to a module's class."""
 
-    def unshard(self, async_op: bool = False) -> Unsharding | None:
-        """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
-        it."""
-        member = the_member(self)
-        if not member.root.is_running:
-            member.root.catch_up()
-        waits = Unsharding(member.unit.buckets)
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module until its forward ends or `reshard` is called. Collective."""
+        state = require_fsdp_state(self)
+        if not state.root.is_running:
+            state.root.sync_before_access()
+        handle = UnshardHandle(state.unit.buckets)
         if async_op:
-            return waits
-        waits.wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
-        """Split the parameters of this module again."""
-        for bucket in the_member(self).unit.buckets:
-            bucket.leave()
+        """Free the gathered parameters of this module."""
+        for bucket in require_fsdp_state(self).unit.buckets:
+            bucket.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
-        root = the_member(self).root
+        """Whether the following backwards reduce gradients. Only for an outermost module."""
+        root = require_fsdp_state(self).root
         if root.module is not self or not recurse:
             raise ConfigError("set_requires_gradient_sync is for the outermost sharded module and all in it: gradients "
                               "of a step are summed together")
-        root.syncs = requires_gradient_sync
+        root.reduces_grads = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: every backward ends by itself."""
+        """No effect: every backward is complete by itself."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Changes nothing: what is gathered ahead is what followed in the pass before."""
+        """No effect: prefetching follows the order of the previous pass."""
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Changes nothing: parameters are split again after every backward."""
+        """No effect: parameters are always resharded after backward."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Changes nothing: what a backward does not use is not gathered."""
+        """No effect: backward gathers only what it uses."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Changes nothing: there is one group of ranks, and no sum beyond it."""
+        """No effect: there is one sharding group and no replication."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        for member in [one for _, _, one in members(self)] if recurse else [the_member(self)]:
-            member.settings = replace(member.settings, reshards=reshard_after_forward)
-            member.root.set_stays(member.unit, not reshard_after_forward)
+        for member in [one for _, _, one in sharded_modules(self)] if recurse else [require_fsdp_state(self)]:
+            member.settings = replace(member.settings, reshard_after_forward=reshard_after_forward)
+            member.root.keep_for_backward(member.unit, not reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of this module's gradients over the ranks are divided by, in place of the number of ranks."""
+        """Divide the reduced gradients of this module by `factor` instead of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
-        member = the_member(self)
-        member.root.divisors |= dict.fromkeys(member.unit.buckets, factor)
+        member = require_fsdp_state(self)
+        member.root.grad_divisors |= dict.fromkeys(member.unit.buckets, factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_post_optim_event(self, event: Any) -> None:
-        """What is asked of the device from now on waits for `event`: an optimizer's step on another stream."""
+        """Work queued on the device from now on waits for `event` (an optimizer step on another stream)."""
         event.wait()
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
@@ -100,17 +100,17 @@ class FSDPModule(NoCopies, nn.Module):
                           "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
 
 
-class Unsharding:
-    """What `unshard(async_op=True)` returns."""
+class UnshardHandle:
+    """Returned by `unshard(async_op=True)`."""
 
     def __init__(self, buckets: Iterable[FlatBucket]) -> None:
         self._buckets = buckets
         for bucket in buckets:
-            bucket.prefetch()
+            bucket.start_gather()
 
     def wait(self) -> None:
         for bucket in self._buckets:
-            bucket.await_parameters()
+            bucket.wait_for_param_gather()
 
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
@@ -120,45 +120,44 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
                 shard_placement_fn: Any = None, mp_policy: Any = MixedPrecisionPolicy(),
                 offload_policy: Any = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
                 sync_module_states: bool = False) -> Modules:
-    """Shard the parameters of `module`, those of modules that are sharded inside excepted; returns the module. The
-    modules of a list are sharded one by one.
+    """Shard the parameters of `module`, except those of modules inside that are sharded already; returns the module.
+    Modules of a list are sharded one by one. Collective. If a check raises ConfigError, no module is sharded.
 
-    `mesh` is of one dimension (None: all ranks). `reshard_after_forward` splits the parameters again between forward
-    and backward; a number does so among so many neighbouring ranks. (None: of an outermost module no, of others yes, as
-    the outermost one is needed at once.) Ranks must start from equal weights, or say `sync_module_states`, which is not
-    torch's, and all have those of the first.
+    `mesh` has one dimension (None: all ranks). `reshard_after_forward` frees gathered parameters between forward and
+    backward; with a number they stay sharded over that many neighbouring ranks. None means False for an outermost
+    module, whose backward comes first, and True otherwise. Ranks must start from equal weights, or pass
+    `sync_module_states` (not in torch) to take rank 0's.
     """
     modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
-    group = group_of_mesh(mesh)
-    settings = Settings(
-        reshards=True if reshard_after_forward is None else reshard_after_forward,
-        param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
-        reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
-        output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
-        input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
-        on_host=hasattr(offload_policy, "pin_memory"), pins=getattr(offload_policy, "pin_memory", False),
-        copies_first=sync_module_states)
+    group = group_from_mesh(mesh)
+    settings = ShardingSettings(reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+                                param_dtype=check_dtype("mp_policy.param_dtype", mp_policy.param_dtype),
+                                reduce_dtype=check_dtype("mp_policy.reduce_dtype", mp_policy.reduce_dtype),
+                                output_dtype=check_dtype("mp_policy.output_dtype", mp_policy.output_dtype),
+                                input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
+                                offload_to_host=hasattr(offload_policy, "pin_memory"), pin_memory=getattr(
+                                    offload_policy, "pin_memory", False), sync_module_states=sync_module_states)
     ignored = tuple(ignored_params or ())
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
-        check(one, settings, group, device_of(one, group), ignored)
-    for one in modules:  # all may be: one that is refused leaves none sharded
-        shard(one, settings, group, device_of(one, group), ignored)
-        one.__class__ = _sharded(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
+        check_shardable(one, settings, group, compute_device_of(one, group), ignored)
+    for one in modules:  # after all checks, so that an error leaves no module sharded
+        shard_module(one, settings, group, compute_device_of(one, group), ignored)
+        one.__class__ = _fsdp_class(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module
 
 
 @cache
-def _sharded(cls: type[nn.Module]) -> type[nn.Module]:
-    """One for all modules of a class: torch.compile looks at it."""
+def _fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Cached: torch.compile guards on the class, so modules of one class must share it."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other one."""
+    """Modules that are inside no other one of the list."""
     if not all(isinstance(one, nn.Module) for one in modules):
         raise ConfigError("fully_shard takes a module or a list of modules, not "
                           f"{', '.join(type(one).__name__ for one in modules)}")

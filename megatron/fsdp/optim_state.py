@@ -1,16 +1,12 @@
-"""The state of a torch optimizer over shards: gathered to whole tensors, and cut again.
-
-A state is *split* where it is a run as its parameter is, and *shared* where it is a number. Anything else cannot be
-told apart on another number of ranks, and is refused.
-
-torch's functions give state by parameter names, of models as well:
+"""Full and sharded state dicts of torch optimizers over sharded parameters, also by torch's functions.
 
     model_state, optim_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     set_state_dict(model, optimizer, model_state_dict=..., optim_state_dict=..., options=...)
 
-Without `full_state_dict` values are this rank's runs, for the same rank of as many. With it they are full: on all
-ranks, or with `cpu_offload` on the first one's host alone, the others have empty dicts. `broadcast_from_rank0` sets the
-first rank's on all. torch's own StateDictOptions will do.
+State that has a value for each element is sharded like its parameter; a number is the same on all ranks; anything else
+is refused. Without `full_state_dict` values are this rank's segments, for the same rank of as many. With `cpu_offload`
+only rank 0 gets the full state. `broadcast_from_rank0` sets rank 0's state on all ranks. torch's own StateDictOptions
+work.
 """
 
 from __future__ import annotations
@@ -23,98 +19,101 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoint.agree import agree
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import Shard, as_run, gradient_of, local, place_of, runs, set_gradient
-from megatron.fsdp.sharding import inside, the_member
-from megatron.fsdp.state_dict import buckets_of, full_state_dict, load_from_first, named_tensors, ready, saved_buffers
-from megatron.fsdp.whole import joined
-from megatron.zero.api.hyper import OF_THE_RUN, hyper_parameters
+from megatron.fsdp.full_params import gather_shards
+from megatron.fsdp.sharded_tensor import (ShardedParam, gradient_of, local_tensor, param_ranges, segment_like,
+                                          segment_location, set_gradient)
+from megatron.fsdp.sharding import require_fsdp_state, unwrap
+from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, load_from_rank0, named_tensors,
+                                      prepare_all_ranks)
+from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
 
-State = dict[str, Any]
+OptimState = dict[str, Any]
 
 
-def whole_states(optimizer: Optimizer, buckets: list[FlatBucket], *, keeps: bool,
-                 device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, State]]:
-    """Each parameter that has state, and that whole where this rank `keeps` it (else without tensors). Collective; one
-    kind of one bucket is whole at a time."""
+def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, collects: bool,
+                       device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, OptimState]]:
+    """Each parameter that has state, with the full state if this rank `collects` (otherwise without tensors).
+    Collective; one kind of one bucket is gathered at a time."""
     for bucket in buckets:
         states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in bucket.parameters}
-        found: dict[nn.Parameter, State] = {parameter: {} for parameter in bucket.parameters}
+        found: dict[nn.Parameter, OptimState] = {parameter: {} for parameter in bucket.parameters}
         for kind in dict.fromkeys(name for state in states.values() for name in state):
-            is_split = {parameter: _is_split(parameter, kind, state[kind])
-                        for parameter, state in states.items() if kind in state}
-            if any(is_split.values()):
-                whole = _joined(bucket, [states[parameter].get(kind) if is_split.get(parameter) else None
-                                         for parameter in bucket.parameters])
+            is_sharded = {parameter: _is_sharded(parameter, kind, state[kind])
+                          for parameter, state in states.items() if kind in state}
+            if any(is_sharded.values()):
+                whole = _gather_state(bucket, [states[parameter].get(kind) if is_sharded.get(parameter) else None
+                                               for parameter in bucket.parameters])
             for index, parameter in enumerate(bucket.parameters):
                 if kind not in states[parameter]:
                     continue
-                if not is_split[parameter]:
+                if not is_sharded[parameter]:
                     value = states[parameter][kind]
                     is_tensor = isinstance(value, Tensor)
                     found[parameter][kind] = value.detach().to(device, copy=True) if is_tensor else value
-                elif keeps:
+                elif collects:
                     found[parameter][kind] = whole[index].to(device or bucket.device, copy=True)
         yield from ((parameter, state) for parameter, state in found.items() if states[parameter])
 
 
-def split_of(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> list[str]:
-    """The kinds of state that have a number for each element, in order."""
+def sharded_kinds(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> list[str]:
+    """The kinds of state with one value per element, in order."""
     return list(dict.fromkeys(
         kind for bucket in buckets for parameter in bucket.parameters
-        for kind, value in optimizer.state.get(parameter, {}).items() if _is_split(parameter, kind, value)))
+        for kind, value in optimizer.state.get(parameter, {}).items() if _is_sharded(parameter, kind, value)))
 
 
-def numbers_of(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> dict[str, State]:
-    """By the name of each parameter that has state, the kinds that are one number."""
+def scalar_states(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> dict[str, OptimState]:
+    """By parameter name, the state that is a single number."""
     return {slot.name: {kind: value.item() if isinstance(value, Tensor) else value
                         for kind, value in optimizer.state[parameter].items()
-                        if value is not None and not _is_split(parameter, kind, value)}
+                        if value is not None and not _is_sharded(parameter, kind, value)}
             for bucket in buckets for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
             if optimizer.state.get(parameter)}
 
 
-def _is_split(parameter: nn.Parameter, kind: str, value: Any) -> bool:
-    if not isinstance(value, Tensor) or local(value).dim() == 0:
+def _is_sharded(parameter: nn.Parameter, kind: str, value: Any) -> bool:
+    if not isinstance(value, Tensor) or local_tensor(value).dim() == 0:
         return False
-    if local(value).shape == local(parameter).shape:
+    if local_tensor(value).shape == local_tensor(parameter).shape:
         return True
-    raise ConfigError(f"the state {kind!r} of {place_of(parameter)[1]} has shape {list(local(value).shape)}, "
-                      f"and this rank a run of {local(parameter).numel()} elements: it is neither one number for each "
-                      "element nor one for all, and cannot be gathered")
+    raise ConfigError(f"the state {kind!r} of {segment_location(parameter)[1]} has shape "
+                      f"{list(local_tensor(value).shape)}, and this rank a run of {local_tensor(parameter).numel()} "
+                      "elements: it is neither one number for each element nor one for all, and cannot be gathered")
 
 
-def _joined(bucket: FlatBucket, parts: list[Tensor | None]) -> list[Tensor]:
-    dtype = next(part.dtype for part in parts if part is not None)
+def _gather_state(bucket: FlatBucket, segments: list[Tensor | None]) -> list[Tensor]:
+    dtype = next(part.dtype for part in segments if part is not None)
     shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-    for part, (start, stop, _) in zip(parts, runs(bucket), strict=True):
+    for part, (start, stop, _) in zip(segments, param_ranges(bucket), strict=True):
         if part is not None:
-            shard[start:stop] = local(part).to(bucket.device)
-    return joined(bucket, shard)
+            shard[start:stop] = local_tensor(part).to(bucket.device)
+    return gather_shards(bucket, shard)
 
 
-def own_state(parameter: nn.Parameter, state: Mapping[str, Any], split: Collection[str]) -> State:
-    """This rank's part of the whole state of a parameter, of which these kinds are split."""
-    whole, name, offset = place_of(parameter)
-    count = local(parameter).numel()
-    found: State = {}
+def shard_full_state(parameter: nn.Parameter, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
+    """This rank's part of a parameter's full state, of which the kinds in `sharded` are split."""
+    whole, name, offset = segment_location(parameter)
+    count = local_tensor(parameter).numel()
+    found: OptimState = {}
     for kind, value in state.items():
-        if kind not in split:
+        if kind not in sharded:
             found[kind] = value.clone() if isinstance(value, Tensor) else value
             continue
         if value.shape != whole:
             raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
         run = value.detach().flatten()[offset : offset + count].clone()
-        found[kind] = as_run(run.to(local(parameter).device), parameter)
+        found[kind] = segment_like(run.to(local_tensor(parameter).device), parameter)
     return found
 
 
-def first_states(optimizer: Optimizer) -> dict[nn.Parameter, State]:
-    """The state that the optimizer would begin with: what a step without gradients and rate makes. It keeps none."""
+def initial_states(optimizer: Optimizer) -> dict[nn.Parameter, OptimState]:
+    """The state that the optimizer would create in its first step: runs one with zero gradients and zero learning rate.
+    The optimizer is left without state."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     gradients = [gradient_of(one) for one in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -133,16 +132,16 @@ def first_states(optimizer: Optimizer) -> dict[nn.Parameter, State]:
             set_gradient(one, gradient)
 
 
-def cut_of_first(parameters: Mapping[str, nn.Parameter], states: Mapping[str, State], dp: Group, device: torch.device,
-                 ) -> dict[str, State]:
-    """This rank's part of the whole states that the first rank has, by the parameters' names. Collective; that of one
-    parameter is whole at a time."""
-    split = split_kinds(states.values())
-    plan = broadcast_json({name: {kind: _described(value, kind in split) for kind, value in state.items()}
+def scatter_from_rank0(parameters: Mapping[str, nn.Parameter], states: Mapping[str, OptimState], dp: Group,
+                       device: torch.device) -> dict[str, OptimState]:
+    """This rank's part of rank 0's full states, by parameter name. Collective; one parameter's state is full at a
+    time."""
+    split = infer_sharded_kinds(states.values())
+    plan = broadcast_json({name: {kind: _state_metadata(value, kind in split) for kind, value in state.items()}
                            for name, state in states.items()}, dp)
-    found: dict[str, State] = {}
+    found: dict[str, OptimState] = {}
     for name, kinds in plan.items():
-        whole: State = {}
+        whole: OptimState = {}
         for kind, what in kinds.items():
             if not isinstance(what, list):
                 whole[kind] = what
@@ -154,57 +153,59 @@ def cut_of_first(parameters: Mapping[str, nn.Parameter], states: Mapping[str, St
             value = whole[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if dp.rank == 0:
                 value.copy_(states[name][kind])
+            # bytes: works for every dtype
             broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
-        if isinstance(parameters.get(name), Shard):
-            whole = own_state(parameters[name], whole, {kind for kind, what in kinds.items()
-                                                        if isinstance(what, list) and what[2]})
+        if isinstance(parameters.get(name), ShardedParam):
+            whole = shard_full_state(parameters[name], whole, {kind for kind, what in kinds.items()
+                                                               if isinstance(what, list) and what[2]})
         found[name] = whole
     return found
 
 
-def _described(value: Any, is_split: bool) -> Any:
-    """A state in JSON: of a tensor its precision, shape, whether it is split, and its number where it is one."""
+def _state_metadata(value: Any, is_sharded: bool) -> Any:
+    """JSON for a state value: for a tensor [dtype, shape, is_sharded, value if 0-dimensional]."""
     if not isinstance(value, Tensor):
         return value
-    return [str(value.dtype).removeprefix("torch."), list(value.shape), is_split, None if value.dim() else value.item()]
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), is_sharded,
+            None if value.dim() else value.item()]
 
 
-def split_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Kinds of whole state that have a number for each element. A parameter that is one number does not tell; where all
-    are, torch's name for a count does."""
+def infer_sharded_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Kinds of full state with one value per element. 0-dimensional parameters are ambiguous: if there are no others,
+    every kind but torch's `step` counts."""
     tensors = [(kind, value) for state in states for kind, value in state.items() if isinstance(value, Tensor)]
     return {kind for kind, value in tensors if value.dim()} or {kind for kind, _ in tensors} - {"step"}
 
 
 def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer, recipient_rank: int | None,
                                  names: Mapping[int, str]) -> dict[str, Any] | None:
-    """As `optimizer.state_dict()` of the unwrapped model, on the host of one rank (None: of all); None elsewhere.
-    Beside it the parameters' names, of `names` by identity."""
-    keeps = recipient_rank is None or buckets[0].dp.rank == recipient_rank
+    """As `optimizer.state_dict()` of the unwrapped model plus parameter names (from `names`, id -> name), on the host
+    of one rank (None: all); None elsewhere. Collective."""
+    collects = recipient_rank is None or buckets[0].dp.rank == recipient_rank
     number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
                                                          for one in group["params"])}
-    state = {number[id(parameter)]: whole for parameter, whole in whole_states(optimizer, buckets, keeps=keeps)
-             if id(parameter) in number}
-    if not keeps:
+    state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
+        optimizer, buckets, collects=collects) if id(parameter) in number}
+    if not collects:
         return None
     for parameter, own in optimizer.state.items():
-        if not isinstance(parameter, Shard):
+        if not isinstance(parameter, ShardedParam):
             state[number[id(parameter)]] = own
     return {"state": dict(sorted(state.items())), "param_groups": optimizer.state_dict()["param_groups"],
             "names": [names.get(id(one), "") for group in optimizer.param_groups for one in group["params"]]}
 
 
 def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of such a dict, for `optimizer.load_state_dict`. One without names (of the unwrapped model) is
-    taken to be in the order of the model's parameters. Not collective."""
+    """This rank's part of a full state dict, for `optimizer.load_state_dict`. A dict without names (of the unwrapped
+    model) is taken in the order of the model's parameters. Not collective."""
     names = full.get("names") or list(parameters)
-    state, split = {}, split_kinds(full["state"].values())
+    state, split = {}, infer_sharded_kinds(full["state"].values())
     for index, whole in full["state"].items():
         if int(index) >= len(names) or names[int(index)] not in parameters:
             raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
                               "parameter: give it that of this model's optimizer")
         parameter = parameters[names[int(index)]]
-        state[index] = own_state(parameter, whole, split) if isinstance(parameter, Shard) else whole
+        state[index] = shard_full_state(parameter, whole, split) if isinstance(parameter, ShardedParam) else whole
     return {"state": state, "param_groups": full["param_groups"]}
 
 
@@ -220,13 +221,13 @@ class StateDictOptions:
     broadcast_from_rank0: bool = False
 
 
-def get_model_state_dict(model: nn.Module, *, options: Any = None) -> State:
+def get_model_state_dict(model: nn.Module, *, options: Any = None) -> OptimState:
     options = options or StateDictOptions()
-    module = inside(model)
+    module = unwrap(model)
     if options.full_state_dict:
         return full_state_dict(module, device="cpu" if options.cpu_offload else None,
                                everywhere=not options.cpu_offload, frozen=not options.ignore_frozen_params)
-    with saved_buffers(module):
+    with buffers_in_own_dtype(module):
         state = named_tensors(module)
     for name, tensor in [*state.items()]:
         if options.ignore_frozen_params and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
@@ -238,30 +239,30 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> State:
 
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     options = options or StateDictOptions()
-    module = inside(model)
+    module = unwrap(model)
     if options.broadcast_from_rank0:
-        load_from_first(module, model_state_dict, options.strict)
+        load_from_rank0(module, model_state_dict, options.strict)
     else:
         model.load_state_dict(model_state_dict, options.strict)
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
-                             ) -> State:
-    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Of an optimizer that has taken no
-    step, without `full_state_dict`, it is what there is to load into."""
+                             ) -> OptimState:
+    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Without `full_state_dict`, an
+    optimizer that has taken no step yields its initial state, as a target to load into."""
     options = options or StateDictOptions()
-    module = inside(model)
-    names = _names(model)
-    found: State = {"state": {}, "param_groups": []}
-    for optimizer in _each(optimizers):
+    module = unwrap(model)
+    names = _names_by_id(model)
+    found: OptimState = {"state": {}, "param_groups": []}
+    for optimizer in _as_list(optimizers):
         if options.full_state_dict:
-            ready(module, "get_optimizer_state_dict()")
-            keeps = not options.cpu_offload or the_member(module).root.dp.rank == 0
+            prepare_all_ranks(module, "get_optimizer_state_dict()")
+            keeps = not options.cpu_offload or require_fsdp_state(module).root.dp.rank == 0
             device = "cpu" if options.cpu_offload else None
-            states: Iterable[tuple[nn.Parameter, State]] = list(
-                whole_states(optimizer, buckets_of(module), keeps=keeps, device=device))
+            states: Iterable[tuple[nn.Parameter, OptimState]] = list(
+                gather_full_states(optimizer, buckets_of(module), collects=keeps, device=device))
         else:
-            keeps, own = True, optimizer.state or first_states(optimizer)
+            keeps, own = True, optimizer.state or initial_states(optimizer)
             states = [(one, dict(state)) for one, state in own.items() if isinstance(one, nn.Parameter)]
         if keeps:
             found["state"] |= {names[id(parameter)]: state for parameter, state in states}
@@ -273,11 +274,12 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
 def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
                              optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     options = options or StateDictOptions()
-    names, states, groups = _names(model), optim_state_dict.get("state", {}), optim_state_dict.get("param_groups", [])
-    is_full, split = options.full_state_dict, split_kinds(states.values())
+    names, states, groups = _names_by_id(model), optim_state_dict.get("state", {}), optim_state_dict.get(
+        "param_groups", [])
+    is_full, split = options.full_state_dict, infer_sharded_kinds(states.values())
     if options.broadcast_from_rank0:
-        states, groups, is_full = *_of_first(model, states, groups), False
-    for optimizer in _each(optimizers):
+        states, groups, is_full = *_broadcast_from_rank0(model, states, groups), False
+    for optimizer in _as_list(optimizers):
         number = {names[id(one)]: index for index, one in enumerate(
             one for group in optimizer.param_groups for one in group["params"])}
         parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
@@ -285,32 +287,31 @@ def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
         if strange and options.strict:
             raise ConfigError(f"set_optimizer_state_dict: {len(strange)} names are not the optimizer's, {min(strange)} "
                               "first")
-        state = {number[name]: own_state(parameters[name], values, split)
-                 if is_full and isinstance(parameters[name], Shard) else dict(values)
-                 for name, values in states.items() if name in number}
+        state = {number[name]: shard_full_state(parameters[name], values, split) if is_full and isinstance(
+            parameters[name], ShardedParam) else dict(values) for name, values in states.items() if name in number}
         own = optimizer.state_dict()["param_groups"]
-        for group, given in zip(own, _groups_for(optimizer, names, groups), strict=True):
-            group |= {key: value for key, value in given.items() if key not in OF_THE_RUN}
+        for group, given in zip(own, _match_param_groups(optimizer, names, groups), strict=True):
+            group |= {key: value for key, value in given.items() if key not in RUN_SPECIFIC_KEYS}
         optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
-def _of_first(model: nn.Module, states: Mapping[str, State], groups: list[State],
-              ) -> tuple[dict[str, State], list[State]]:
-    """This rank's part of the states that the first rank has, and its groups. Collective."""
-    root = the_member(inside(model)).root
+def _broadcast_from_rank0(model: nn.Module, states: Mapping[str, OptimState], groups: list[OptimState],
+                          ) -> tuple[dict[str, OptimState], list[OptimState]]:
+    """This rank's part of rank 0's states, and its param groups. Collective."""
+    root = require_fsdp_state(unwrap(model)).root
     parameters = dict(model.named_parameters())
-    agree(lambda: _check_whole(states, parameters) if root.dp.rank == 0 else None, root.dp)
+    all_succeed_or_raise(lambda: _check_full_states(states, parameters) if root.dp.rank == 0 else None, root.dp)
     plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
-    told = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-                           for group in plain], root.dp)
+    values = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+                             for group in plain], root.dp)
     tuples = {key for group in plain for key, value in group.items() if isinstance(value, tuple)}
     tuples = set(broadcast_json(sorted(tuples), root.dp))
-    return (cut_of_first(parameters, states, root.dp, root.device),
-            [{key: tuple(value) if key in tuples else value for key, value in group.items()} for group in told])
+    return (scatter_from_rank0(parameters, states, root.dp, root.device),
+            [{key: tuple(value) if key in tuples else value for key, value in group.items()} for group in values])
 
 
-def _check_whole(states: Mapping[str, State], parameters: Mapping[str, nn.Parameter]) -> None:
-    split = split_kinds(states.values())
+def _check_full_states(states: Mapping[str, OptimState], parameters: Mapping[str, nn.Parameter]) -> None:
+    split = infer_sharded_kinds(states.values())
     for name, state in states.items():
         for kind, value in state.items():
             if kind in split and name in parameters and value.shape != parameters[name].shape:
@@ -320,7 +321,7 @@ def _check_whole(states: Mapping[str, State], parameters: Mapping[str, nn.Parame
 
 
 def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
-                   ) -> tuple[State, State]:
+                   ) -> tuple[OptimState, OptimState]:
     return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers, options=options)
 
 
@@ -331,17 +332,18 @@ def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
 
 
-def _each(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+def _as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def _names_by_id(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _groups_for(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],
-                ) -> Iterable[Mapping[str, Any]]:
-    """The saved group of each of the optimizer's, by a parameter that they share."""
+def _match_param_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],
+                        ) -> Iterable[Mapping[str, Any]]:
+    """The saved group for each of the optimizer's groups, matched by a common parameter. Raises ConfigError if there is
+    none."""
     by_name = {name: group for group in saved for name in group["params"]}
     for group in optimizer.param_groups:
         found = next((by_name[names[id(one)]] for one in group["params"] if names[id(one)] in by_name), None)

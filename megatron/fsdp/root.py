@@ -1,12 +1,11 @@
-"""Root: the units of an outermost sharded module in training. The user calls forward, backward and optimizer.
+"""`FSDPRoot`: runs the units of an outermost sharded module in training.
 
-    before a forward      what the optimizer changed is brought into the weights at work
-    in between            hooks.py reports what runs, residency.py makes it whole, reductions.py sums gradients
-    with a backward       it begins at the first event; when autograd is through, ranks compare what they did, and
-                          `p.grad` is shown
+    before a forward     optimizer updates of the masters are copied to the working parameters
+    during a pass        hooks report what runs; units are gathered and released, gradients reduced
+    after a backward     ranks compare what they did, and `p.grad` is set
 
-It is the ZeroEngine's mechanism at stage 3 but for the step, which is torch's optimizer's: on the shards, which are
-views of the masters (shard.py, gradients.py).
+It uses the stage 3 mechanism of megatron/zero except for the step: that is the torch optimizer's, on views of the
+masters.
 """
 
 from __future__ import annotations
@@ -20,187 +19,183 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.manifest import Lineage
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.fsdp.agreement import Agreement, Reached, Scaling
-from megatron.fsdp.gradients import ShownGradients, check_summed
-from megatron.fsdp.shard import Shards, gradient_of, set_gradient
+from megatron.fsdp.grad_sync import (BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams,
+                                     check_grads_are_reduced)
+from megatron.fsdp.sharded_tensor import ShardedParamViews, gradient_of, set_gradient
+from megatron.zero.backward import PassCoordinator, ReductionOrder
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.forwards import ForwardCheck
-from megatron.zero.holders import holder_of
-from megatron.zero.hooks import (
-    Call,
-    Unit,
-    attach,
-    before_every_step,
-    scale_gradients,
-    when_autograd_is_through,
-    when_forward_is_over,
-)
-from megatron.zero.passes import Passes
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency
-from megatron.zero.turns import Turns
-from megatron.zero.units import connect_sinks, disconnect_sinks
-from megatron.zero.watch import watch_over
+from megatron.zero.flat_buffers import BufferPool
+from megatron.zero.hooks import (Unit, UnitCall, before_optimizer_steps, on_backward_end, on_forward_end,
+                                 register_unit_hooks, scale_output_gradients)
+from megatron.zero.param_coordinator import ParamCoordinator
+from megatron.zero.partitioned_param import param_owner
+from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.units import attach_main_grad_writers, detach_main_grad_writers
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
 VOLATILE = "summon_full_params(volatile=True)"
-"""As `Root.summoned`: nothing that is written inside lasts."""
-_ROOTS: WeakSet[Root] = WeakSet()
+"""A value of `FSDPRoot.full_params_holder`: edits inside are discarded."""
+_ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
 
 
-class Root:
-    """Receives the events of its units; `units[0]` is the outermost module's own."""
+class FSDPRoot:
+    """Receives the hook events of its units; `units[0]` is the outermost module itself."""
 
-    def __init__(self, units: Sequence[Unit], stays: set[Unit], dp: Group, device: torch.device, log: ExchangeLog,
-                 turns: Turns) -> None:
+    def __init__(self, units: Sequence[Unit], kept_for_backward: set[Unit], dp: Group, device: torch.device,
+                 log: CollectiveLog, turns: BufferPool) -> None:
         self.units, self.dp, self.device, self.log, self.turns = list(units), dp, device, log, turns
-        self._stays = stays
+        self._kept_for_backward = kept_for_backward
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
-        self._shards = [bucket.leaves for bucket in self.buckets if isinstance(bucket.leaves, Shards)]
-        self.syncs = True
-        self.divisors: dict[FlatBucket, float] = {}
-        """Of the sums over the ranks, where it is not their number."""
-        self._predivided = {bucket: bucket.grads.predivide for bucket in self.trained}
-        self.summoned: str | None = None
-        """Who has the parameters whole."""
+        self._shards = [bucket.show_sharded for bucket in self.buckets
+                        if isinstance(bucket.show_sharded, ShardedParamViews)]
+        self.reduces_grads = True
+        self.grad_divisors: dict[FlatBucket, float] = {}
+        """Divisor of a bucket's reduced gradients, if it is not the number of ranks."""
+        self._predivide_factors = {bucket: bucket.grads.predivide_factor for bucket in self.trained}
+        self.full_params_holder: str | None = None
+        """The call that currently gathers the parameters for the user, or None."""
         self.lent: set[FlatBucket] = set()
-        """Those whose parameters `summon_full_params` has made full, for the user to edit."""
-        self._gradients = [ShownGradients(bucket) for bucket in self.trained]
-        residency = Residency(units, max_live=UNLIMITED, stays=stays, prefetches=True, log=log)
-        self.passes = Passes(units, residency, ReductionOrder(units, 1, log), log, ForwardCheck(dp, device, log),
-                             allows_unused=True, splits_parameters=True, step_under_way=lambda: self.steps + 1)
-        self.residency = residency
-        self._running: list[Unit] = []
-        self._is_scaled = False
-        """What the loss scale is for has come by in this backward."""
-        self._backward_goes_on: Callable[[], bool] = lambda: False
+        """Buckets whose full parameters `summon_full_params` has given to the user."""
+        self._grad_views = [ParamGradViews(bucket) for bucket in self.trained]
+        residency = ParamCoordinator(units, max_live=UNLIMITED, kept_for_backward=kept_for_backward, prefetches=True,
+                                     log=log)
+        self.passes = PassCoordinator(units, residency, ReductionOrder(units, 1, log), log, NoGradForwardChecker(
+            dp, device, log), allows_unused=True, params_are_sharded=True, current_step=lambda: self.steps + 1)
+        self.param_coordinator = residency
+        self._running_units: list[Unit] = []
+        self._loss_was_scaled = False
+        """This backward went through the output hook that applies the loss scale."""
+        self._backward_is_running: Callable[[], bool] = lambda: False
         self.steps = 0
-        """Optimizer steps, as far as forwards have seen them."""
+        """Optimizer steps that forwards have observed as writes to the masters."""
         self.lineage = Lineage()
-        """What its next checkpoint continues from."""
-        self._watched = False
-        self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
-        self._handles: list[RemovableHandle] = attach(units, self)
-        self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
-        self._last_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
-        self._known = {id(parameter): parameter for parameter in self.module.parameters()}
-        if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
-            connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
-        self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
-                                    waits=self.scaling.is_on)
-        if self.scaling.is_on:
-            self._handles.append(scale_gradients(self.module, self._scale))
-        _ROOTS.add(self)
+        """Of the checkpoint that the next one continues."""
+        self._is_watched = False
+        self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
+        self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
+        self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self._engine_hooks = {unit: [*unit.module._forward_hooks][-2:] for unit in units}
+        self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
+        if all(bucket.param_shard.dtype == torch.float32
+               for bucket in self.trained):  # in 16 bits an in-place sum would round
+            attach_main_grad_writers(self.units)  # differently from autograd and DistributedDataParallel
+        self._backward_consistency = BackwardConsistency(dp, device, log, [
+            len(bucket.parameters) for bucket in self.trained], host_needs_overflow=self.loss_scaler.is_enabled)
+        if self.loss_scaler.is_enabled:
+            self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
+        _ALL_ROOTS.add(self)
 
-    def set_stays(self, unit: Unit, stays: bool) -> None:
-        (self._stays.add if stays else self._stays.discard)(unit)
+    def keep_for_backward(self, unit: Unit, keep: bool) -> None:
+        (self._kept_for_backward.add if keep else self._kept_for_backward.discard)(unit)
 
     @property
     def module(self) -> nn.Module:
         return self.units[0].module
 
-    def release(self) -> list[Unit]:
-        """Another root takes the units over."""
+    def release_units(self) -> list[Unit]:
+        """Detach the hooks and return the units, for a new root around them."""
         self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
-        disconnect_sinks(self.units)
+        detach_main_grad_writers(self.units)
         return self.units
 
     def check_idle(self, what: str) -> None:
-        self._leave_failed_backward()
+        self._abort_failed_backward()
         if self.is_running:
             raise ConfigError(f"{what} inside a forward or backward of the model: do it before or after")
-        if self.summoned is not None:
-            raise ConfigError(f"{what} inside {self.summoned}: leave it first")
+        if self.full_params_holder is not None:
+            raise ConfigError(f"{what} inside {self.full_params_holder}: leave it first")
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     @property
-    def weights(self) -> int:
-        return self.passes.weights
+    def weight_version(self) -> int:
+        return self.passes.weight_version
 
     def before_forward(self, unit: Unit) -> None:
-        self._leave_failed_backward()
-        for hook in self._last_hooks[unit]:  # those of the user, also later ones, see full parameters
+        self._abort_failed_backward()
+        for hook in self._engine_hooks[unit]:  # run after the user's hooks, which must see full parameters
             unit.module._forward_hooks.move_to_end(hook)  # type: ignore[attr-defined]  # an OrderedDict
         if not self.passes.in_backward:
-            if unit.is_root or not self._running:
+            if unit.is_root or not self._running_units:
                 self._begin_forward()
-            self._running.append(unit)
+            self._running_units.append(unit)
         self.passes.before_forward(unit)
 
     def after_forward(self, unit: Unit) -> None:
         if not self.passes.in_backward:
-            while self._running and self._running.pop() is not unit:
+            while self._running_units and self._running_units.pop() is not unit:
                 pass
         self.passes.after_forward(unit)
 
     def _after_any_forward(self, unit: Unit) -> None:
-        """One that has raised leaves nothing whole, and neither does one that no backward follows."""
+        """Reshard after a forward that raised, and after one without gradients."""
         if self.passes.in_backward:
             return
-        has_raised = unit in self._running
+        has_raised = unit in self._running_units
         if has_raised:
-            del self._running[self._running.index(unit):]
-        if not self._running and (has_raised or not torch.is_grad_enabled()):
-            self.rest()
+            del self._running_units[self._running_units.index(unit):]
+        if not self._running_units and (has_raised or not torch.is_grad_enabled()):
+            self.reshard_all()
 
-    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
-        self._leave_failed_backward()
+    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
+        self._abort_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
-        self.passes.before_backward(unit, weights, call)
+        self.passes.before_backward(unit, weight_version, call)
 
-    def inputs_done(self, unit: Unit) -> None:
-        self.passes.inputs_done(unit)
+    def input_grads_ready(self, unit: Unit) -> None:
+        self.passes.input_grads_ready(unit)
 
-    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
-        self._leave_failed_backward()
-        if not self.passes.in_backward:  # no output of a unit led here, but a tensor that was kept aside
+    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        self._abort_failed_backward()
+        if not self.passes.in_backward:  # backward from a tensor that is no unit's output
             gradient = gradient_of(bucket.parameters[index])
-            set_gradient(bucket.parameters[index], None)  # it is not one that was shown
+            set_gradient(bucket.parameters[index], None)  # else `take_user_grads` would take it for the user's
             self._begin_backward()
             set_gradient(bucket.parameters[index], gradient)
-        self.passes.gradient_ready(unit, bucket, index)
+        self.passes.param_grad_ready(unit, bucket, index)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        self._running.clear()  # of a forward that failed
-        if self.summoned is not None:
-            raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first. (A "
-                              "forward needs none: every rank calls it, and parameters come as they are used.)")
-        if not self._watched:  # until the first forward modules are put together
-            self._watched = True
-            watch_over(self)
+        self._running_units.clear()  # left by a forward that raised
+        if self.full_params_holder is not None:
+            raise ConfigError(
+                f"a forward inside {self.full_params_holder}: its parameters are lent there; leave it first. (A "
+                "forward needs none: every rank calls it, and parameters come as they are used.)")
+        if not self._is_watched:  # roots are still merged until the first forward
+            self._is_watched = True
+            start_watchdog(self)
         if torch.is_grad_enabled():
-            self._check_trained()
+            self._check_trainable()
             for shards in self._shards:
                 shards.enter_pass()
-        for shown in self._gradients:
-            shown.let_go_of_forgotten()
-        self.heed_writes()
+        for shown in self._grad_views:
+            shown.free_cleared_grads()
+        self.apply_user_writes()
 
-    def catch_up(self) -> None:
-        """Before something is taken from the model outside of its passes: what was written to it counts, and what the
-        ranks told each other last has been looked at."""
-        self._agreement.conclude()
-        self.heed_writes()
+    def sync_before_access(self) -> None:
+        """Before the model is read outside its passes: apply writes to the masters, and check the last backward's
+        consistency."""
+        self._backward_consistency.check_pending()
+        self.apply_user_writes()
 
     @property
     def is_running(self) -> bool:
-        return self.passes.in_backward or bool(self._running)
+        return self.passes.in_backward or bool(self._running_units)
 
-    def _check_trained(self) -> None:
-        """Refuse what would be trained on the gradients of one rank."""
+    def _check_trainable(self) -> None:
+        """Raise ConfigError for parameters and hooks that would use the unreduced gradient of one rank."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
@@ -211,129 +206,131 @@ class Root:
                         raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
                                           "see the gradient of one rank, or none: p.grad is there when backward() "
                                           "returns; take the step after it")
-        if any(id(parameter) not in self._known for parameter in self.module.parameters()):
-            self._check_added()
+        if any(id(parameter) not in self._known_params for parameter in self.module.parameters()):
+            self._check_added_params()
 
-    def _check_added(self) -> None:
-        """Modules that came after the model was sharded must be sharded themselves."""
+    def _check_added_params(self) -> None:
+        """Raise ConfigError for parameters that were added after sharding and are not sharded."""
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in self._known and not isinstance(holder_of(parameter), FlatBucket):
+            if id(parameter) not in self._known_params and not isinstance(param_owner(parameter), FlatBucket):
                 raise ConfigError(f"{name} was added to {type(self.module).__name__}, or replaced in it, after it was "
                                   "sharded, and each rank would train its own: change the model before it is sharded, "
                                   "or shard the new module as well")
 
-    def rest(self) -> None:
-        """Nothing is whole that no pass needs now."""
-        self._leave_pass()
-        self.residency.done_with_all()
+    def reshard_all(self) -> None:
+        """Reshard every unit."""
+        self._end_pass()
+        self.param_coordinator.release_all()
 
-    def _leave_pass(self) -> None:
+    def _end_pass(self) -> None:
         for shards in self._shards:
             shards.leave_pass()
 
-    def rest_between(self) -> None:
-        """Before the parameters are used as shards: what a forward without a backward has left whole is split again."""
-        self._leave_failed_backward()
-        if not self.is_running and self.summoned is None:
-            self.rest()
+    def reshard_between_passes(self) -> None:
+        """Before the parameters are used as shards: reshard what a forward without a backward left gathered."""
+        self._abort_failed_backward()
+        if not self.is_running and self.full_params_holder is None:
+            self.reshard_all()
 
-    def note_edits(self) -> None:
-        """The masters were written to; what was gathered before is of the weights before."""
+    def apply_master_edits(self) -> None:
+        """The masters were written: recompute the working parameters and invalidate gathered ones."""
         for bucket in self.buckets:
-            bucket.heed_writes()
-        self._renew()
+            bucket.take_user_writes()
+        self._copy_masters_to_params()
 
-    def heed_writes(self) -> None:
-        """What was written to the shards counts from now on."""
+    def apply_user_writes(self) -> None:
+        """Apply writes to the sharded parameters (an optimizer step) to the working parameters."""
         written = False
         for bucket in self.buckets:
-            if not bucket.is_here:
-                written |= bucket.heed_writes()
+            if not bucket.is_unsharded:
+                written |= bucket.take_user_writes()
         if written:
             self.steps += 1
-            self._renew()
+            self._copy_masters_to_params()
 
-    def _renew(self) -> None:
-        self.passes.weights += 1
+    def _copy_masters_to_params(self) -> None:
+        self.passes.weight_version += 1
         for bucket in self.buckets:
-            bucket.forget_near()
-            bucket.renew()
+            bucket.drop_secondary_shard()
+            bucket.copy_masters_to_params()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def _leave_failed_backward(self) -> None:
-        """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
-        if self.passes.in_backward and not self._backward_goes_on():
-            self._is_scaled = False
-            self.passes.fail(RuntimeError("a backward that failed"))
+    def _abort_failed_backward(self) -> None:
+        """Discard the incomplete gradients of a backward that raised: autograd calls no hook for that."""
+        if self.passes.in_backward and not self._backward_is_running():
+            self._loss_was_scaled = False
+            self.passes.fail_backward(RuntimeError("a backward that failed"))
 
     def _begin_backward(self) -> None:
-        self.heed_writes()
-        if self.summoned is not None:
-            raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
-        for shown in self._gradients:
-            shown.take()
-        self.passes.begin(reduces=self.syncs)
+        self.apply_user_writes()
+        if self.full_params_holder is not None:
+            raise ConfigError(
+                f"a backward inside {self.full_params_holder}: its parameters are lent there; leave it first")
+        for shown in self._grad_views:
+            shown.take_user_grads()
+        self.passes.begin_backward(reduces=self.reduces_grads)
         for bucket in self.trained:
-            bucket.grads.collect(widely=not self.syncs)
-            divisor = self.divisors.get(bucket, self.dp.size)
-            bucket.grads.per_sum = self._predivided[bucket] / (divisor * self.scaling.scale)
-        self._backward_goes_on = when_autograd_is_through(self._end_backward)
+            bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
+            divisor = self.grad_divisors.get(bucket, self.dp.size)
+            bucket.grads.sum_multiplier = self._predivide_factors[bucket] / (divisor * self.loss_scaler.scale)
+        self._backward_is_running = on_backward_end(self._end_backward)
 
-    def _scale(self) -> float:
-        self._is_scaled = True
-        return self.scaling.scale
+    def _scale_for_backward(self) -> float:
+        self._loss_was_scaled = True
+        return self.loss_scaler.scale
 
     def _check_scaled(self) -> None:
-        is_scaled, self._is_scaled = self._is_scaled, False
-        if self.scaling.is_on and not is_scaled:
+        is_scaled, self._loss_was_scaled = self._loss_was_scaled, False
+        if self.loss_scaler.is_enabled and not is_scaled:
             raise ConfigError("fp16: a backward that does not come from what the outermost sharded module returned: "
                               "its gradients are not scaled. Return what the loss is made of, or use bf16")
 
     def _end_backward(self) -> None:
         try:
             self._check_scaled()
-            self.passes.complete(ends_step=True)
-            reached: Reached = [bucket.grads.reached for bucket in self.trained]
-            if self.syncs:
+            self.passes.complete_backward(ends_step=True)
+            reached: ReachedParams = [bucket.grads.params_with_grad for bucket in self.trained]
+            if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
-                             if bucket.grads.is_summed] if self.scaling.is_on else []
-                reached, overflow = self._agreement(self.passes.take_trace(), reached, overflows)
-                if self.scaling.after(overflow):
-                    reached = self._drop(reached)
+                             if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
+                reached, overflow = self._backward_consistency(self.passes.take_run_digest(), reached, overflows)
+                if self.loss_scaler.update(overflow):
+                    reached = self._discard_overflowed_grads(reached)
         except BaseException as error:
-            self.passes.fail(error)
+            self.passes.fail_backward(error)
             raise
-        self.passes.end(retain_graph=False)
-        self._leave_pass()
-        if on_accelerator(self.device):  # the next forward wants the memory
+        self.passes.end_backward(retain_graph=False)
+        self._end_pass()
+        if on_accelerator(self.device):  # free buffers for the next forward
             self.turns.clear()
-        for shown, indices in zip(self._gradients, reached, strict=True):
-            shown.show(indices)
+        for shown, indices in zip(self._grad_views, reached, strict=True):
+            shown.set_param_grads(indices)
 
-    def _drop(self, reached: Reached) -> Reached:
-        """The gradients have overflowed: the optimizer is to find none, and leaves the weights as they are."""
+    def _discard_overflowed_grads(self, reached: ReachedParams) -> ReachedParams:
+        """Drop all gradients, so that the optimizer step leaves the weights unchanged."""
         for bucket in self.trained:
             bucket.grads.discard()
         if self.dp.rank == 0:
             print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
-                  f"{self.scaling.scale:g}", file=sys.stderr)
+                  f"{self.loss_scaler.scale:g}", file=sys.stderr)
         return [frozenset() for _ in reached]
 
 
-def rest_around(parameters: Iterable[Tensor]) -> None:
-    """Of all models that have one of these, before they are used as shards. A forward with gradients leaves the
-    outermost module whole, since its backward is next; where none comes, an optimizer or a clip may be."""
-    wanted = {id(one) for one in parameters} if _ROOTS else set()
-    for root in list(_ROOTS):
-        if root.residency.live and any(id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
-            root.rest_between()
+def reshard_models_with(parameters: Iterable[Tensor]) -> None:
+    """Reshard the models that have one of these parameters. A forward with gradients leaves the outermost module
+    gathered for its backward; if an optimizer step or clipping comes first, it needs shards."""
+    wanted = {id(one) for one in parameters} if _ALL_ROOTS else set()
+    for root in list(_ALL_ROOTS):
+        if root.param_coordinator.gathered_numel and any(
+                id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
+            root.reshard_between_passes()
 
 
 def _before_step(parameters: list[Tensor], has_closure: bool) -> None:
-    rest_around(parameters)
-    if not has_closure:  # which makes other gradients
-        check_summed(parameters)  # before an optimizer has changed some weights, or decayed them
+    reshard_models_with(parameters)
+    if not has_closure:  # a closure computes new gradients
+        check_grads_are_reduced(parameters)  # before the optimizer changes any weight
 
 
-before_every_step(_before_step)
+before_optimizer_steps(_before_step)

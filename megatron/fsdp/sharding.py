@@ -1,179 +1,233 @@
-"""`shard(module, settings)`: split the parameters of a module over the ranks, those excepted that a module inside has.
+"""`shard_module(module, settings)`: shards the parameters of a module over the ranks, except those of modules sharded
+inside it.
 
-`check` comes first: what is refused is refused there, and nothing has been changed.
-
-Called from the inside out. Each call makes a *unit*, whose parameters come and go together, and a root (root.py) of it
-and the units inside, whose own root it takes over. A parameter that is used in more than one unit goes to the innermost
-module around all of them.
+`check_shardable` comes first and changes nothing; it also checks that all ranks shard the same module, in the same
+order, from equal weights. Modules are sharded from the inside out. Each call makes one unit and a new root (root.py)
+that takes over the units inside. A parameter used in several units goes to the innermost module that contains them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from data.storage import crc32
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.consistency import find_differences
+from megatron.distributed.preflight import mismatch_message
+from megatron.distributed.process_group import device_for, read_environment, register_shutdown_at_exit
 from megatron.errors import ConfigError
-from megatron.fsdp.root import VOLATILE, Root
-from megatron.fsdp.same import check_same
-from megatron.fsdp.settings import Settings, cast
-from megatron.fsdp.shard import Shards
-from megatron.fsdp.whole import bring_back
-from megatron.launch import distributed
+from megatron.fsdp.full_params import restore_full_params
+from megatron.fsdp.root import VOLATILE, FSDPRoot
+from megatron.fsdp.sharded_tensor import ShardedParamViews
+from megatron.fsdp.sharding_settings import ShardingSettings, cast_floating_point
 from megatron.zero.api.initialize import init_distributed
+from megatron.zero.api.model_checks import describe_tensor, first_difference
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.buffers import copy_buffers_from_first
-from megatron.zero.engine import forget_gradients
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.holders import holder_of
-from megatron.zero.homes.ferry import Ferry, ferry_for
-from megatron.zero.homes.here import Here
-from megatron.zero.homes.host import Host
-from megatron.zero.homes.shelf import Homes
-from megatron.zero.hooks import Unit, before_state, change_inputs, change_outputs
-from megatron.zero.policy import Wire, policy
-from megatron.zero.precision import Dtypes
-from megatron.zero.turns import Turns
-from megatron.zero.units import ROOT, Cut
+from megatron.zero.engine import drop_gradients
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
+from megatron.zero.hooks import Unit, before_state_dict, map_module_inputs, map_module_outputs
+from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
+from megatron.zero.offload.host import HostStorage
+from megatron.zero.offload.storage import DeviceStorage, EngineStorage
+from megatron.zero.partitioned_param import full_shape, param_owner
+from megatron.zero.stages import CommConfig, stage_policy
+from megatron.zero.state import broadcast_module_buffers
+from megatron.zero.units import ROOT, BucketingConfig
 from mpu import groups
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Group, Groups, neighbours
+from mpu.groups import SOLO, Group, Groups, subgroup
+
+CHECKSUM_CHUNK = 1 << 22
+"""Bytes that are summed at a time."""
+
+
+def check_same_on_all_ranks(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
+                            group: Group, where: str, *, sharded_before: Sequence[str] = (),
+                            settings: Mapping[str, object] = MappingProxyType({}), values: bool = True) -> None:
+    """Raise ConfigError on every rank, naming the first parameter or buffer whose description or values differ.
+    `sharded_before`: modules inside that are sharded already, in that order. Collective."""
+    if group.is_solo:
+        return
+    rows = {"setting": [[name, str(value)] for name, value in settings.items()],
+            "module sharded before": [[name] for name in sharded_before],
+            "parameter": [[name, _describe_param(parameter)] for name, parameter in parameters.items()],
+            "buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in buffers.items()]}
+    digests = {name: _checksum(tensor) for name, tensor in (*parameters.items(), *buffers.items()) if values}
+    per_rank = find_differences({**rows, "values": digests}, group)
+    if not per_rank:
+        return
+    for kind in rows:
+        if found := first_difference(per_rank, kind):
+            raise ConfigError(f"the ranks shard {where} differently: {found}")
+    raise ConfigError(mismatch_message(
+        [(one["values"], [rank]) for rank, one in enumerate(per_rank)],
+        f"the ranks start in {where} from different weights or buffers (give them the same seed before the model is "
+        "made, or sync_module_states=True, and all take those of the first; set a buffer that is each rank's own after "
+        "the module is sharded)"))
+
+
+def _describe_param(parameter: nn.Parameter) -> str:
+    return describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+
+
+def _checksum(tensor: Tensor) -> str:
+    if param_owner(tensor) is not None or tensor.is_meta:  # of zero.Init: shards of rank 0's values
+        return ""
+    return byte_checksum(tensor.detach())
+
+
+def byte_checksum(values: Tensor) -> str:
+    data = values.contiguous().view(-1).view(torch.uint8)
+    if not on_accelerator(data):
+        return f"{crc32(data.numpy()):08x}"
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for number, chunk in enumerate(data.split(CHECKSUM_CHUNK)):
+        wide = chunk.to(torch.int64)
+        place = torch.arange(1, len(chunk) + 1, device=data.device)
+        total += torch.stack([wide.sum(), (wide * place).sum() * (2 * number + 1)])
+    return "/".join(f"{one & (1 << 64) - 1:016x}" for one in total.tolist())
+
 
 STAGE = 3
-_MEMBER = "_fsdp_member"
+_STATE_ATTRIBUTE = "_fsdp_member"
 
-distributed.leave_at_exit()  # before the script meets, where it imports before that
+register_shutdown_at_exit()  # at import, before torch.distributed is initialized
 
 
 @dataclass
-class Member:
-    """A sharded module."""
+class FSDPState:
+    """State of a sharded module."""
 
     unit: Unit
-    settings: Settings
-    root: Root
-    own_dtypes: Sequence[tuple[nn.Module, str, torch.dtype]]
-    """Of the buffers that are used in another precision."""
+    settings: ShardingSettings
+    root: FSDPRoot
+    buffer_dtypes: Sequence[tuple[nn.Module, str, torch.dtype]]
+    """(module, name, original dtype) of each buffer that was cast."""
     sharded_at: int = field(default_factory=monotonic_ns)
-    """Modules are sharded one after the other, in one order on all ranks."""
+    """For the order in which modules were sharded, which must be the same on all ranks."""
 
-    def before_state(self, assigns: bool | None) -> None:
-        if assigns is not None and self.root.summoned == VOLATILE:
+    def before_state_dict(self, assigns: bool | None) -> None:
+        if assigns is not None and self.root.full_params_holder == VOLATILE:
             raise ConfigError(f"load_state_dict() inside {VOLATILE} would be lost at its end: load before or after it, "
                               "or leave volatile out")
         if assigns:
             raise ConfigError("load_state_dict(assign=True) would replace sharded parameters by ordinary tensors of "
                               "this rank: leave assign out, and each rank copies its part of the values")
-        self.root.rest_between()
+        self.root.reshard_between_passes()
 
 
-def member_of(module: nn.Module) -> Member | None:
-    found: Member | None = module.__dict__.get(_MEMBER)
+def fsdp_state_of(module: nn.Module) -> FSDPState | None:
+    found: FSDPState | None = module.__dict__.get(_STATE_ATTRIBUTE)
     return found
 
 
-def the_member(module: nn.Module) -> Member:
-    member = member_of(module)
+def require_fsdp_state(module: nn.Module) -> FSDPState:
+    member = fsdp_state_of(module)
     if member is None:
         raise ConfigError(f"{type(module).__name__} is not sharded: call fully_shard(module) first")
     return member
 
 
-def members(module: nn.Module) -> Iterator[tuple[str, nn.Module, Member]]:
-    """The sharded modules in a module, itself included, in its order."""
+def sharded_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, FSDPState]]:
+    """(path, module, state) of each sharded module in `module`, itself included."""
     for path, child in module.named_modules():
-        if (member := member_of(child)) is not None:
+        if (member := fsdp_state_of(child)) is not None:
             yield path, child, member
 
 
-WRAPPED = "_fsdp_wrapped_module"
-"""The attribute of a wrapper that is the module inside."""
+WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
+"""The attribute of a wrapper that holds the wrapped module."""
 
 
-def inside(model: nn.Module) -> nn.Module:
-    """The sharded module, of a wrapper or itself."""
-    found: nn.Module = model.__dict__.get(WRAPPED, model)
+def unwrap(model: nn.Module) -> nn.Module:
+    """The wrapped module, or `model` itself."""
+    found: nn.Module = model.__dict__.get(WRAPPED_ATTRIBUTE, model)
     return found
 
 
-def check(module: nn.Module, settings: Settings, group: Group, device: torch.device,
-          ignored: Collection[nn.Parameter] = ()) -> None:
-    """An error where the module cannot be sharded: it and those inside stay as they are. Collective over the group."""
+def check_shardable(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+                    ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise ConfigError if the module cannot be sharded; changes nothing. Collective over the group."""
     kind = type(module).__name__
-    if member_of(module) is not None:
+    if fsdp_state_of(module) is not None:
         raise ConfigError(f"this {kind} is sharded already: wrap a module once")
-    inner = list(members(module))
-    _check_inner(inner, group, device)
-    own = _own_parameters(module, ignored, {id(one) for _, shared in _shared(module, inner) for one in shared})
-    _check_own(own)
-    _check_whole(module)
-    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, inner)
+    sharded_inside = list(sharded_modules(module))
+    _check_inner(sharded_inside, group, device)
+    own = _own_parameters(module, ignored,
+                          {id(one) for _, shared in _externally_used_params(module, sharded_inside) for one in shared})
+    _check_own_params(own)
+    _check_not_tensor_parallel(module)
+    buffers = {f"{path}.{name}".removeprefix("."): buffer for path, child in _own_modules(module, sharded_inside)
                for name, buffer in child.named_buffers(recurse=False)}
-    check_same(own, buffers, group, kind, settings=vars(settings), values=not settings.copies_first,
-               inside=[path for path, _, _ in sorted(inner, key=lambda one: one[2].sharded_at)])
-    _check_neighbours(settings.reshards, group)
+    check_same_on_all_ranks(own, buffers, group, kind, settings=vars(settings), values=not settings.sync_module_states,
+                            sharded_before=[path for path, _, _ in sorted(sharded_inside,
+                                                                          key=lambda one: one[2].sharded_at)])
+    _check_reshard_size(settings.reshard_after_forward, group)
 
 
-def shard(module: nn.Module, settings: Settings, group: Group, device: torch.device,
-          ignored: Collection[nn.Parameter] = ()) -> Member:
-    """Of a module that `check` has nothing against. Collective over the group."""
-    inner = list(members(module))
-    for one, shared in _shared(module, inner):
-        one.unit = replace(one.unit, buckets=tuple(_without({id(parameter) for parameter in shared}, one)))
+def shard_module(module: nn.Module, settings: ShardingSettings, group: Group, device: torch.device,
+                 ignored: Collection[nn.Parameter] = ()) -> FSDPState:
+    """Shard a module that passed `check_shardable`. Collective over the group."""
+    inner = list(sharded_modules(module))
+    for one, shared in _externally_used_params(module, inner):
+        one.unit = replace(one.unit, buckets=tuple(_drop_params({id(parameter) for parameter in shared}, one)))
     own = _own_parameters(module, ignored)
-    forget_gradients(module)
+    drop_gradients(module)
     roots = {id(member.root): member.root for _, _, member in inner}
     first = next(iter(roots.values()), None)
-    log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log
-    turns = Turns() if first is None else first.turns
+    log = CollectiveLog(reductions_in_order=on_accelerator(device)) if first is None else first.log
+    turns = BufferPool() if first is None else first.turns
     own_dtypes = [*_move_buffers(module, inner, settings, device)]
-    if settings.copies_first:
-        copy_buffers_from_first(module, Groups(group, dp=group))
-    unit = Unit(0, ROOT, module, tuple(_buckets(own, _Cutter(settings, group, device, log, turns))))
-    units = [unit, *_adopted(inner, roots.values(), log, turns)]
-    stays = {unit} if settings.stays else set()
-    stays |= {member.unit for _, _, member in inner if member.settings.stays}
-    member = Member(unit, settings, Root(units, stays, group, device, log, turns), own_dtypes)
+    if settings.sync_module_states:
+        broadcast_module_buffers(module, Groups(group, dp=group))
+    unit = Unit(0, ROOT, module, tuple(_create_buckets(own, _BucketBuilder(settings, group, device, log, turns))))
+    units = [unit, *_adopt_units(inner, roots.values(), log, turns)]
+    stays = {unit} if settings.is_kept_for_backward else set()
+    stays |= {member.unit for _, _, member in inner if member.settings.is_kept_for_backward}
+    member = FSDPState(unit, settings, FSDPRoot(units, stays, group, device, log, turns), own_dtypes)
     for root in roots.values():
-        member.root.divisors |= root.divisors
+        member.root.grad_divisors |= root.grad_divisors
     for _, child in _own_modules(module, inner):
-        before_state(child, member.before_state)
-    module.__dict__[_MEMBER] = member
+        before_state_dict(child, member.before_state_dict)
+    module.__dict__[_STATE_ATTRIBUTE] = member
     for _, _, one in inner:
         one.root = member.root
-    _cast_around(module, settings)
+    _cast_inputs_and_outputs(module, settings)
     return member
 
 
-def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], log: ExchangeLog, turns: Turns,
-             ) -> Iterator[Unit]:
-    """The units inside, in order, as those of a larger model."""
+def _adopt_units(inner: list[tuple[str, nn.Module, FSDPState]], roots: Iterable[FSDPRoot], log: CollectiveLog,
+                 turns: BufferPool) -> Iterator[Unit]:
+    """Renumber and rename the units inside for the larger model, in order."""
     path_of = {id(child): path for path, child, _ in inner}
     for root in roots:
         around = path_of[id(root.module)]
-        for unit in root.release():
+        for unit in root.release_units():
             for bucket in unit.buckets:
-                bucket.join(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
+                bucket.rebind(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
     for number, (path, child, member) in enumerate(inner, 1):
         member.unit = Unit(number, path, child, member.unit.buckets)
         yield member.unit
 
 
-def _shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
-            ) -> Iterator[tuple[Member, list[nn.Parameter]]]:
-    """The units inside that have parameters which are used outside of them, for the module to take."""
+def _externally_used_params(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]],
+                            ) -> Iterator[tuple[FSDPState, list[nn.Parameter]]]:
+    """Units inside, each with those of its parameters that are also used outside it."""
     unit_of = {id(child): member.unit.module for _, child, member in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
     def walk(child: nn.Module, unit: int) -> None:
-        child = inside(child)
+        child = unwrap(child)
         unit = id(child) if id(child) in unit_of else unit
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(unit)
@@ -187,8 +241,8 @@ def _shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
             yield member, shared
 
 
-def _without(shared: Collection[int], member: Member) -> Iterator[FlatBucket]:
-    """The buckets of a unit, made anew where they have one of those parameters, which belong to nobody again."""
+def _drop_params(shared: Collection[int], member: FSDPState) -> Iterator[FlatBucket]:
+    """The buckets of a unit without the `shared` parameters, which become ordinary full tensors again. Collective."""
     root = member.root
     for bucket in member.unit.buckets:
         if not any(id(parameter) in shared for parameter in bucket.parameters):
@@ -196,12 +250,12 @@ def _without(shared: Collection[int], member: Member) -> Iterator[FlatBucket]:
             continue
         kept = [(slot.name, parameter) for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
                 if id(parameter) not in shared]
-        bring_back(bucket)
+        restore_full_params(bucket)
         if kept:
-            yield _Cutter(member.settings, root.dp, root.device, root.log, root.turns)(bucket.name, kept)
+            yield _BucketBuilder(member.settings, root.dp, root.device, root.log, root.turns)(bucket.name, kept)
 
 
-def _check_inner(inner: list[tuple[str, nn.Module, Member]], group: Group, device: torch.device) -> None:
+def _check_inner(inner: list[tuple[str, nn.Module, FSDPState]], group: Group, device: torch.device) -> None:
     for path, _, member in inner:
         if member.root.dp.ranks != group.ranks:
             raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
@@ -213,30 +267,29 @@ def _check_inner(inner: list[tuple[str, nn.Module, Member]], group: Group, devic
 
 def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared: Collection[int] = (),
                     ) -> dict[str, nn.Parameter]:
-    """Those that no unit has, or that one inside gives up: the `shared` ones."""
+    """Parameters that no unit owns, and the `shared` ones that units inside give up."""
     left_out = {id(one) for one in ignored}
-    return {name: parameter for name, parameter in module.named_parameters()
-            if id(parameter) not in left_out
-            and (id(parameter) in shared or not isinstance(holder_of(parameter), FlatBucket))}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in left_out and
+            (id(parameter) in shared or not isinstance(param_owner(parameter), FlatBucket))}
 
 
-def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are in no module that is sharded inside."""
+def _own_modules(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are in no sharded module inside."""
     theirs = {one for _, child, _ in inner for one in child.modules()}
-    return ((path, child) for path, child in module.named_modules() if inside(child) not in theirs)
+    return ((path, child) for path, child in module.named_modules() if unwrap(child) not in theirs)
 
 
-def _check_own(own: dict[str, nn.Parameter]) -> None:
+def _check_own_params(own: dict[str, nn.Parameter]) -> None:
     for name, parameter in own.items():
         if not parameter.is_floating_point():
             raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
                               "others as ignored_params")
-        if parameter.is_meta and holder_of(parameter) is None:
+        if parameter.is_meta and param_owner(parameter) is None:
             raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
                               "megatron.zero.Init(), or give it values before it is sharded")
 
 
-def _check_whole(module: nn.Module) -> None:
+def _check_not_tensor_parallel(module: nn.Module) -> None:
     for path, child in module.named_modules():
         tp = getattr(child, "tp", None)
         if isinstance(tp, Group) and not tp.is_solo:
@@ -244,70 +297,73 @@ def _check_whole(module: nn.Module) -> None:
                               "zero.initialize, which knows both groups")
 
 
-class _Cutter:
-    """Makes buckets of one module."""
+class _BucketBuilder:
+    """Builds the buckets of one module."""
 
-    def __init__(self, settings: Settings, group: Group, device: torch.device, log: ExchangeLog, turns: Turns) -> None:
+    def __init__(self, settings: ShardingSettings, group: Group, device: torch.device, log: CollectiveLog,
+                 turns: BufferPool) -> None:
         self.settings, self._group, self._device, self._log, self._turns = settings, group, device, log, turns
-        self._near = _neighbours(settings.reshards, group)
+        self._reshard_group = _create_reshard_group(settings.reshard_after_forward, group)
 
     def __call__(self, name: str, members: list[tuple[str, nn.Parameter]]) -> FlatBucket:
         own = members[0][1].dtype
-        settings, row = self.settings, policy(STAGE)
+        settings, row = self.settings, stage_policy(STAGE)
         work = settings.param_dtype or own
-        kinds = Dtypes(work, work, own, settings.reduce_dtype, own, keeps_frozen=True)
-        cut = Cut(row, Wire(predivide=settings.predivide), kinds, self._group, self._device, 0, lambda parameter: 0,
-                  self._log, self._homes(work, own), self._turns, Shards(), alike=not settings.copies_first)
-        bucket = cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
-        bucket.near = self._near
+        kinds = BucketDtypes(work, work, own, settings.reduce_dtype, own, frozen_have_masters=True)
+        config = BucketingConfig(row, CommConfig(gradient_predivide_factor=settings.grad_predivide_factor),
+                                 kinds, self._group, self._device, 0, lambda parameter: 0, self._log,
+                                 self._create_storage(work, own), self._turns, ShardedParamViews(),
+                                 values_are_equal=not settings.sync_module_states)
+        bucket = config.make_bucket(name, members, row if members[0][1].requires_grad else row.for_frozen_params)
+        bucket.secondary_shard_group = self._reshard_group
         return bucket
 
-    def _homes(self, work: torch.dtype, master: torch.dtype) -> Homes:
-        ferry = _ferry(self._device) if self.settings.on_host else None
-        if ferry is None:
-            return Homes(Here(self._device, master), Here(self._device, work))
-        pins = self.settings.pins and self._device.type == "cuda"
-        return Homes(Host(master, 0, pinned=pins), Host(work, 0, pinned=pins), ferry, pins)
+    def _create_storage(self, work: torch.dtype, master: torch.dtype) -> EngineStorage:
+        copy_streams = _copy_streams_of(self._device) if self.settings.offload_to_host else None
+        if copy_streams is None:
+            return EngineStorage(DeviceStorage(self._device, master), DeviceStorage(self._device, work))
+        pins = self.settings.pin_memory and self._device.type == "cuda"
+        return EngineStorage(HostStorage(master, 0, pinned=pins), HostStorage(work, 0, pinned=pins), copy_streams, pins)
 
 
-_FERRIES: WeakValueDictionary[torch.device, Ferry] = WeakValueDictionary()
+_COPY_STREAMS: WeakValueDictionary[torch.device, CopyStreams] = WeakValueDictionary()
 
 
-def _ferry(device: torch.device) -> Ferry | None:
-    """One for all sharded modules: its streams are the device's."""
-    ferry = _FERRIES.get(device) or ferry_for(device)
-    if ferry is not None:
-        _FERRIES[device] = ferry
-    return ferry
+def _copy_streams_of(device: torch.device) -> CopyStreams | None:
+    """Shared by all sharded modules on a device."""
+    copy_streams = _COPY_STREAMS.get(device) or create_copy_streams(device)
+    if copy_streams is not None:
+        _COPY_STREAMS[device] = copy_streams
+    return copy_streams
 
 
-def _check_neighbours(reshards: bool | int, group: Group) -> None:
+def _check_reshard_size(reshards: bool | int, group: Group) -> None:
     if not isinstance(reshards, bool) and not group.is_solo and (reshards < 1 or group.size % reshards):
         raise ConfigError(f"reshard_after_forward={reshards}: give True, False, or a number of neighbouring ranks that "
                           f"divides the {group.size} ranks")
 
 
-def _neighbours(reshards: bool | int, group: Group) -> Group:
-    """Among whom parameters are kept between forward and backward."""
-    _check_neighbours(reshards, group)  # of a module inside, set_reshard_after_forward may have set another number
+def _create_reshard_group(reshards: bool | int, group: Group) -> Group:
+    """The ranks that keep the secondary shard between forward and backward; SOLO if there is none."""
+    _check_reshard_size(reshards, group)  # set_reshard_after_forward may have changed it since
     if isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo:
         return SOLO
-    return neighbours(group, reshards)
+    return subgroup(group, reshards)
 
 
-def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]:
-    """One for each precision of the parameters, and whether they are trained."""
+def _create_buckets(own: dict[str, nn.Parameter], builder: _BucketBuilder) -> Iterator[FlatBucket]:
+    """One bucket for each combination of dtype and requires_grad."""
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in own.items():
         kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
     for (trained, dtype), found in kinds.items():
         kind = f".{str(dtype).removeprefix('torch.')}" if len({one for _, one in kinds}) > 1 else ""
-        yield cut(f"{ROOT}{kind}{'' if trained else '.frozen'}", found)
+        yield builder(f"{ROOT}{kind}{'' if trained else '.frozen'}", found)
 
 
-def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, Member]], settings: Settings,
+def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, FSDPState]], settings: ShardingSettings,
                   device: torch.device) -> Iterator[tuple[nn.Module, str, torch.dtype]]:
-    """To the device, floating point ones to their precision. Yields those that had another one."""
+    """Move buffers to the device and floating point ones to `buffer_dtype`; yields those whose dtype changed."""
     for _, child in _own_modules(module, inner):
         for name, buffer in child.named_buffers(recurse=False):
             moved = buffer.to(device, settings.buffer_dtype if buffer.is_floating_point() else None)
@@ -316,44 +372,44 @@ def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
                 yield child, name, buffer.dtype
 
 
-def _cast_around(module: nn.Module, settings: Settings) -> None:
-    """Inputs and outputs of its forward."""
+def _cast_inputs_and_outputs(module: nn.Module, settings: ShardingSettings) -> None:
+    """Cast the inputs and outputs of the module's forward."""
     if settings.input_dtype is not None:
-        change_inputs(module, partial(cast, dtype=settings.input_dtype))
+        map_module_inputs(module, partial(cast_floating_point, dtype=settings.input_dtype))
     if settings.output_dtype is not None:
-        change_outputs(module, partial(cast, dtype=settings.output_dtype))
+        map_module_outputs(module, partial(cast_floating_point, dtype=settings.output_dtype))
 
 
 # ---- over which ranks, and where -----------------------------------------------------------------------------------
 
 
-def group_of_mesh(mesh: Any) -> Group:
-    """Of a torch DeviceMesh; None: all ranks."""
+def group_from_mesh(mesh: Any) -> Group:
+    """The group of a 1-dimensional DeviceMesh; None means all ranks."""
     if mesh is None:
-        return group_of(None)
+        return resolve_group(None)
     if mesh.ndim != 1:
         raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
                           "mesh['shard']")
-    return group_of(mesh.get_group())
+    return resolve_group(mesh.get_group())
 
 
-def group_of(process_group: ProcessGroup | None) -> Group:
-    """None: all ranks, which meet here where a launcher started them and the script has not met; without one, this
-    process alone."""
+def resolve_group(process_group: ProcessGroup | None) -> Group:
+    """None means all ranks: initializes torch.distributed if a launcher started several and the script has not; without
+    a launcher, this process alone."""
     if process_group is not None:
-        return groups.of_handle(process_group)
-    if groups.build(1).world.is_solo and distributed.read_environment().world_size > 1:
+        return groups.group_from_process_group(process_group)
+    if groups.build(1).world.is_solo and read_environment().world_size > 1:
         init_distributed()
     return groups.build(1).world
 
 
-def device_of(module: nn.Module, group: Group) -> torch.device:
-    """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
+def compute_device_of(module: nn.Module, group: Group) -> torch.device:
+    """The GPU that the module is on, this rank's if the backend needs one, or the CPU."""
     device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
     if device is None:
-        if group.is_solo or group.sends_from_host:
+        if group.is_solo or group.own_backend_serves_cpu:
             return torch.device("cpu")
-        device = distributed.device_for(distributed.read_environment())
+        device = device_for(read_environment())
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and control messages go by way of it
+        torch.cuda.set_device(device)  # events and control messages use the current device
     return device

@@ -1,12 +1,12 @@
-"""The model over a cache: a text is read once, and then followed by one token at a time.
+"""GPT-2 decoding with a KV cache: prefill a prompt once, then decode one token per step.
 
     decoder = Decoder(model, rows=8)
-    logits = decoder.read([0, 1], [prompt, second])  # of what follows each: the whole vocabulary, on every rank
-    logits = decoder.follow([token, other])          # the next token of row 0 and of row 1
+    logits = decoder.prefill([0, 1], [prompt, second])   # [2, V]: logits of the token after each prompt
+    logits = decoder.decode_step([token, other])         # [2, V]: the next token of row 0 and of row 1
 
-Reading is the forward of training, of several prompts one behind the other, so that nothing is padded; following
-attends from one position to all that its row holds. Shapes: b rows, s positions, n heads of this rank, d width of a
-head.
+A row is one slot of the batch. Prompts are packed one behind the other, without padding. On a GPU the decode step
+is captured as CUDA graphs: one for each power of two of rows and of KV positions, captured when first needed; the
+rows and positions beyond the batch are masked. Shapes: b rows, s positions, n heads of this rank, d head width.
 """
 
 from __future__ import annotations
@@ -14,20 +14,88 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.inference.recorded import Recorded
-from megatron.model.block import Block
 from megatron.model.gpt2 import GPT2
+from megatron.model.transformer import Block
 from mpu.device import on_accelerator
+
+ReplayFn = Callable[[], Tensor]
+DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
+"""[b] tokens, [b] places, positions to attend to -> [b, V]"""
+
+CaptureFn = Callable[[ReplayFn], ReplayFn]
+"""What runs, on the same tensors each time -> what does it again."""
+
+MIN_GRAPH_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class _CapturedGraph:
+    inputs: Tensor
+    """[2, b]: tokens and their places."""
+    replay: ReplayFn
 
 
 @final
-class Cache:
+class CudaGraphRunner:
+    def __init__(self, rows: int, length: int, device: torch.device, capture: CaptureFn | None = None) -> None:
+        self._rows, self._length, self._device = rows, length, device
+        self._capture = capture or (CudaGraphCapture() if device.type == "cuda" else None)
+        self._graphs: dict[tuple[int, int], _CapturedGraph] = {}
+
+    def __call__(self, step: DecodeFnOfSize, tokens: Sequence[int], position_ids: Sequence[int]) -> Tensor:
+        """The same as the step, which is the same each time; the result is good until the next one."""
+        rows = min(self._rows, next_power_of_two(len(tokens)))
+        positions = min(self._length, max(MIN_GRAPH_POSITIONS, next_power_of_two(max(position_ids) + 1)))
+        inputs = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        inputs[:, : len(tokens)] = torch.tensor([tokens, position_ids])
+        if self._capture is None:
+            return step(inputs[0], inputs[1], positions)[: len(tokens)]
+        found = self._graphs.get((rows, positions))
+        if found is None:  # recording may run the step: with these inputs running it twice changes nothing
+            example = inputs.to(self._device, copy=True)
+            found = _CapturedGraph(example, self._capture(lambda: step(example[0], example[1], positions)))
+            self._graphs[rows, positions] = found
+        found.inputs.copy_(inputs, non_blocking=True)
+        return found.replay()[: len(tokens)]
+
+
+def next_power_of_two(number: int) -> int:
+    """The next, or itself."""
+    return 1 << (number - 1).bit_length()
+
+
+@final
+class CudaGraphCapture:
+    """CUDA graphs that share their memory: one runs at a time, and what it made is used before the next."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: ReplayFn) -> ReplayFn:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set themselves up outside a recording
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            made = run()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return made
+        return replay
+
+
+@final
+class KVCache:
     """Keys and values of what has been read: a row for each text, a place for each of its positions, which holds those
     of all heads as a block's projection makes them. The rows in use are the first ones, so that a step works on slices;
     the last one takes the place of one that ends."""
@@ -35,123 +103,125 @@ class Cache:
     def __init__(self, layers: int, rows: int, length: int, heads: int, width: int, *, dtype: torch.dtype,
                  device: torch.device) -> None:
         """Of this rank's heads. On a CPU a place that is never written takes no memory."""
-        self._numbers = torch.zeros((layers, rows, length, 2, heads, width), dtype=dtype, device=device)
-        self._rows = torch.arange(rows, device=device)
+        self._buffer = torch.zeros((layers, rows, length, 2, heads, width), dtype=dtype, device=device)
+        self._row_ids = torch.arange(rows, device=device)
         self.lengths = [0] * rows
 
-    def fill(self, layer: int, first: int, both: Tensor) -> None:
+    def write_prompts(self, layer: int, first_row: int, kv: Tensor) -> None:
         """The first places of rows from `first` on <- [row, position, 2, head, width]."""
-        self._numbers[layer, first : first + len(both), : both.shape[1]] = both
+        self._buffer[layer, first_row : first_row + len(kv), : kv.shape[1]] = kv
 
-    def append(self, layer: int, places: Tensor, both: Tensor) -> None:
+    def append_tokens(self, layer: int, position_ids: Tensor, kv: Tensor) -> None:
         """One place of each of the first rows <- [row, 2, head, width]."""
-        self._numbers[layer][self._rows[: len(places)], places] = both
+        self._buffer[layer][self._row_ids[: len(position_ids)], position_ids] = kv
 
-    def first(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    def view(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first rows, of their first places: each [row, head, position, width]."""
-        keys, values = self._numbers[layer, :rows, :length].transpose(1, 3).unbind(2)
+        keys, values = self._buffer[layer, :rows, :length].transpose(1, 3).unbind(2)
         return keys, values
 
-    def move(self, source: int, target: int) -> None:
+    def move_row(self, source: int, target: int) -> None:
         length = self.lengths[source]
-        self._numbers[:, target, :length] = self._numbers[:, source, :length]
+        self._buffer[:, target, :length] = self._buffer[:, source, :length]
         self.lengths[target] = length
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """What is not finite would come through the mask of a later text."""
-        self._numbers[:, row] = 0
+        self._buffer[:, row] = 0
 
 
-Attend = Callable[[int, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[int, Tensor, Tensor], Tensor]
 """layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, s, n, d]"""
 
 
 @final
 class Decoder:
-    def __init__(self, model: GPT2, rows: int, positions: int | None = None, *, records: bool = True) -> None:
-        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `records`: steps on an
-        accelerator, which pays for long texts."""
+    def __init__(self, model: GPT2, rows: int, positions: int | None = None, *, use_cuda_graphs: bool = True) -> None:
+        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `use_cuda_graphs`:
+        steps on an accelerator, which pays for long texts."""
         self.model, self.rows = model.eval(), rows
-        self.length = min(model.config.max_position_embeddings, positions or model.config.max_position_embeddings)
+        self.max_positions = min(model.config.max_position_embeddings,
+                                 positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
         weight, attention = model.wpe.weight, self._blocks[0].attn
         self._device, self._dtype = weight.device, weight.dtype
-        self._cache = Cache(len(self._blocks), rows, self.length, attention.heads, attention.head_width,
-                            dtype=weight.dtype, device=weight.device)
-        self._recorded = None  # what ranks tell each other is not recorded
-        if records and on_accelerator(weight) and model.tp.is_solo:
-            self._recorded = Recorded(rows, self.length, weight.device)
+        self._cache = KVCache(len(self._blocks), rows, self.max_positions, attention.heads, attention.head_width,
+                              dtype=weight.dtype, device=weight.device)
+        self._cuda_graphs = None  # what ranks tell each other is not recorded
+        if use_cuda_graphs and on_accelerator(weight) and model.tp.is_solo:
+            self._cuda_graphs = CudaGraphRunner(rows, self.max_positions, weight.device)
 
     @torch.inference_mode()
-    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Texts from their beginnings, in place of what the rows held -> [b, V] logits of what follows."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             found = []
-            for run in runs:
-                one, both = run.of(q), run.of(kv)
-                self._cache.fill(layer, run.row, both)
+            for run in groups:
+                one, both = run.select(q), run.select(kv)
+                self._cache.write_prompts(layer, run.row, both)
                 k, v = both.transpose(1, 3).unbind(2)
                 y = F.scaled_dot_product_attention(one.transpose(1, 2), k, v, is_causal=True)
                 found.append(y.transpose(1, 2).flatten(0, 1))
             return torch.cat(found)[None]
 
-        lengths = [len(text) for text in texts]
-        assert 0 < min(lengths) and max(lengths) <= self.length
+        lengths = [len(text) for text in prompts]
+        assert 0 < min(lengths) and max(lengths) <= self.max_positions
         for row, length in zip(rows, lengths, strict=True):
             self._cache.lengths[row] = length
-        runs = list(_runs(rows, lengths))
-        tokens = torch.tensor([list(chain(*texts))], device=self._device)
-        places = torch.tensor(list(chain(*map(range, lengths))), device=self._device)
+        groups = list(_group_prompts(rows, lengths))
+        tokens = torch.tensor([list(chain(*prompts))], device=self._device)
+        position_ids = torch.tensor(list(chain(*map(range, lengths))), device=self._device)
         ends = torch.tensor(list(accumulate(lengths)), device=self._device) - 1
-        return self._run(tokens, places, attend, ends)[0]
+        return self._forward(tokens, position_ids, attend, ends)[0]
 
     @torch.inference_mode()
-    def follow(self, tokens: Sequence[int]) -> Tensor:
+    def decode_step(self, tokens: Sequence[int]) -> Tensor:
         """One token more of each of the first rows -> [b, V]. Rows behind them hold nothing any longer."""
         before = self._cache.lengths[: len(tokens)]
-        assert max(before) < self.length, "a text at the end of the position table cannot be followed"
+        assert max(before) < self.max_positions, "a text at the end of the position table cannot be followed"
         self._cache.lengths[: len(tokens)] = [length + 1 for length in before]
-        if self._recorded is not None:
-            return self._recorded(self._step, tokens, before)
+        if self._cuda_graphs is not None:
+            return self._cuda_graphs(self._decode_forward, tokens, before)
         inputs = torch.tensor([tokens, before], device=self._device)
-        return self._step(inputs[0], inputs[1], max(before) + 1, masked=min(before) < max(before))
+        return self._decode_forward(inputs[0], inputs[1], max(before) + 1, masked=min(before) < max(before))
 
-    def move(self, source: int, target: int) -> None:
+    def move_row(self, source: int, target: int) -> None:
         """The text of one row is the text of another from now on."""
-        self._cache.move(source, target)
+        self._cache.move_row(source, target)
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """Nothing of what a row held may reach a later text."""
-        self._cache.clear(row)
+        self._cache.clear_row(row)
 
-    def _step(self, tokens: Tensor, places: Tensor, positions: int, masked: bool = True) -> Tensor:
+    def _decode_forward(self, tokens: Tensor, position_ids: Tensor, kv_length: int, masked: bool = True) -> Tensor:
         """[b] tokens at [b] places -> [b, V]. Unless `masked`, every row has as many positions."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            self._cache.append(layer, places, kv[:, 0])
-            keys, values = self._cache.first(layer, len(tokens), positions)
+            self._cache.append_tokens(layer, position_ids, kv[:, 0])
+            keys, values = self._cache.view(layer, len(tokens), kv_length)
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
 
         mask = None  # [b, 1, 1, position], added: 0 where a row has something
         if masked:
-            behind = torch.arange(positions, device=self._device) > places[:, None]
+            behind = torch.arange(kv_length, device=self._device) > position_ids[:, None]
             mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None, :]
-        return self._run(tokens[:, None], places[:, None], attend)[:, 0]
+        return self._forward(tokens[:, None], position_ids[:, None], attend)[:, 0]
 
-    def _run(self, tokens: Tensor, places: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
-        """[b, s] tokens -> [b, s, V], or of the `wanted` positions alone."""
+    def _forward(self, tokens: Tensor, position_ids: Tensor, attend: AttentionFn,
+                 selected: Tensor | None = None) -> Tensor:
+        """[b, s] tokens -> [b, s, V], or of the `selected` positions alone."""
         model = self.model
-        x = model.wte(tokens) + model.wpe(places)
+        x = model.wte(tokens) + model.wpe(position_ids)
         for layer, block in enumerate(self._blocks):
             attention = block.attn
             parts = attention.qkv(block.ln_1(x)).unflatten(-1, (3, attention.heads, attention.head_width))
             found = attend(layer, parts[:, :, 0], parts[:, :, 1:])
             x = x + attention.proj(found.flatten(2))
             x = x + block.mlp(block.ln_2(x))
-        return model.logits(model.ln_f(x if wanted is None else x[:, wanted]))
+        return model.logits(model.ln_f(x if selected is None else x[:, selected]))
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PromptGroup:
     """Texts of one length in rows that follow each other: they are attended to together."""
 
     row: int
@@ -161,17 +231,17 @@ class _Run:
     count: int
     length: int
 
-    def of(self, numbers: Tensor) -> Tensor:
+    def select(self, numbers: Tensor) -> Tensor:
         """[1, s, ...] -> [count, length, ...]"""
         part = numbers[0, self.start : self.start + self.count * self.length]
         return part.view(self.count, self.length, *part.shape[1:])
 
 
-def _runs(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[_Run]:
+def _group_prompts(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[_PromptGroup]:
     first = start = 0
     for last in range(len(rows)):
         goes_on = last + 1 < len(rows) and rows[last + 1] == rows[last] + 1 and lengths[last + 1] == lengths[last]
         if not goes_on:
-            yield _Run(rows[first], start, last + 1 - first, lengths[last])
+            yield _PromptGroup(rows[first], start, last + 1 - first, lengths[last])
             start += (last + 1 - first) * lengths[last]
             first = last + 1

@@ -1,18 +1,11 @@
-"""An int8 matrix in the place of a layer's weight, and the product with it.
+"""Int8 weights: a tensor subclass that stores int8 levels and one scale per row, and the matrix product with it.
 
-`Int8` is a tensor whose numbers are levels (-127 .. 127) times the scale of their row. The layers of mpu and of torch
-take it as it is: torch asks it for the two functions they use, `linear` and `embedding`. A copy, also in another
-precision or on another device, is an `Int8` again. Any other function is given the numbers themselves, made for it in
-the precision of the activations: a copy, so that nothing can be written.
-
-    linear      (x . levels) * scale: the sum over the inputs with the levels as they are, then the scale of the output.
-                Parts of it, of tensor parallel ranks, are added up after that
+    linear      (x @ levels.T) * scale; tensor parallel ranks add their partial sums afterwards
     embedding   levels[token] * scale[token]
 
-Activations are bf16 where the device multiplies it as fast as it should, otherwise fp32. On a CPU a few rows are
-multiplied by torch's packed kernel, which reads a byte a weight; it pays in bf16 alone. More rows, and fp32, are
-multiplied by blocks of the matrix that were made numbers of just before: memory moves a byte a weight there too. On an
-accelerator the whole matrix is made numbers of, which torch.compile makes part of the product.
+Activations are bf16 where the device supports it well, otherwise fp32. On a CPU, few bf16 rows use torch's packed
+int8 kernel; more rows, and fp32, dequantize the matrix block by block. On a GPU the whole matrix is dequantized
+before the product. Any other torch function receives a dequantized copy; in-place writes raise.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from torch.utils._pytree import tree_map
 from megatron.errors import ConfigError
 from mpu.device import on_accelerator
 
-LINE = 64
+CACHE_LINE = 64
 """Bytes at whose multiples a matrix begins: a line of the cache."""
 
 MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -40,28 +33,29 @@ MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 @final
-class Room:
+class HugePageArena:
     """Room for many one-byte matrices side by side. On a CPU what is not used yet takes no memory, and the pages are as
     large as the system gives: decoding reads all weights for every token, and a processor fetches ahead within a page
     only. With pages of 2 MB it is up to a third faster than with 4 kB."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
-        size = max(1, sum(map(_length, shapes)))
-        self._flat = _mapped(size) if device.type == "cpu" else torch.empty(size, dtype=torch.int8, device=device)
+        size = max(1, sum(map(_aligned_size, shapes)))
+        self._flat = _map_huge_pages(size) if device.type == "cpu" else torch.empty(
+            size, dtype=torch.int8, device=device)
         self._used = 0
 
-    def take(self, shape: Sequence[int]) -> Tensor:
+    def allocate(self, shape: Sequence[int]) -> Tensor:
         """[...] int8, of one of the shapes."""
         taken = self._flat[self._used : self._used + prod(shape)].view(*shape)
-        self._used += _length(shape)
+        self._used += _aligned_size(shape)
         return taken
 
 
-def _length(shape: Sequence[int]) -> int:
-    return -(-prod(shape) // LINE) * LINE
+def _aligned_size(shape: Sequence[int]) -> int:
+    return -(-prod(shape) // CACHE_LINE) * CACHE_LINE
 
 
-def _mapped(size: int) -> Tensor:
+def _map_huge_pages(size: int) -> Tensor:
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if MADV_HUGEPAGE is not None:
         with suppress(OSError):  # a kernel without them
@@ -69,33 +63,33 @@ def _mapped(size: int) -> Tensor:
     return torch.frombuffer(area, dtype=torch.int8)
 
 
-FEW = 12
+PACKED_KERNEL_MAX_ROWS = 12
 """Rows up to which the packed kernel is the faster one: its time grows with each (scripts/bench/int8_decode.py)."""
 
-LANES = 16
+SIMD_WIDTH = 16
 """Numbers that the packed kernel loads at a time, without a look at what is left of a row or where it begins."""
 
-BLOCKS = {torch.float64: 1 << 17, torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
+BLOCK_ELEMENTS = {torch.float64: 1 << 17, torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
 """Numbers that are made at a time on a CPU: those of fp32 stay in the cache, products in bf16 want larger ones. Other
 precisions are refused: sums of levels are beyond the largest number of fp16."""
 
-BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
 """What a CPU is asked for: products that torch's kernels use (the last name is ARM's)."""
 
 
-def activations_on(device: torch.device) -> torch.dtype:
+def activation_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the device has it."""
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has = device.type != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in BF16)
+        has = device.type != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in BF16_CAPABILITIES)
     return torch.bfloat16 if has else torch.float32
 
 
 @final
 class Int8(Tensor):
     levels: Tensor
-    """[rows, columns] int8, one row after the other from a multiple of LANES bytes on."""
+    """[rows, columns] int8, one row after the other from a multiple of SIMD_WIDTH bytes on."""
     scale: Tensor
     """[rows], in the precision of the activations, which is what this tensor says of itself."""
 
@@ -114,7 +108,7 @@ class Int8(Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         return self.levels.nbytes + self.scale.nbytes
 
-    def numbers(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         return self.levels.to(self.scale.dtype) * self.scale[:, None]
 
     @classmethod
@@ -138,15 +132,15 @@ class Int8(Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].levels, args[0].scale)
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
-            return _copied(args[0], **(kwargs or {}))
+            return _copy(args[0], **(kwargs or {}))
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func}: an int8 weight cannot be written into")
-        args, kwargs = tree_map(lambda x: x.numbers() if isinstance(x, Int8) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.dequantized() if isinstance(x, Int8) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8:
         """Of these levels alone, and not of the room that they share with other matrices."""
-        memo[id(self)] = made = _copied(self)
+        memo[id(self)] = made = _copy(self)
         rest = {name: value for name, value in vars(self).items() if name not in vars(made)}
         vars(made).update(copy.deepcopy(rest, memo))  # what makes it a parameter, among others
         return made
@@ -160,42 +154,42 @@ class Int8(Tensor):
         return Int8(inner["levels"], inner["scale"])
 
 
-def _copied(one: Int8, *, dtype: torch.dtype | None = None, device: torch.device | None = None,
-            non_blocking: bool = False, **layout: Any) -> Int8:
+def _copy(weight: Int8, *, dtype: torch.dtype | None = None, device: torch.device | None = None,
+          non_blocking: bool = False, **layout: Any) -> Int8:
     """A matrix has one layout."""
-    dtype = one.dtype if dtype is None else dtype
-    if dtype not in BLOCKS:
-        said = ", ".join(str(known).removeprefix("torch.") for known in BLOCKS)
+    dtype = weight.dtype if dtype is None else dtype
+    if dtype not in BLOCK_ELEMENTS:
+        said = ", ".join(str(known).removeprefix("torch.") for known in BLOCK_ELEMENTS)
         raise ConfigError(f"an int8 weight cannot be made {str(dtype).removeprefix('torch.')}: its activations are one "
                           f"of {said}; for another precision, load the model without int8")
-    levels = one.levels.to(device=device, non_blocking=non_blocking, copy=True,
-                           memory_format=torch.contiguous_format)
-    return Int8(levels, one.scale.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True))
+    levels = weight.levels.to(device=device, non_blocking=non_blocking, copy=True,
+                              memory_format=torch.contiguous_format)
+    return Int8(levels, weight.scale.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True))
 
 
 def _linear(x: Tensor, weight: Int8, bias: Tensor | None = None) -> Tensor:
-    y = product(x.reshape(-1, x.shape[-1]), weight.levels, weight.scale).view(*x.shape[:-1], len(weight.levels))
+    y = int8_matmul(x.reshape(-1, x.shape[-1]), weight.levels, weight.scale).view(*x.shape[:-1], len(weight.levels))
     return y if bias is None else y + bias
 
 
-def product(x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
+def int8_matmul(x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
     """[n, columns] x [rows, columns] -> [n, rows]."""
     if on_accelerator(x):
         return F.linear(x, levels.to(x.dtype)) * scale
     rows, columns = levels.shape
-    if x.dtype == torch.bfloat16 and len(x) <= FEW and columns % LANES == 0:
-        return torch._weight_int8pack_mm(_aligned(x), levels, scale)
-    each = max(1, BLOCKS[x.dtype] // columns)
-    if rows <= each:
+    if x.dtype == torch.bfloat16 and len(x) <= PACKED_KERNEL_MAX_ROWS and columns % SIMD_WIDTH == 0:
+        return torch._weight_int8pack_mm(_align_for_packed_kernel(x), levels, scale)
+    block_rows = max(1, BLOCK_ELEMENTS[x.dtype] // columns)
+    if rows <= block_rows:
         return F.linear(x, levels.to(x.dtype)) * scale
     y = x.new_empty(len(x), rows)
-    for first in range(0, rows, each):
-        torch.mul(F.linear(x, levels[first : first + each].to(x.dtype)), scale[first : first + each],
-                  out=y[:, first : first + each])
+    for first in range(0, rows, block_rows):
+        torch.mul(F.linear(x, levels[first : first + block_rows].to(x.dtype)), scale[first : first + block_rows],
+                  out=y[:, first : first + block_rows])
     return y
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align_for_packed_kernel(x: Tensor) -> Tensor:
     """In memory of its own, unless it lies where the packed kernel can load from."""
-    loads = x.is_contiguous() and x.storage_offset() % LANES == 0
-    return x if loads else x.clone(memory_format=torch.contiguous_format)
+    is_aligned = x.is_contiguous() and x.storage_offset() % SIMD_WIDTH == 0
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)

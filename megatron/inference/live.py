@@ -1,11 +1,10 @@
-"""The model of an engine in training, to be read from between two steps: text while a model learns.
+"""The model of a training engine, readable between two steps: text while a model learns.
 
     with from_engine(engine) as model:
         decoder = Decoder(model, rows=4)
 
-Where the weights are whole they are the engine's own, and nothing is copied. Where they are split over data parallel
-ranks the model is a copy of this rank's tensor parallel part. `Uncached` reads without a copy: by the engine's forward,
-with no more whole at a time than in training, and from its beginning for every token.
+Unsharded parameters are used in place. At ZeRO stage 3 `from_engine` copies this rank's tensor parallel part;
+`EngineDecoder` needs no copy: it runs the engine's forward over the whole sequence for every token.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree
 from megatron.config.tree import require
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.inference.decoder import Decoder
-from megatron.inference.loading import empty, put
+from megatron.inference.load import empty_model, set_parameter
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
@@ -30,25 +29,25 @@ from mpu.collectives import broadcast_into
 @contextmanager
 def from_engine(engine: Engine) -> Iterator[GPT2]:
     """Its model in the working precision, good until the block ends; nothing trains inside. Collective."""
-    with _reading(engine) as model:
-        yield model if has_whole_weights(engine) else _copy(engine, model)
+    with _evaluation_model(engine) as model:
+        yield model if has_unsharded_params(engine) else _gathered_copy(engine, model)
 
 
-def has_whole_weights(engine: Engine) -> bool:
+def has_unsharded_params(engine: Engine) -> bool:
     core = engine.core
-    return not any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+    return not any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
 
 
 @contextmanager
-def _reading(engine: Engine) -> Iterator[GPT2]:
+def _evaluation_model(engine: Engine) -> Iterator[GPT2]:
     """Its module, with the weights of the last step and without dropout."""
     core, model, training = engine.core, engine.core.module, engine.training
     require(isinstance(model, GPT2), f"megatron.inference reads GPT2 models, and this engine has a "
             f"{type(model).__name__}: use its forward")
     assert isinstance(model, GPT2)
     engine.conclude()
-    agree(core.check_before_save, core.groups.world)
-    core.look_at_newest("megatron.inference.live")
+    all_succeed_or_raise(core.check_before_save, core.groups.world)
+    core.sync_delayed_update("megatron.inference.live")
     engine.train(False)
     try:
         yield model
@@ -58,52 +57,53 @@ def _reading(engine: Engine) -> Iterator[GPT2]:
 
 
 @torch.no_grad()
-def _copy(engine: Engine, model: GPT2) -> GPT2:
+def _gathered_copy(engine: Engine, model: GPT2) -> GPT2:
     """One bucket is gathered at a time."""
-    core, made = engine.core, empty(model.config, model.tp)
+    core, made = engine.core, empty_model(model.config, model.tp)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for bucket in (*core.buckets, *core.frozen):
+    for bucket in (*core.buckets, *core.frozen_buckets):
         with GatheredParameters(bucket.parameters):
             for parameter in bucket.parameters:
-                put(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))
+                set_parameter(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))
     return made.eval()
 
 
 @final
-class Uncached:
+class EngineDecoder:
     """Rows of texts that are read anew for each token."""
 
     def __init__(self, engine: Engine, model: GPT2, rows: int) -> None:
-        self.model, self.rows, self.length = model, rows, model.config.max_position_embeddings
-        self._engine, self._texts = engine, [[0] for _ in range(rows)]
+        self.model, self.rows, self.max_positions = model, rows, model.config.max_position_embeddings
+        self._engine, self._token_ids = engine, [[0] for _ in range(rows)]
 
-    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        for row, text in zip(rows, texts, strict=True):
-            self._texts[row] = [*text]
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        for row, text in zip(rows, prompts, strict=True):
+            self._token_ids[row] = [*text]
         return self._logits(rows)
 
-    def follow(self, tokens: Sequence[int]) -> Tensor:
+    def decode_step(self, tokens: Sequence[int]) -> Tensor:
         for row, token in enumerate(tokens):
-            self._texts[row].append(token)
+            self._token_ids[row].append(token)
         return self._logits(range(len(tokens)))
 
-    def move(self, source: int, target: int) -> None:
-        self._texts[target] = self._texts[source]
+    def move_row(self, source: int, target: int) -> None:
+        self._token_ids[target] = self._token_ids[source]
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """Nothing is kept but tokens."""
 
     @torch.no_grad()
     def _logits(self, rows: Sequence[int]) -> Tensor:
         """[b, V]. All ranks go on with the same: the forwards of a rank wait for those of the others."""
-        texts = [torch.tensor([self._texts[row]], device=self._engine.device) for row in rows]
+        texts = [torch.tensor([self._token_ids[row]], device=self._engine.device) for row in rows]
         found = torch.cat([self._engine(text) for text in texts]).contiguous()
         broadcast_into(found, 0, self._engine.groups.dp).wait()
         return found
 
 
 @contextmanager
-def reader_of(engine: Engine, rows: int) -> Iterator[Decoder | Uncached]:
+def engine_decoder(engine: Engine, rows: int) -> Iterator[Decoder | EngineDecoder]:
     """What reads it without a copy. Collective."""
-    with _reading(engine) as model:
-        yield Decoder(model, rows, records=False) if has_whole_weights(engine) else Uncached(engine, model, rows)
+    with _evaluation_model(engine) as model:
+        yield (Decoder(model, rows, use_cuda_graphs=False) if has_unsharded_params(engine)
+               else EngineDecoder(engine, model, rows))

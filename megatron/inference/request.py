@@ -1,10 +1,10 @@
-"""What is asked of a model: a prompt, how its tokens are drawn, where the text ends. No torch."""
+"""Generation requests: the prompt, the sampling parameters, and where a sequence ends. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.problems import Problems
+from megatron.config.config_errors import ErrorList
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Sampling:
     """Always the likeliest, once repetitions are."""
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = ErrorList()
         problems.require(0 < self.temperature < float("inf"), f"--temperature is {self.temperature:g}: expected more "
                          "than 0; --greedy takes the likeliest token")
         problems.require(self.top_k >= 0, f"--top-k is {self.top_k}: expected 0 (all) or more")
@@ -27,49 +27,50 @@ class Sampling:
         problems.require(0 <= self.min_p <= 1, f"--min-p is {self.min_p:g}: expected 0 to 1")
         problems.require(0 < self.repetition_penalty < float("inf"), "--repetition-penalty is "
                          f"{self.repetition_penalty:g}: expected more than 0; 1 changes nothing")
-        problems.stop()
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True)
 class Request:
     number: int
     prompt: tuple[int, ...]
-    most: int
+    max_new_tokens: int
     """New tokens; at least one."""
     sampling: Sampling = Sampling()
-    stream: str = ""
+    random_stream: str = ""
     """Names its random numbers."""
     stops: tuple[str, ...] = ()
     """Texts that it ends before."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationConfig:
     """How prompts are to be answered."""
 
-    most: int
+    max_new_tokens: int
     """New tokens of an answer."""
     sampling: Sampling
-    samples: int = 1
+    num_samples: int = 1
     """Answers to each prompt."""
     seed: int = 1234
     stops: tuple[str, ...] = ()
-    slides: bool = False
+    sliding_window: bool = False
     """At the end of the position table: go on from the last tokens."""
-    total: int | None = None
+    max_length: int | None = None
     """Tokens of a text with its prompt, at most."""
 
-    def refusal(self, prompt: tuple[int, ...], positions: int) -> str:
+    def why_rejected(self, prompt: tuple[int, ...], positions: int) -> str:
         """Why a prompt cannot be answered by a model of so many positions; nothing where it can."""
-        if len(prompt) > positions and not self.slides:
+        if len(prompt) > positions and not self.sliding_window:
             return (f"a prompt of {len(prompt)} tokens, and the model has {positions} positions: shorten it, or give "
                     "--past-the-end slide, which reads the last ones")
-        if self.total is not None and len(prompt) >= self.total:
-            return f"a prompt of {len(prompt)} tokens, and --seq-length, a text with its prompt, is {self.total}"
+        if self.max_length is not None and len(prompt) >= self.max_length:
+            return f"a prompt of {len(prompt)} tokens, and --seq-length, a text with its prompt, is {self.max_length}"
         return ""
 
-    def requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
+    def make_requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
         """The answers to one prompt, numbered from `first` on: each has a stream of random numbers of its own."""
-        most = self.most if self.total is None else min(self.most, self.total - len(prompt))
+        most = self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length -
+                                                                       len(prompt))
         return [Request(number, prompt, most, self.sampling, f"{self.seed}/{number}", self.stops)
-                for number in range(first, first + self.samples)]
+                for number in range(first, first + self.num_samples)]

@@ -1,10 +1,10 @@
-"""`python -m megatron.launch`: command.py."""
+"""`python -m megatron.launch`: launcher.py."""
 
 import sys
 
-from megatron.launch.leaving import end_when_asked
+from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
-    end_when_asked("a rank was started")  # before the rest is imported
-    from megatron.launch.command import main
+    exit_on_stop_signal("a rank was started")  # before the rest is imported
+    from megatron.launch.launcher import main
     sys.exit(main(sys.argv[1:]))

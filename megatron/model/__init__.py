@@ -1,7 +1,6 @@
-"""GPT-2 as tensor-parallel modules; knows mpu and its own config section, never the engine.
+"""GPT-2 as tensor-parallel modules; knows mpu and its config section, not the engine.
 
-gpt2.py (embeddings, blocks, logits), block.py (one transformer block), attention.py and mlp.py (its halves), init.py
-(initial weights).
+Begin with gpt2.py (embeddings, blocks, logits), then transformer.py (one block) and weight_init.py (initial weights).
 """
 
 from megatron.config.tree import ModelConfig

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from megatron import layer_drop
 from megatron.config.tree import ModelConfig, require
-from megatron.model.attention import document_mask
-from megatron.model.block import Block
-from megatron.model.init import GPT2Init
+from megatron.model.transformer import Block, document_mask
+from megatron.model.weight_init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group
@@ -30,61 +29,56 @@ from mpu.split import pad_vocab
 
 class GPT2(nn.Module):
     def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234, deferred: bool = False) -> None:
-        """`deferred`: parameters are left for an engine to fill."""
+        """`deferred`: allocate no parameters; an engine draws their values."""
         super().__init__()
         self.config, self.tp, self.seed = config, tp, seed
         init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
-        padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
-        self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight("wte.weight"),
+        padded = pad_vocab(config.known_vocab_size, config.make_vocab_size_divisible_by, tp.size)
+        self.wte = VocabParallelEmbedding(config.known_vocab_size, config.hidden_size, init.weight("wte.weight"),
                                           padded_size=padded, tp=tp)
-        self.wpe = init.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, init.at(f"blocks.{number}"), tp)
+        self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
                                     for number in range(config.num_layers))
-        self.ln_f = init.norm(config.hidden_size, config.layernorm_epsilon)
+        self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
-        """How the blocks are run; activation checkpointing replaces it."""
-        self.before_blocks: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
-        """Told which blocks run, where some are left out."""
+        """run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it."""
+        self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
+        """Called with the blocks that run, if layer dropping leaves some out."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
-        """[b, s] tokens -> the mean loss over those of `targets` that are not negative (weighted by `loss_weight`), or
-        without targets [b, V] logits of the last position. `positions` and `segments` (document numbers) keep documents
-        apart. `grad_scale` is the factor the caller will multiply the loss by (see linear_cross_entropy). With
-        `progressive_layer_drop` a model in training leaves out the blocks that are drawn for the step `pld_step` at
-        `pld_theta` (layer_drop.py)."""
+        """[b, s] tokens -> the mean loss over non-negative `targets`, weighted by `loss_weight`. Without targets:
+        logits of the last position, [b, V].
+
+        `positions` and `segments` (document numbers), both [b, s], keep documents apart. The caller will multiply the
+        loss by `grad_scale` (see linear_cross_entropy). With `progressive_layer_drop` a model in training leaves out
+        the blocks drawn for step `pld_step` at `pld_theta` (layer_drop.py). Raises ConfigError for a target outside the
+        vocabulary (on CPU)."""
         drops = progressive_layer_drop and self.training
-        blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
+        blocks = self._choose_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
         if not on_accelerator(targets) and targets.numel():
             highest = int(targets.max())
-            require(highest < self.config.tokens, f"target {highest} is outside the vocabulary 0.."
-                    f"{self.config.tokens - 1}: the data was made with another tokenizer")
+            require(highest < self.config.known_vocab_size, f"target {highest} is outside the vocabulary 0.."
+                    f"{self.config.known_vocab_size - 1}: the data was made with another tokenizer")
         counted = torch.ge(targets, 0, out=torch.empty_like(targets, dtype=torch.float32))  # one launch
         weight = counted if loss_weight is None else loss_weight * counted
-        return linear_cross_entropy(
-            x.flatten(0, 1),
-            self.wte.weight,
-            targets.flatten(),
-            self.tp,
-            vocab_size=self.config.tokens,
-            loss_weight=weight.flatten(),
-            grad_scale=grad_scale,
-            weight_sink=self.wte.grad_sink,
-        )
+        return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
+                                    vocab_size=self.config.known_vocab_size, loss_weight=weight.flatten(),
+                                    grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad)
 
-    def _kept_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
-        """The blocks that run in this step. A block that does not is not called at all: nothing is gathered for it."""
+    def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
+        """The blocks that run in this step. The others are not called, so the engine does not gather them."""
         scales = layer_drop.kept(self.seed, step, len(self.blocks), theta)
-        self.before_blocks([self.blocks[number] for number in scales])
+        self.on_blocks_chosen([self.blocks[number] for number in scales])
         return [partial(self.blocks[number], scale=scale) for number, scale in scales.items()]
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None,
                       blocks: Iterable[Callable[..., Tensor]] | None = None) -> Tensor:
-        """[b, s] -> [b, s, h], after the final LayerNorm; through all blocks, or through these."""
+        """[b, s] -> [b, s, h], after the final LayerNorm; `blocks` is by default all blocks."""
         if positions is None:
             length, longest = tokens.shape[1], self.config.max_position_embeddings
             require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
@@ -99,10 +93,10 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
-        return gather_from_region(self.own_logits(x), self.tp)[..., : self.config.tokens]
+        return gather_from_region(self.local_logits(x), self.tp)[..., : self.config.known_vocab_size]
 
-    def own_logits(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., V / tp]: this rank's columns, padding among them."""
+    def local_logits(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., padded V / tp]: this rank's columns, including padding."""
         return linear(copy_to_region(x, self.tp), self.wte.weight)
 
 

@@ -1,10 +1,9 @@
-"""AdamW, and Adam without bias correction, over flat fp32 spans: all spans in one call of a fused kernel.
+"""AdamW, and Adam without bias correction, over flat fp32 segments, as one fused kernel call for all segments.
 
-The kernel divides the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
-read once; told to skip, it changes nothing. On an accelerator it is our own (adam_kernel.py), which reads 16-bit
-gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's: 16-bit gradients are widened a tile at
-a time, so that the fp32 copy of the whole gradient never exists. On a CPU a tile fits the caches, and the 16-bit
-weights are written before it leaves them (docs/decisions/018-host-adam.md).
+The kernel applies the gradient factor while it reads, and does nothing if the step is skipped. On an accelerator it is
+the Triton kernel (adam_kernel.py), which reads 16-bit gradients and writes 16-bit weights. On a CPU, and without
+Triton, it is torch's fused kernel; 16-bit gradients are cast to fp32 one tile at a time. A CPU tile fits the cache
+(docs/decisions/018-host-adam.md).
 """
 
 from __future__ import annotations
@@ -19,95 +18,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optim.rule import Span, StepScalars, Summed
-from mpu.collectives import agree
-from mpu.device import on_accelerator, working
+from megatron.optim.rule import AllReducedRule, StepScalars, UpdateSegment
+from mpu.collectives import all_reduce_scalar
+from mpu.device import load_kernels, on_accelerator
 from mpu.groups import Group
 
-LARGEST_TILE = 2**24
-"""Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
+MAX_TILE_NUMEL = 2**24
+"""Elements cast to fp32 at a time: 64 MB, large enough to keep a device busy."""
 
-IN_CACHE = 2**17
-"""Elements that a thread of a CPU works on at a time. What is read again, the wide gradient and the new masters, is
-1 MB; a multiple of the kernel's vectors, so that cuts change no bit."""
+CACHE_TILE_NUMEL = 2**17
+"""Elements of a CPU thread's tile. The fp32 gradient and the new masters, which are read again, take 1 MB; a multiple
+of the kernel's vector length, so that tiling does not change results."""
 
-Batch = tuple[list[Tensor], ...]
-"""Masters, fp32 gradients and both moments, for one call of the kernel."""
+KernelBatch = tuple[list[Tensor], ...]
+"""(masters, fp32 gradients, first moments, second moments) of one kernel call."""
 
 
 @dataclass
-class AdamW(Summed):
+class AdamW(AllReducedRule):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
-    tile: int = LARGEST_TILE
-    """Elements widened at a time."""
+    tile: int = MAX_TILE_NUMEL
+    """Elements cast to fp32 at a time."""
     bias_correction: bool = True
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
     """False: weight decay is added to the gradient."""
-    _places: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Hyper-parameter group, and bucket where they come one by one -> where the kernel finds the spans."""
+    _segment_tables: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False,
+                                                                  compare=False)
+    """(hyper-parameter group, parameter names of the bucket) -> the Triton kernel's table of segments."""
     _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
-    """Ours, where it works on all ranks."""
+    """The module adam_kernel, if the Triton kernel works on all ranks."""
 
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
-    waits = False
+    needs_host_scalars = False
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        """The two kernels round differently."""
-        kernel = _kernel_on(device) if on_accelerator(device) else None
-        everywhere = agree(kernel is not None, world, "min")
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        """Use the Triton kernel only if all ranks can: the two kernels round differently."""
+        kernel = _load_kernel(device) if on_accelerator(device) else None
+        everywhere = all_reduce_scalar(kernel is not None, world, "min")
         self._kernel = kernel if everywhere else None
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        self.step_many([segment], hyper, StepScalars.for_applied_step(factor, steps_taken, segment.master.device))
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         kernel = self._kernel
         if kernel is not None:
-            places = self._places.setdefault((spans[0].group, spans[0].names), kernel.Places())
-            if kernel.update(spans, places, hyper, at, bias_correction=self.bias_correction, decoupled=self.decoupled):
+            table = self._segment_tables.setdefault((segments[0].group, segments[0].param_names), kernel.SegmentTable())
+            if kernel.update(segments, table, hyper, scalars, bias_correction=self.bias_correction,
+                             decoupled=self.decoupled):
                 return True
-        in_cache = not on_accelerator(spans[0].master)
-        self._by_torch(self._in_cache(spans) if in_cache else self._batches(spans), hyper, at)
+        in_cache = not on_accelerator(segments[0].master)
+        self._step_with_torch(
+            self._cache_sized_batches(segments) if in_cache else self._large_batches(segments), hyper, scalars)
         return in_cache
 
-    def _by_torch(self, batches: Iterator[Batch], hyper: Mapping[str, Any], at: StepScalars) -> None:
+    def _step_with_torch(self, batches: Iterator[KernelBatch], hyper: Mapping[str, Any], scalars: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        # beta^inf is 0
-        count = at.count if self.bias_correction else torch.full_like(at.count, math.inf)
+        # beta^inf is 0: no bias correction
+        count = scalars.count if self.bias_correction else torch.full_like(scalars.count, math.inf)
         for masters, grads, averages, squares in batches:
             kernel(masters, grads, averages, squares, [], [count] * len(masters), lr=hyper["lr"], beta1=beta1,
                    beta2=beta2, weight_decay=hyper["weight_decay"], eps=hyper["eps"], amsgrad=False, maximize=False,
-                   grad_scale=at.divisor, found_inf=at.skip)
+                   grad_scale=scalars.divisor, found_inf=scalars.skip)
 
-    def _in_cache(self, spans: Sequence[Span]) -> Iterator[Batch]:
-        """A tile at a time, whose narrow weights are written when the next one is asked for."""
-        size = min(self.tile, IN_CACHE * torch.get_num_threads())
-        staged = torch.empty(max(min(size, _widened(span)) for span in spans))
-        for span in spans:
+    def _cache_sized_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
+        """One tile at a time; its 16-bit weights are written when the next tile is requested."""
+        size = min(self.tile, CACHE_TILE_NUMEL * torch.get_num_threads())
+        staged = torch.empty(max(min(size, _numel_to_widen(span)) for span in segments))
+        for span in segments:
             averages, squares = span.states["exp_avg"], span.states["exp_avg_sq"]
-            if span.narrow is None and not _widened(span):
+            if span.lp_out is None and not _numel_to_widen(span):
                 yield [span.master], [span.grad], [averages], [squares]
                 continue
-            narrows = repeat(None) if span.narrow is None else span.narrow.split(size)
+            narrows = repeat(None) if span.lp_out is None else span.lp_out.split(size)
             tiles = zip(*(flat.split(size) for flat in (span.master, span.grad, averages, squares)))
             for (master, grad, average, square), narrow in zip(tiles, narrows):
-                wide = staged[:len(grad)].copy_(grad) if _widened(span) else grad
+                wide = staged[:len(grad)].copy_(grad) if _numel_to_widen(span) else grad
                 yield [master], [wide], [average], [square]
                 if narrow is not None:
                     narrow.copy_(master)
 
-    def _batches(self, spans: Sequence[Span]) -> Iterator[Batch]:
-        """As few as can be."""
-        wide = [span for span in spans if span.grad.dtype == torch.float32]
+    def _large_batches(self, segments: Sequence[UpdateSegment]) -> Iterator[KernelBatch]:
+        """As few batches as possible: all fp32 gradients at once, the others by tiles."""
+        wide = [span for span in segments if span.grad.dtype == torch.float32]
         if wide:
             yield ([span.master for span in wide], [span.grad for span in wide],
                    [span.states["exp_avg"] for span in wide], [span.states["exp_avg_sq"] for span in wide])
-        for tiles in self._tiles([span for span in spans if span.grad.dtype != torch.float32]):
+        for tiles in self._tiles([span for span in segments if span.grad.dtype != torch.float32]):
             narrow = [span.grad[part] for span, part in tiles]
             staged = torch.empty(sum(map(len, narrow)), dtype=torch.float32, device=narrow[0].device)
             grads = list(staged.split([len(grad) for grad in narrow]))
@@ -116,32 +118,32 @@ class AdamW(Summed):
                    [span.states["exp_avg"][part] for span, part in tiles],
                    [span.states["exp_avg_sq"][part] for span, part in tiles])
 
-    def _tiles(self, spans: Sequence[Span]) -> Iterator[list[tuple[Span, slice]]]:
-        """The spans, cut and packed so that together at most a tile's elements are worked on at a time."""
-        tiles: list[tuple[Span, slice]] = []
-        room = self.tile
-        for span in spans:
+    def _tiles(self, segments: Sequence[UpdateSegment]) -> Iterator[list[tuple[UpdateSegment, slice]]]:
+        """Segments split and packed into batches of at most `tile` elements."""
+        tiles: list[tuple[UpdateSegment, slice]] = []
+        numel_left = self.tile
+        for span in segments:
             start = 0
             while start < len(span.grad):
-                stop = min(len(span.grad), start + room)
+                stop = min(len(span.grad), start + numel_left)
                 tiles.append((span, slice(start, stop)))
-                room -= stop - start
+                numel_left -= stop - start
                 start = stop
-                if not room:
+                if not numel_left:
                     yield tiles
-                    tiles, room = [], self.tile
+                    tiles, numel_left = [], self.tile
         if tiles:
             yield tiles
 
 
-def _widened(span: Span) -> int:
-    """Elements of its gradient that the kernel wants in fp32."""
-    return 0 if span.grad.dtype == torch.float32 else len(span.grad)
+def _numel_to_widen(segment: UpdateSegment) -> int:
+    """Gradient elements that must be cast to fp32."""
+    return 0 if segment.grad.dtype == torch.float32 else len(segment.grad)
 
 
-def _kernel_on(device: torch.device) -> ModuleType | None:
+def _load_kernel(device: torch.device) -> ModuleType | None:
     def load() -> ModuleType:
         from megatron.optim import adam_kernel
         return adam_kernel
 
-    return working(load, device, "no fused kernel for the update, which moves half as many bytes again without it")
+    return load_kernels(load, device, "no fused kernel for the update, which moves half as many bytes again without it")

@@ -1,16 +1,17 @@
-"""AdamW over flat spans as a Triton kernel: all spans of a call in one launch, the 16-bit weights in the same pass.
+"""AdamW over flat segments as a Triton kernel: all segments of a call in one launch, including the 16-bit weights.
 
     reads    the gradient, the fp32 master and both moments
-    writes   master and moments, and the narrow copy of the master where there is one
+    writes   master and moments, and the 16-bit copy of the master if there is one
 
-That is 28 bytes a weight in 16 bits. Everything else about a step stays as torch's fused kernel has it: the formula,
-`divisor` for the gradient, `skip` on the device; all in fp32, but for the bias corrections, one a program, in fp64.
+That is 28 bytes per weight with 16-bit gradients and weights. Otherwise it computes what torch's fused kernel does: the
+same formula, `divisor` for the gradient, `skip` on the device; all in fp32, except the bias corrections, one per
+program, in fp64.
 
-A program updates one *block* of one span. Two tables on the device say which: for each block the number of its span,
-and for each span a *row* of addresses and lengths (`Places`). Spans begin at multiples of 16 bytes, so a thread moves
-four weights at once: 16 bytes in fp32, 8 in 16 bits.
+A program updates one *block* of one segment. Two tables on the device (`SegmentTable`) map each block to the number of
+its segment, and each segment to a *row* of addresses and lengths. Segments begin at multiples of 16 bytes, so a thread
+moves four weights at once: 16 bytes in fp32, 8 in 16 bits.
 
-Importing this file needs Triton, which comes with torch for CUDA; adam.py asks whether it is there.
+Importing this file needs Triton, which comes with torch for CUDA; adam.py checks whether it is installed.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.rule import StepScalars, UpdateSegment
 
-KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _BLOCK = 2048
 _WARPS = 8
 _ALIGNED = 16
-"""Of what addresses and lengths of spans must be multiples."""
+"""Addresses and lengths of segments must be multiples of this."""
 
 _LENGTH, _FIRST, _ROW = 5, 6, 7
-"""Places in a row: after five addresses the span's length and the number of its first block; the length of a row."""
+"""Columns of a row after its five addresses: the segment's length, its first block; then the number of columns."""
 
 
 @triton.jit
-def _place(row, number: tl.constexpr, kind: tl.constexpr):
+def _load_pointer(row, number: tl.constexpr, kind: tl.constexpr):
     address = tl.load(row + number).to(tl.pointer_type(kind), bitcast=True)
     return tl.multiple_of(address, 4 * kind.primitive_bitwidth // 8)
 
 
 @triton.jit
 def _correction(count, log_beta):
-    """1 - beta^count; fp32 would lose what the first steps are made of."""
+    """1 - beta^count, in fp64: in fp32 it would cancel in the first steps."""
     return (1.0 - tl.exp(tl.load(count).to(tl.float64) * log_beta)).to(tl.float32)
 
 
@@ -63,11 +64,11 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
         length = tl.where(tl.load(skip) == 0, length, 0)
     here = at < tl.multiple_of(length, 16)
 
-    masters = _place(row, 0, tl.float32) + at
-    averages = _place(row, 2, tl.float32) + at
-    squares = _place(row, 3, tl.float32) + at
+    masters = _load_pointer(row, 0, tl.float32) + at
+    averages = _load_pointer(row, 2, tl.float32) + at
+    squares = _load_pointer(row, 3, tl.float32) + at
     weight = tl.load(masters, mask=here, other=0.0)
-    grad = tl.load(_place(row, 1, GRAD) + at, mask=here, other=0.0).to(tl.float32)
+    grad = tl.load(_load_pointer(row, 1, GRAD) + at, mask=here, other=0.0).to(tl.float32)
     average = tl.load(averages, mask=here, other=0.0)
     square = tl.load(squares, mask=here, other=0.0)
 
@@ -87,55 +88,56 @@ def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest
     tl.store(averages, average, mask=here)
     tl.store(squares, square, mask=here)
     if NARROW is not None:
-        tl.store(_place(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
+        tl.store(_load_pointer(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
 
 
 # -- called with tensors -------------------------------------------------------------------------------------------
 
 
 def runs_on(device: torch.device) -> bool:
-    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
+    """True on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
     return device.type == "cuda" or isinstance(update_block, InterpretedFunction)
 
 
 def try_out(device: torch.device) -> None:
-    """Run the smallest case, so that what does not work here says so."""
+    """Run the smallest case, so that a kernel that does not work on this system raises here."""
     master, grad, *states = torch.zeros(4, 16, device=device)
-    span = Span(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
+    span = UpdateSegment(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
     hyper = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1.0, "weight_decay": 0.0}
-    update([span], Places(), hyper, StepScalars.of(0.5, 0, device), bias_correction=True, decoupled=True)
+    update([span], SegmentTable(), hyper, StepScalars.for_applied_step(0.5, 0, device), bias_correction=True,
+           decoupled=True)
 
 
-class Places:
-    """Where the spans of a hyper-parameter group are, on the device. Masters and moments stay, and gradients mostly do:
-    the tables are kept, and made anew, without a wait of the host, only where something has moved."""
+class SegmentTable:
+    """The device tables of one hyper-parameter group. Masters and moments keep their addresses, and gradients mostly
+    do, so the tables are rebuilt only if an address changed, without a host synchronization."""
 
     def __init__(self) -> None:
-        self._found: list[list[int]] = []
-        self._blocks: list[int] = []
-        self.rows = self.row_of = torch.empty(0)
-        """A row for each span; for each block the number of its row."""
+        self._current_rows: list[list[int]] = []
+        self._blocks_per_row: list[int] = []
+        self.rows = self.row_of_block = torch.empty(0)
+        """rows: [segments, _ROW] int64. row_of_block: [blocks] int32."""
 
-    def find(self, spans: Sequence[Span]) -> bool:
-        """Whether these spans can be read; then the tables are theirs."""
-        found = [[*_addresses(span), len(span.master)] for span in spans]
-        if found != self._found:
+    def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
+        """Point the tables at these segments; False if they are not aligned."""
+        found = [[*_addresses(span), len(span.master)] for span in segments]
+        if found != self._current_rows:
             if any(number % _ALIGNED for row in found for number in row):
                 return False
-            self._lay_out(found, spans[0].master.device)
+            self._build(found, segments[0].master.device)
         return True
 
-    def _lay_out(self, found: list[list[int]], device: torch.device) -> None:
-        blocks = [-(-length // _BLOCK) for *_, length in found]
-        if blocks != self._blocks:
-            self.row_of = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
+    def _build(self, rows: list[list[int]], device: torch.device) -> None:
+        blocks = [-(-length // _BLOCK) for *_, length in rows]
+        if blocks != self._blocks_per_row:
+            self.row_of_block = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
         firsts = accumulate(blocks[:-1], initial=0)
-        self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(found, firsts, strict=True)]))
-        self._found, self._blocks = found, blocks
+        self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=True)]))
+        self._current_rows, self._blocks_per_row = rows, blocks
 
 
-def _addresses(span: Span) -> list[int]:
-    tensors = (span.master, span.grad, span.states["exp_avg"], span.states["exp_avg_sq"], span.narrow)
+def _addresses(segment: UpdateSegment) -> list[int]:
+    tensors = (segment.master, segment.grad, segment.states["exp_avg"], segment.states["exp_avg_sq"], segment.lp_out)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -143,23 +145,23 @@ def _to(device: torch.device, numbers: Tensor) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-def update(spans: Sequence[Span], places: Places, hyper: Mapping[str, Any], at: StepScalars, *, bias_correction: bool,
-           decoupled: bool) -> bool:
-    """One step of all these spans, by one launch. False: it cannot read them, or all of them alike; nothing is done."""
-    if len({(span.grad.dtype, span.narrow is None or span.narrow.dtype) for span in spans}) > 1:
+def update(segments: Sequence[UpdateSegment], table: SegmentTable, hyper: Mapping[str, Any], scalars: StepScalars, *,
+           bias_correction: bool, decoupled: bool) -> bool:
+    """One step of all segments in one launch. False, without effect, if they are not aligned or differ in dtypes."""
+    if len({(span.grad.dtype, span.lp_out is None or span.lp_out.dtype) for span in segments}) > 1:
         return False
-    if not places.find(spans):
+    if not table.refresh(segments):
         return False
-    betas = [number for beta in hyper["betas"] for number in _of_beta(beta, bias_correction)]
-    narrow = spans[0].narrow
-    update_block[(len(places.row_of),)](
-        places.rows, places.row_of, at.count, at.divisor, at.skip, float(hyper["lr"]), float(hyper["weight_decay"]),
-        float(hyper["eps"]), *betas, GRAD=KINDS[spans[0].grad.dtype],
-        NARROW=None if narrow is None else KINDS[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH, FIRST=_FIRST,
-        ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
+    betas = [number for beta in hyper["betas"] for number in _beta_constants(beta, bias_correction)]
+    narrow = segments[0].lp_out
+    update_block[(len(table.row_of_block),)](
+        table.rows, table.row_of_block, scalars.count, scalars.divisor, scalars.skip, float(hyper["lr"]),
+        float(hyper["weight_decay"]), float(hyper["eps"]), *betas, GRAD=TRITON_DTYPES[segments[0].grad.dtype],
+        NARROW=None if narrow is None else TRITON_DTYPES[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH,
+        FIRST=_FIRST, ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
     return True
 
 
-def _of_beta(beta: float, bias_correction: bool) -> tuple[float, float, float]:
-    """(beta, 1 - beta, ln beta): taken here in double precision. beta^t is 0 where nothing is to be corrected."""
+def _beta_constants(beta: float, bias_correction: bool) -> tuple[float, float, float]:
+    """(beta, 1 - beta, ln beta), in double precision. ln is -inf without bias correction, so that beta^t is 0."""
     return beta, 1 - beta, math.log(beta) if beta and bias_correction else -math.inf

@@ -1,4 +1,4 @@
-"""OptimConfig -> the rule and the hyper-parameters of its groups."""
+"""Builds the update rule and the default hyper-parameters from the optimizer section of the configuration."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizer_config import OPTIMIZERS
 from megatron.config.tree import OptimConfig
 from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
 from megatron.optim.muon import Muon
-from megatron.optim.one_bit import OneBitAdam
-from megatron.optim.one_bit_lamb import OneBitLamb
-from megatron.optim.rule import Rule
+from megatron.optim.one_bit import OneBitAdam, OneBitLamb
+from megatron.optim.rule import UpdateRule
 from megatron.optim.torch_rule import from_torch
 
-FUSED = ("Adam", "AdamW", "SGD")
-"""Classes with a kernel that makes one pass over everything, on each kind of device."""
+FUSED_CLASSES = ("Adam", "AdamW", "SGD")
+"""torch.optim classes with a fused kernel on each kind of device."""
 
 
-def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
-    """The rule, and what a param group says before anything is changed: all hyper-parameters but the learning rate,
-    which is the schedule's."""
+def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any]]:
+    """The rule, and the default hyper-parameters of a param group except the learning rate, which is the schedule's.
+    Raises ConfigError if torch's optimizer refuses them."""
     hyper = optim.hyper_parameters()
     if optim.optimizer == "lamb":
         return Lamb(tile), hyper
@@ -33,7 +32,7 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
         return Lion(tile), hyper
     if optim.optimizer == "muon":
         return Muon(tile), hyper
-    hyper.pop("freeze_step", None)  # as the field has it
+    hyper.pop("freeze_step", None)  # passed from `optim` below
     if optim.optimizer == "onebit_lamb":
         return OneBitLamb(optim.freeze_step, tile), hyper
     if optim.optimizer == "onebit_adam":
@@ -45,7 +44,7 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
     if decoupled and not hyper["amsgrad"]:
         return AdamW(tile), hyper
     name = "AdamW" if decoupled else OPTIMIZERS[optim.optimizer].torch_name
-    if name in FUSED:
+    if name in FUSED_CLASSES:
         hyper["fused"] = True
     try:
         optimizer = getattr(torch.optim, name)([Parameter(torch.zeros(2))], lr=1e-3, **hyper)

@@ -1,8 +1,8 @@
-"""Lion over flat fp32 spans: the sign of an interpolated momentum, and decoupled weight decay.
+"""Lion over flat fp32 segments: the sign of an interpolated momentum, and decoupled weight decay.
 
     w <- (1 - lr x decay) w - lr sign(beta1 m + (1 - beta1) g);   m <- beta2 m + (1 - beta2) g
 
-One state beside each weight, half of Adam's (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
+One state per weight, half of Adam's (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
 https://arxiv.org/abs/2302.06675).
 """
 
@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
-from megatron.optim.adam import LARGEST_TILE
-from megatron.optim.rule import OneByOne, Span
+from megatron.optim.adam import MAX_TILE_NUMEL
+from megatron.optim.rule import SegmentwiseRule, UpdateSegment
 
 
 @dataclass(frozen=True)
-class Lion(OneByOne):
-    tile: int = LARGEST_TILE
-    """Elements updated at a time: a temporary has as many."""
+class Lion(SegmentwiseRule):
+    tile: int = MAX_TILE_NUMEL
+    """Elements updated at a time: the size of temporaries."""
 
     name = "Lion"
     states = ("exp_avg",)
     elementwise = True
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         beta1, beta2 = hyper["betas"]
-        for start in range(0, span.master.numel(), self.tile):
+        for start in range(0, segment.master.numel(), self.tile):
             tile = slice(start, start + self.tile)
-            master, exp_avg = span.master[tile], span.states["exp_avg"][tile]
-            grad = span.grad[tile].to(torch.float32).mul_(factor)
+            master, exp_avg = segment.master[tile], segment.states["exp_avg"][tile]
+            grad = segment.grad[tile].to(torch.float32).mul_(factor)
             direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
             master.mul_(1 - hyper["lr"] * hyper["weight_decay"]).add_(direction, alpha=-hyper["lr"])
             exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

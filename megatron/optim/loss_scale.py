@@ -1,7 +1,7 @@
 """Loss scaling for fp16 as a pure function: (state, overflow) -> state.
 
-Dynamic: an overflow spends one unit of hysteresis; when none is left the scale halves. After `window` clean steps in
-a row the scale doubles and the hysteresis is whole again. Static: the scale never moves.
+Dynamic: an overflow uses one unit of hysteresis; at the last unit it halves the scale instead. `window` clean steps in
+a row double the scale and restore the hysteresis. Static: the scale never changes.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class LossScaleRule:
-    """The constants of the rule; `dynamic` False keeps the initial scale for good."""
+    """The constants of the rule; with `dynamic` False the scale stays `initial`."""
 
     initial: float = 1.0
     window: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0
     dynamic: bool = False
-    scales: bool = False
-    """False where nothing is scaled (fp32, bf16): a non-finite gradient is then no overflow but an error."""
+    is_enabled: bool = False
+    """False without scaling (fp32, bf16): a non-finite gradient is then an error instead of an overflow."""
 
-    def start(self) -> LossScaleState:
+    def initial_state(self) -> LossScaleState:
         return LossScaleState(self.initial, 0, self.hysteresis)
 
-    def after(self, state: LossScaleState, overflow: bool) -> LossScaleState:
+    def next_state(self, state: LossScaleState, overflow: bool) -> LossScaleState:
         if not self.dynamic:
             return state
         return self._after_overflow(state) if overflow else self._after_clean_step(state)
 
-    def exhausted(self, state: LossScaleState) -> bool:
-        """An overflow now could not be answered by a smaller scale."""
+    def is_exhausted(self, state: LossScaleState) -> bool:
+        """Another overflow could not reduce the scale."""
         return not self.dynamic or (state.scale <= self.minimum and state.hysteresis_left <= 1)
 
     def _after_overflow(self, state: LossScaleState) -> LossScaleState:

@@ -1,14 +1,13 @@
-"""What optimizers have in common that warm up on sums of gradients, and from a step on have one bit a number on the
-wire; and 1-bit Adam over flat fp32 spans (Tang et al. 2021, https://arxiv.org/abs/2102.02888).
+"""1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888) and 1-bit Lamb (Li et al. 2021,
+https://arxiv.org/abs/2104.06069).
 
-    warm-up       AdamW, bit for bit
-    afterwards    each rank says beta1 m + (1 - beta1) g, of its own gradient; what comes is the new m (mpu/one_bit.py)
-                  w <- w - lr (m^ / (sqrt(v^) + eps) + decay w),  v^ as it was when the warm-up ended
+    warm-up      Adam or Lamb, bit for bit, on all-reduced gradients
+    afterwards   the variance v is frozen; each rank sends beta1 m + (1 - beta1) g of its own gradient at one bit
+                 per element with error feedback (mpu/compressed_all_reduce.py), and the received mean is the new m
 
-What differs from the original is in docs/methods.md.
-
-When v freezes is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2) steps,
-the measure of the paper, in none of which the learning rate rose.
+The warm-up ends after `freeze_step` steps, or when the sum of v changes by less than 4 % in 1 / (1 - beta2) steps
+without a rise of the learning rate. Lamb scales its frozen update by a moving average of trust ratios and a factor from
+a fresh variance (`_FrozenVarianceUpdate`). Differences from the papers: docs/methods.md.
 """
 
 from __future__ import annotations
@@ -18,78 +17,83 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
-from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars
+from megatron.optim.adam import CACHE_TILE_NUMEL, MAX_TILE_NUMEL, AdamW
+from megatron.optim.lamb import Lamb, bias_corrections, denominator, iter_tiles
+from megatron.optim.rule import CompressionInput, ParamGroup, StepScalars, UpdateSegment
 from mpu.device import on_accelerator
+from mpu.grads import sum_of_squares
 from mpu.groups import Group
 
-SETTLED = 0.96
-"""Of the two sums of v, the smaller is at least so much of the larger."""
+STABLE_VARIANCE_RATIO = 0.96
+"""Minimum ratio of the smaller to the larger of two successive sums of v."""
 
 
 @dataclass
-class OneBit:
-    """Part of a rule with states `exp_avg` and `exp_avg_sq`: when the second freezes, and what is said of the first."""
+class OneBitRule:
+    """Mixin for rules with states `exp_avg` and `exp_avg_sq`: freezes the second and compresses the first."""
 
     freeze_step: int | None
-    """Steps of the warm-up; None: until v has settled."""
+    """Steps of the warm-up; None: until v is stable."""
     frozen_at: int | None = field(default=None, init=False)
-    """Steps before the first one that v does not see any more, once it is frozen."""
-    _sum: float = field(default=0.0, init=False)
-    _looked_after: int = field(default=0, init=False)
-    """The sum of v when it was last looked at, and after how many steps."""
-    _rate: float = field(default=0.0, init=False)
-    _rose: bool = field(default=False, init=False)
-    """The learning rate of the last step, and whether one rose since then."""
+    """Steps before v was frozen; None during the warm-up."""
+    _variance_sum: float = field(default=0.0, init=False)
+    _measured_after_steps: int = field(default=0, init=False)
+    """The last measured sum of v, and the number of steps before it."""
+    _last_lr: float = field(default=0.0, init=False)
+    _lr_rose: bool = field(default=False, init=False)
+    """The learning rate of the last step, and whether it rose since the last measurement."""
 
-    has_exchange = True
-    speaks_where = "exp_avg_sq"
+    supports_compression = True
+    compression_mask_state = "exp_avg_sq"
 
-    remark = "the variance is frozen and the momentum travels at one bit a number"
+    compression_note = "the variance is frozen and the momentum travels at one bit a number"
 
     @property
     def is_compressed(self) -> bool:
         return self.frozen_at is not None
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         if self.frozen_at is not None:
             return
         if self.freeze_step is None:
-            ends = self._has_settled(taken, groups, size_of)
+            ends = self._variance_is_stable(steps_taken, groups, sum_of_state)
         else:
-            ends = taken >= self.freeze_step
+            ends = steps_taken >= self.freeze_step
         if ends:
-            self.frozen_at = taken
+            self.frozen_at = steps_taken
 
-    def _has_settled(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> bool:
-        span = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
+    def _variance_is_stable(self, steps_taken: int, groups: Sequence[ParamGroup],
+                            sum_of_state: Callable[[str], float]) -> bool:
+        window = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
         rate = max(float(group["lr"]) for group in groups)
-        self._rose, self._rate = self._rose or rate > self._rate, rate
-        if taken == self._looked_after or taken % span:
+        self._lr_rose, self._last_lr = self._lr_rose or rate > self._last_lr, rate
+        if steps_taken == self._measured_after_steps or steps_taken % window:
             return False
-        before, rose = self._sum, self._rose
-        self._sum, self._looked_after, self._rose = size_of("exp_avg_sq"), taken, False
-        return not rose and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
+        before, rose = self._variance_sum, self._lr_rose
+        self._variance_sum, self._measured_after_steps, self._lr_rose = sum_of_state("exp_avg_sq"), steps_taken, False
+        return (not rose
+                and min(before, self._variance_sum) >= STABLE_VARIANCE_RATIO * max(before, self._variance_sum) > 0)
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
-        what.owed.add_(what.before(), alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
+        target.error_buffer.add_(target.read_first_state(), alpha=beta1).add_(target.grad, alpha=(1 - beta1) * factor)
 
     def scalars(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "rose": self._rose,
-                "looked_after": self._looked_after}
+        return {"frozen_at": self.frozen_at, "sum": self._variance_sum, "rate": self._last_lr, "rose": self._lr_rose,
+                "looked_after": self._measured_after_steps}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self.frozen_at = scalars.get("frozen_at")
-        self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
-        self._looked_after, self._rose = scalars.get("looked_after", 0), scalars.get("rose", False)
+        self._variance_sum, self._last_lr = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
+        self._measured_after_steps, self._lr_rose = scalars.get("looked_after", 0), scalars.get("rose", False)
 
 
 @final
 @dataclass
-class OneBitAdam(OneBit):
-    tile: int = LARGEST_TILE
+class OneBitAdam(OneBitRule):
+    tile: int = MAX_TILE_NUMEL
     bias_correction: bool = True
 
     name = "OneBitAdam"
@@ -100,31 +104,162 @@ class OneBitAdam(OneBit):
         self._adam = AdamW(self.tile, bias_correction=self.bias_correction)
 
     @property
-    def waits(self) -> bool:
+    def needs_host_scalars(self) -> bool:
         return self.frozen_at is not None
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        self._adam.settle_on(device, world)
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        self._adam.bind_device(device, world)
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
-        return self._adam.step_many(spans, hyper, at)
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        return self._adam.step_many(segments, hyper, scalars)
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         if self.frozen_at is None:
-            self._adam.step(span, hyper, factor=factor, steps_taken=steps_taken)
+            self._adam.step(segment, hyper, factor=factor, steps_taken=steps_taken)
             return
-        size = self.tile if on_accelerator(span.master) else min(self.tile, IN_CACHE * torch.get_num_threads())
-        for start in range(0, len(span.master), size):
-            self._step(span, slice(start, start + size), hyper, factor, steps_taken)
+        size = self.tile if on_accelerator(segment.master) else min(self.tile, CACHE_TILE_NUMEL *
+                                                                    torch.get_num_threads())
+        for start in range(0, len(segment.master), size):
+            self._step_tile(segment, slice(start, start + size), hyper, factor, steps_taken)
 
-    def _step(self, span: Span, tile: slice, hyper: Mapping[str, Any], factor: float, taken: int) -> None:
-        of_m, of_v = 1.0, 1.0
+    def _step_tile(self, segment: UpdateSegment, tile: slice, hyper: Mapping[str, Any], factor: float,
+                   steps_taken: int) -> None:
+        m_correction, v_correction = 1.0, 1.0
         if self.bias_correction:
             beta1, beta2 = hyper["betas"]
             assert self.frozen_at is not None
-            of_m, of_v = 1 - beta1 ** (taken + 1), 1 - beta2 ** self.frozen_at
-        momentum = span.states["exp_avg"][tile].copy_(span.grad[tile]).mul_(factor)
-        denominator = (span.states["exp_avg_sq"][tile] / of_v).sqrt_().add_(hyper["eps"])
-        weights = span.master[tile]
+            m_correction, v_correction = 1 - beta1 ** (steps_taken + 1), 1 - beta2 ** self.frozen_at
+        momentum = segment.states["exp_avg"][tile].copy_(segment.grad[tile]).mul_(factor)
+        denominator = (segment.states["exp_avg_sq"][tile] / v_correction).sqrt_().add_(hyper["eps"])
+        weights = segment.master[tile]
         weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
-        weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / of_m)
+        weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / m_correction)
+
+
+@dataclass
+class _TrustState:
+    """Of the parameters of a bucket: [slots] in fp64, equal on all ranks that hold segments of them."""
+
+    average: Tensor
+    """Moving average of the trust ratios; 0 before the first."""
+    factor: Tensor
+    """The last one."""
+
+
+@final
+@dataclass
+class OneBitLamb(OneBitRule):
+    tile: int = MAX_TILE_NUMEL
+    """Elements updated at a time: the size of temporaries."""
+    _trust: dict[tuple[str, ...], _TrustState] = field(default_factory=dict, init=False)
+    """By the names of a bucket's parameters."""
+    _restored_trust: dict[str, list[float]] = field(default_factory=dict, init=False)
+    """Parameter -> (average, factor) from a checkpoint, until its bucket is first stepped."""
+
+    name = "OneBitLamb"
+    states = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+    elementwise = False
+    needs_host_scalars = True
+
+    def __post_init__(self) -> None:
+        self._lamb = Lamb(self.tile)
+
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        """No choice to make."""
+
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        raise AssertionError("1-bit Lamb steps one span at a time, by numbers on the host")
+
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        trust = self._trust_of(segment)
+        if self.frozen_at is None:
+            ratios = self._lamb.step_and_return_trust_ratios(segment, hyper, factor=factor, steps_taken=steps_taken)
+            after = trust.average * hyper["coeff_beta"] + ratios * (1 - hyper["coeff_beta"])
+            trust.average = torch.where(ratios == 1, trust.average, after)
+            return
+        if steps_taken == self.frozen_at:
+            segment.states["exp_avg_sq_fresh"].copy_(segment.states["exp_avg_sq"])
+        update = _FrozenVarianceUpdate(segment, hyper, self.frozen_at, steps_taken, self.tile)
+        trust.factor = _next_factors(trust.factor, *update.measure(factor), hyper)
+        update.apply(torch.where(trust.average == 0, 1.0, trust.average) * trust.factor)
+
+    def _trust_of(self, segment: UpdateSegment) -> _TrustState:
+        names = tuple(segment.param_names)
+        if names not in self._trust:
+            known = torch.tensor([self._restored_trust.get(name, [0.0, 1.0]) for name in names], dtype=torch.float64,
+                                 device=segment.master.device)
+            self._trust[names] = _TrustState(*known.view(-1, 2).unbind(1))
+        return self._trust[names]
+
+    def scalars(self) -> dict[str, Any]:
+        """Of all parameters, as every rank knows them."""
+        known = dict(self._restored_trust)
+        for names, trust in self._trust.items():
+            known |= zip(names, map(list, zip(trust.average.tolist(), trust.factor.tolist())))
+        return {**super().scalars(), "trust": known}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        super().restore(scalars)
+        self._trust, self._restored_trust = {}, dict(scalars.get("trust", {}))
+
+
+class _FrozenVarianceUpdate:
+    """The update of one segment after v is frozen. Two passes, so that no temporary of the segment's size is needed."""
+
+    def __init__(self, segment: UpdateSegment, hyper: Mapping[str, Any], frozen_at: int, steps_taken: int,
+                 tile: int) -> None:
+        size = tile if on_accelerator(segment.master) else min(tile, CACHE_TILE_NUMEL)
+        self._segment, self._hyper, self._tiles = segment, hyper, list(iter_tiles(segment, size))
+        self._m_correction, self._fresh_v_correction = bias_corrections(hyper, steps_taken + 1)
+        self._v_correction = bias_corrections(hyper, frozen_at)[1]
+
+    def measure(self, factor: float) -> tuple[Tensor, Tensor]:
+        """Update the moments; returns [slots] the largest ratio of denominators (0 if all v are 0), and [slots] the
+        norm of the update without decay relative to that with it."""
+        segment = self._segment
+        norms_without_decay = torch.zeros(segment.num_slots, dtype=torch.float64, device=segment.master.device)
+        with_decay, largest = torch.zeros_like(norms_without_decay), torch.zeros_like(norms_without_decay)
+        for slot, tile in self._tiles:
+            self._update_moments(tile, factor)
+            update = self._update_without_decay(tile)
+            norms_without_decay[slot] += sum_of_squares(update)
+            with_decay[slot] += sum_of_squares(self._add_decay(update, tile))
+            largest[slot] = torch.maximum(largest[slot], self._denominator_ratios(tile).max())
+        share = (segment.sum_over_shards(norms_without_decay) / segment.sum_over_shards(with_decay)).sqrt()
+        return segment.max_over_shards(largest), share.nan_to_num(1.0).clamp(max=1.0)
+
+    def _update_moments(self, tile: slice, factor: float) -> None:
+        beta1, beta2 = self._hyper["betas"]
+        states = self._segment.states
+        momentum = self._segment.grad[tile].to(torch.float32).mul_(factor)
+        # the mean gradient g, from the received m' = beta1 m + (1 - beta1) g
+        grad = states["exp_avg"][tile].mul_(-beta1).add_(momentum).div_(1 - beta1)
+        states["exp_avg_sq_fresh"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        grad.copy_(momentum)
+
+    def _update_without_decay(self, tile: slice) -> Tensor:
+        states = self._segment.states
+        return (states["exp_avg"][tile] / self._m_correction).div_(
+            denominator(states["exp_avg_sq"][tile], self._v_correction, self._hyper))
+
+    def _add_decay(self, update: Tensor, tile: slice) -> Tensor:
+        return update.add_(self._segment.master[tile], alpha=self._hyper["weight_decay"])
+
+    def _denominator_ratios(self, tile: slice) -> Tensor:
+        frozen, fresh = self._segment.states["exp_avg_sq"][tile], self._segment.states["exp_avg_sq_fresh"][tile]
+        ratios = denominator(frozen, self._v_correction,
+                             self._hyper).div_(denominator(fresh, self._fresh_v_correction, self._hyper))
+        return ratios.masked_fill_(frozen == 0, 0.0)
+
+    def apply(self, coefficients: Tensor) -> None:
+        """Update the weights."""
+        for slot, tile in self._tiles:
+            update = self._add_decay(self._update_without_decay(tile), tile)
+            self._segment.master[tile].sub_(update.mul_(coefficients[slot] * self._hyper["lr"]))
+
+
+def _next_factors(before: Tensor, largest: Tensor, share: Tensor, hyper: Mapping[str, Any]) -> Tensor:
+    """All arguments and the result are [slots]."""
+    blended = (largest * share + (1 - share)).clamp(hyper["factor_min"], hyper["factor_max"])
+    threshold = hyper["factor_threshold"]
+    return torch.where(largest > 0, blended.clamp(before * (1 - threshold), before * (1 + threshold)), before)

@@ -1,20 +1,12 @@
-"""What an optimizer is to the engine: a rule that updates spans of flat shards.
+"""The interface between the engine and an optimizer: an `UpdateRule` updates segments of flat shards in place.
 
-A *span* is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (`hyper`: the
-entries of a torch param group but its parameters: lr, weight_decay, betas, ...). Masters and states are fp32. The
-gradient may be 16 bit; it is spent afterwards, so a rule may write into it. `factor` is what the gradient must be
-multiplied by: unscaling, averaging and clipping are one number.
-
-The factor, and whether a step is taken at all, follow from a norm that the device has just computed. A rule that takes
-them as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers. An elementwise rule
-needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
-`total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
-bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
-One that needs more of a parameter than sums (Muon: products of matrices) has its parts brought together by `wholes`.
-
-A rule may have an exchange of its own in the place of the sum of gradients. From the step on at which it
-`is_compressed`, each rank holds the gradients it made, whole. The rule `says` what is to travel of them, at one bit a
-number and with errors made good later (mpu/one_bit.py), and the mean over the ranks comes to `step` as the gradient.
+An `UpdateSegment` is a contiguous part of a bucket's shard whose parameters share one set of hyper-parameters (a torch
+param group without "params"). Masters and states are fp32; the gradient may be 16-bit, and the rule may overwrite it.
+`factor` is what the gradient is multiplied by: unscaling, averaging and clipping in one number. A rule that takes the
+step's scalars as device tensors (`StepScalars`) never waits for the device; `SegmentwiseRule` needs host numbers. Lamb
+finds parameter borders in `slot_ranges` and reduces with `sum_over_shards`; Muon uses `gather_full_params`. A 1-bit
+rule replaces the gradient all-reduce once `is_compressed`: it adds what this rank sends to an error buffer
+(`add_compression_input`), and `step` gets the mean over ranks as the gradient.
 """
 
 from __future__ import annotations
@@ -28,18 +20,17 @@ from torch import Tensor
 
 from mpu.groups import Group
 
-
 ParamGroup = dict[str, Any]
-"""As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
+"""As in torch.optim: "params" and the hyper-parameters they share, such as "lr"."""
 
 
-def _of_one_rank(of_parts: Tensor) -> Tensor:
+def _identity(of_parts: Tensor) -> Tensor:
     return of_parts
 
 
 @dataclass(frozen=True)
-class Part:
-    """Elements [start, stop) of a span are of the parameter number `slot` of the bucket."""
+class SlotRange:
+    """Elements [start, stop) of a segment belong to parameter number `slot` of the bucket."""
 
     slot: int
     start: int
@@ -47,174 +38,174 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Numbers of all of a parameter, of which the span has the `part`."""
+class FullParam:
+    """The gathered values of one parameter, of which the segment holds `local_range`."""
 
     name: str
-    part: slice
-    """In the span; never empty."""
+    local_range: slice
+    """In the segment; never empty."""
     values: Tensor
-    """In the shape that the parameter has before it is cut or padded. May be changed in place."""
-    joined: int
-    """So many tensors of one shape are one behind the other along `dim`: q, k and v of a fused projection."""
+    """In the parameter's logical shape, without tensor parallel partitioning or padding. May be changed in place."""
+    num_fused: int
+    """Number of equal tensors concatenated along `dim`: 3 for a fused q, k, v projection."""
     dim: int
-    _own: Callable[[], Tensor]
+    _read_local_values: Callable[[], Tensor]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Each of those that are joined, as views of `values`."""
-        return self.values.chunk(self.joined, self.dim)
+        """The concatenated tensors, as views of `values`."""
+        return self.values.chunk(self.num_fused, self.dim)
 
-    def own(self) -> Tensor:
-        """Of the values as they are now, those of the part; on the device of the span."""
-        return self._own()
+    def local_values(self) -> Tensor:
+        """The segment's part of the current values, on the segment's device."""
+        return self._read_local_values()
 
 
-def _never_cut(values: Tensor) -> Iterator[Whole]:
+def _no_full_params(values: Tensor) -> Iterator[FullParam]:
     raise AssertionError("a span that nobody can bring together")
 
 
 @dataclass(frozen=True)
-class Span:
-    """One piece of work for a rule; the tensors are one-dimensional, of one length, and updated in place."""
+class UpdateSegment:
+    """The unit of work of a rule: 1-dimensional tensors of equal length, updated in place."""
 
     group: int
-    """Number of the hyper-parameter group."""
+    """Index of the hyper-parameter group."""
     master: Tensor
     grad: Tensor
     states: Mapping[str, Tensor]
-    parts: Sequence[Part]
-    slots: int
-    """Parameters of the bucket: the length of what `total` takes."""
-    total: Callable[[Tensor], Tensor]
-    """[slots] sums over this rank's parts -> sums over whole parameters. Collective."""
-    narrow: Tensor | None = None
-    """Where the new weights are wanted in 16 bits, if that is on the same device. Only `step_many` may write there."""
-    largest: Callable[[Tensor], Tensor] = _of_one_rank
-    """[slots] maxima over this rank's parts -> maxima over whole parameters. Collective."""
-    names: Sequence[str] = ()
-    """Those of the bucket's parameters, where the rule looks at whole ones."""
-    wholes: Callable[[Tensor], Iterator[Whole]] = _never_cut
-    """A number for each of the span's -> all numbers of every parameter that the span has a part of, one parameter
-    after the other. Collective, by the call and not by what comes of it: a rank with an empty span calls it, too. The
-    numbers travel as they are given, in as many bytes as weights of their precision that are gathered: of P numbers in
-    s shards a rank sends (s - 1) / s P, and (t - 1) P more where tensor parallelism cuts them over t ranks."""
+    slot_ranges: Sequence[SlotRange]
+    num_slots: int
+    """Parameters of the bucket: the length of the argument of `sum_over_shards`."""
+    sum_over_shards: Callable[[Tensor], Tensor]
+    """[slots] sums over this rank's elements -> sums over full parameters. Collective."""
+    lp_out: Tensor | None = None
+    """16-bit output for the new weights, if it is on the same device. Only `step_many` may write it."""
+    max_over_shards: Callable[[Tensor], Tensor] = _identity
+    """[slots] maxima over this rank's elements -> maxima over full parameters. Collective."""
+    param_names: Sequence[str] = ()
+    """Of the bucket's parameters, for rules that need full ones."""
+    gather_full_params: Callable[[Tensor], Iterator[FullParam]] = _no_full_params
+    """Values for the segment's elements -> the full values of each parameter with elements in the segment, one
+    parameter after the other. Collective by the call itself, so a rank with an empty segment must call it too. Values
+    are sent in their own dtype: of P elements in s shards a rank sends (s - 1) / s P, and (t - 1) P more if tensor
+    parallelism splits them over t ranks."""
 
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The numbers of one step, as 0-dimensional fp32 tensors on the device of the spans."""
+    """The scalars of one step, as 0-dimensional fp32 tensors on the segments' device."""
 
     count: Tensor
-    """Steps behind the states once this one is taken."""
+    """Steps taken, including this one."""
     divisor: Tensor | None = None
-    """1 / factor; None where the gradients are right as they are."""
+    """1 / factor; None if the factor is 1."""
     skip: Tensor | None = None
-    """1 where nothing is to change, 0 otherwise; None where the step is known to be taken."""
+    """1 to change nothing, 0 otherwise; None if the step is certainly taken."""
 
     @staticmethod
-    def of(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
-        """For a step that is known to be taken."""
+    def for_applied_step(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
+        """For a step that is certainly taken."""
         divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=device)
         return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
 
 
 @dataclass(frozen=True)
-class Saying:
-    """A part of a bucket whose parameters share their hyper-parameters, as one rank has it: whole."""
+class CompressionInput:
+    """A part of a bucket with one set of hyper-parameters, unsharded, on one rank."""
 
-    owed: Tensor
-    """fp32; what is to travel is added to it."""
+    error_buffer: Tensor
+    """fp32; the rule adds what is to be sent."""
     grad: Tensor
-    """What this rank made, of any precision."""
-    before: Callable[[], Tensor]
-    """The first of the rule's states, in fp32. It may have to be fetched, and is not to be written to."""
+    """This rank's gradient, in any precision."""
+    read_first_state: Callable[[], Tensor]
+    """The first of the rule's states, in fp32. May gather it; read-only."""
 
 
-class Rule(Protocol):
-    """`states` names the tensors kept beside each weight."""
+class UpdateRule(Protocol):
+    """An optimizer as the engine sees it. `states` names the tensors stored for each weight."""
 
     @property
     def name(self) -> str:
-        """What kind of optimizer this is; states of one kind mean nothing to another."""
+        """Kind of optimizer. States are not interchangeable between kinds."""
 
     @property
     def states(self) -> tuple[str, ...]: ...
 
     @property
     def elementwise(self) -> bool:
-        """Spans may be cut anywhere, and empty ones left out."""
+        """Segments may be split anywhere, and empty ones skipped."""
 
     @property
-    def waits(self) -> bool:
-        """It wants the numbers of a step on the host: `step_many` raises."""
+    def needs_host_scalars(self) -> bool:
+        """The rule needs the step's scalars on the host; `step_many` raises."""
 
     @property
-    def has_exchange(self) -> bool:
-        """Something else than the sum may travel some day; its states are then on the device."""
+    def supports_compression(self) -> bool:
+        """The rule may later replace the all-reduce by compression; its states must be on the device."""
 
     @property
     def is_compressed(self) -> bool:
-        """What each rank says of its gradients travels, not their sum: at this step, and at all that follow."""
+        """From this step on, compressed messages of each rank replace the all-reduce of gradients."""
 
     @property
-    def remark(self) -> str:
-        """What travels now, and why."""
+    def compression_note(self) -> str:
+        """What is sent now, and why; for the user."""
 
     @property
-    def speaks_where(self) -> str:
-        """The state that is 0 where there never was a gradient; nothing is said there."""
+    def compression_mask_state(self) -> str:
+        """The state that is 0 where there never was a gradient; nothing is sent for those elements."""
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
-        """Another step begins, after `taken` ones: decide what travels. `size_of` a state is its sum over the whole
-        model; collective, so all ranks ask it or none. A step that was skipped begins again."""
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
+        """Before each step, after `steps_taken` steps: decide what is sent. `sum_of_state(name)` sums a state over the
+        whole model; it is collective, so all ranks must call it or none. Called again after a skipped step."""
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
-        """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
+        """Add this rank's message to the error buffer. `factor` scales `target.grad`."""
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
-        would drift apart. Collective."""
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        """Choose the implementation for segments on `device`. It must be the same on all ranks, or replicas would
+        diverge. Collective."""
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        """Update the span after `steps_taken` steps before this one."""
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        """Update the segment; `steps_taken` does not include this step."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
-        """Update spans of one hyper-parameter group, at least one, with as few operations as can be. True: the new
-        weights are in `narrow` too. False: whoever wants them there copies them."""
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
+        """Update at least one segment of one hyper-parameter group, in as few kernels as possible. True if it also
+        wrote `lp_out`; otherwise the caller copies the weights there."""
 
     def scalars(self) -> dict[str, Any]:
-        """State other than tensors, as JSON values; what `restore` is given."""
+        """State other than tensors, as JSON values for `restore`."""
 
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
 
 
-class Summed:
-    """Part of a rule whose gradients are summed over the ranks, at every step."""
+class AllReducedRule:
+    """Mixin for rules whose gradients are all-reduced in every step."""
 
-    has_exchange = is_compressed = False
-    speaks_where = remark = ""
+    supports_compression = is_compressed = False
+    compression_mask_state = compression_note = ""
 
     def scalars(self) -> dict[str, Any]:
         return {}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+        """Nothing to restore."""
 
-    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+    def begin_step(self, steps_taken: int, groups: Sequence[ParamGroup], sum_of_state: Callable[[str], float]) -> None:
         """Nothing changes."""
 
-    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+    def add_compression_input(self, target: CompressionInput, hyper: Mapping[str, Any], *, factor: float) -> None:
         raise AssertionError(f"the gradients of {type(self).__name__} are summed")
 
 
-class OneByOne(Summed):
-    """Part of a rule that steps one span after the other, by numbers on the host."""
+class SegmentwiseRule(AllReducedRule):
+    """Mixin for rules that step one segment at a time, with host scalars."""
 
-    waits = True
+    needs_host_scalars = True
 
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        """There is one way."""
+    def bind_device(self, device: torch.device, world: Group) -> None:
+        """No choice to make."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def step_many(self, segments: Sequence[UpdateSegment], hyper: Mapping[str, Any], scalars: StepScalars) -> bool:
         raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")

@@ -1,184 +1,306 @@
-"""DeepSpeed's learning rate schedulers, for people who bring their own loop: WarmupLR, WarmupDecayLR, WarmupCosineLR,
-OneCycle and LRRangeTest.
+"""Learning rate schedules: the trainer's `LRSchedule`, and DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR,
+OneCycle, LRRangeTest.
 
-They write `lr` into the param groups of anything that has them. `last_batch_iteration` counts calls of `step`, from -1:
-before the first call the rates are the lowest ones. A rate is a pure function of that count, so a state dict is one
-number. Not here: the trainer's own Schedule, which wastes no step of a warm-up on a rate of 0.
-
-As in DeepSpeed, a warm-up has at least 2 steps, and one that is longer than the whole is not cut: right after it the
-rates drop to where they end. Other than there, an unknown `warmup_type` is an error, and `load_state_dict` puts the
-rates of its step into the groups.
+`LRSchedule` is a pure function of the number of completed steps; step 0 already trains with 1/warmup of the peak.
+DeepSpeed's classes write `lr` into the param groups of any optimizer. `last_batch_iteration` counts calls of `step`
+from -1, and is all of their state. As in DeepSpeed a warm-up has at least 2 steps. Unlike there, an unknown
+`warmup_type` is an error, and `load_state_dict` writes the rates of its step into the groups. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from megatron.errors import ConfigError
-from megatron.optim.schedule import Schedule, warmup_share
 
-Rates = float | Sequence[float]
+CYCLE_BETA2 = 0.99
+"""beta2 while momentum is cycled, as in DeepSpeed, which has no key for it."""
+
+MAX_MOMENTUM = 0.9999999
+"""Upper limit of momentum that grows after the cycle: Adam is undefined at 1."""
+
+EXPONENTIAL_FLOOR_RATIO = 0.01
+"""Final rate of exponential decay relative to the peak if --min-lr is 0, as an exponential never reaches 0."""
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Warm up over `warmup_steps`, then decay from `peak` to `floor` until `decay_steps`, then stay."""
+
+    style: str
+    peak: float
+    floor: float
+    warmup_steps: int
+    decay_steps: int
+    warmup_type: str = "linear"
+    tail: float = 0.0
+    """one-cycle: decay per step after the cycle; range-test: growth per `decay_steps` steps."""
+    momentum_low: float | None = None
+    """one-cycle: beta1 at the highest rate; None leaves momentum alone."""
+    momentum_high: float = 0.0
+    momentum_tail: float = 0.0
+    wsd_style: str = "exponential"
+    wsd_steps: int = 0
+    """WSD: the shape of the decay, and its length before `decay_steps`."""
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps and self.style not in STYLES_WITHOUT_WARMUP:
+            return self.peak * warmup_fraction(self.warmup_type, step + 1, self.warmup_steps)
+        return LR_STYLES[self.style](self, step)
+
+    def progress(self, step: int) -> float:
+        """0 at the end of the warm-up, 1 from `decay_steps` on."""
+        decay_length = max(1, self.decay_steps - self.warmup_steps)
+        return min(1.0, (step - self.warmup_steps) / decay_length)
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """(beta1, beta2) of the step, or None if the schedule leaves them alone. As in DeepSpeed, the first step has
+        the lowest beta1, later ones move against the rate, and beta2 is 0.99."""
+        if self.momentum_low is None:
+            return None
+        low, high = self.momentum_low, self.momentum_high
+        if step == 0:
+            return low, CYCLE_BETA2
+        after = step - self.decay_steps
+        first = high * (1 +
+                        self.momentum_tail * after) if after > 0 else high - (high - low) * _cycle_height(self, step)
+        return min(first, MAX_MOMENTUM), CYCLE_BETA2
+
+
+def warmup_fraction(kind: str, step: int, steps: int) -> float:
+    """The fraction of the peak after `step` of `steps` warm-up steps. As in DeepSpeed, "log" reaches 1 one step
+    early."""
+    if kind == "linear":
+        return step / steps
+    return min(1.0, math.log(step + 1) / math.log(max(2, steps)))
+
+
+def _constant_lr(s: LRSchedule, step: int) -> float:
+    return s.peak
+
+
+def _linear_lr(s: LRSchedule, step: int) -> float:
+    return s.peak + (s.floor - s.peak) * s.progress(step)
+
+
+def _cosine_lr(s: LRSchedule, step: int) -> float:
+    return s.floor + (s.peak - s.floor) * 0.5 * (1.0 + math.cos(math.pi * s.progress(step)))
+
+
+def _exponential_lr(s: LRSchedule, step: int) -> float:
+    floor = s.floor or s.peak * EXPONENTIAL_FLOOR_RATIO
+    return s.peak * (floor / s.peak) ** s.progress(step) if s.peak else 0.0
+
+
+def _inverse_square_root_lr(s: LRSchedule, step: int) -> float:
+    start = max(1, s.warmup_steps)
+    return max(s.floor, s.peak * math.sqrt(start / max(start, step + 1)))
+
+
+def _wsd_lr(s: LRSchedule, step: int) -> float:
+    """The peak, then one of Megatron-LM's four decays over the last `wsd_steps` before `decay_steps`."""
+    progress = min(1.0, max(0, step - (s.decay_steps - s.wsd_steps)) / max(1, s.wsd_steps))
+    return s.floor + (s.peak - s.floor) * WSD_DECAYS[s.wsd_style](progress)
+
+
+def _cycle_height(s: LRSchedule, step: int) -> float:
+    """The cycle's triangle: 0 at both ends, 1 at `warmup_steps`."""
+    if step <= s.warmup_steps:
+        return step / max(1, s.warmup_steps)
+    return max(0.0, (s.decay_steps - step) / max(1, s.decay_steps - s.warmup_steps))
+
+
+def _one_cycle_lr(s: LRSchedule, step: int) -> float:
+    after = max(0, step - s.decay_steps)
+    return (s.floor + (s.peak - s.floor) * _cycle_height(s, step)) / (1 + s.tail * after)
+
+
+def _range_test_lr(s: LRSchedule, step: int) -> float:
+    return s.floor * (1 + s.tail * (step / s.decay_steps))
+
+
+def _range_test_staircase_lr(s: LRSchedule, step: int) -> float:
+    return s.floor * (1 + s.tail * (step // s.decay_steps))
+
+
+LR_STYLES: dict[str, Callable[[LRSchedule, int], float]] = {
+    "constant": _constant_lr, "linear": _linear_lr, "cosine": _cosine_lr, "exponential": _exponential_lr,
+    "inverse-square-root": _inverse_square_root_lr, "WSD": _wsd_lr, "one-cycle": _one_cycle_lr,
+    "range-test": _range_test_lr, "range-test-stairs": _range_test_staircase_lr}
+WSD_DECAYS: dict[str, Callable[[float], float]] = {"exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
+                                                   "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+                                                   "minus_sqrt": lambda t: 1 - math.sqrt(t)}
+"""Style of the WSD decay -> the fraction of the peak, from 1 at t = 0 to 0 at t = 1."""
+STYLES_WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
+"""Styles that define the rate of every step themselves."""
+
+
+LRValues = float | Sequence[float]
 """One for all param groups, or one for each."""
 
 
-class HasGroups(Protocol):
-    """An optimizer, or what looks like one to a scheduler."""
+class HasParamGroups(Protocol):
+    """What a scheduler needs of an optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-class Scheduler(ABC):
+class DeepSpeedScheduler(ABC):
     """Counts calls of `step`, and writes the rates of `get_lr` into the param groups."""
 
-    def __init__(self, optimizer: HasGroups, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
         self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         if last_batch_iteration == -1:
-            self._publish()
+            self._write_to_groups()
 
     @abstractmethod
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The rates that are in the groups."""
+        """The rates in the param groups."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one, or to this iteration."""
+        """Advance by one step, or to the given one."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
-        self._publish()
+        self._write_to_groups()
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_batch_iteration = state_dict["last_batch_iteration"]
-        self._publish()
+        self._write_to_groups()
 
-    def _publish(self) -> None:
+    def _write_to_groups(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
 
-class _Warmup(Scheduler):
-    """Moves each group's rate from `lows` (share 0) to `highs` (share 1); `_after` is the decay."""
+class _WarmupScheduler(DeepSpeedScheduler):
+    """Moves each group's rate from `lows` (fraction 0) to `highs` (fraction 1), then by `_fraction_after_warmup`."""
 
-    def __init__(self, optimizer: HasGroups, lows: Rates, highs: Rates | None, warmup_num_steps: int, warmup_type: str,
-                 last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, lows: LRValues, highs: LRValues | None, warmup_num_steps: int,
+                 warmup_type: str, last_batch_iteration: int) -> None:
         """`highs` None: each group's own rate."""
         _check_steps("warmup_num_steps", warmup_num_steps)
         if warmup_type not in ("log", "linear"):
             raise ConfigError(f'warmup_type is {warmup_type!r}: expected "log" or "linear"')
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self.lows = _for_each_group(optimizer, lows)
-        self.highs = own if highs is None else _for_each_group(optimizer, highs)
+        self.lows = _one_per_group(optimizer, lows)
+        self.highs = own if highs is None else _one_per_group(optimizer, highs)
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     @abstractmethod
-    def _after(self, step: int) -> float:
-        """The share after the warm-up."""
+    def _fraction_after_warmup(self, step: int) -> float:
+        """Position between `lows` (0) and `highs` (1)."""
 
-    def _warming(self, step: int) -> float:
-        return warmup_share(self.warmup_type, step, self.warmup_num_steps)
+    def _fraction_in_warmup(self, step: int) -> float:
+        return warmup_fraction(self.warmup_type, step, self.warmup_num_steps)
 
     def get_lr(self) -> list[float]:
         step = self.last_batch_iteration
-        share = 0.0 if step < 0 else self._warming(step) if step < self.warmup_num_steps else self._after(step)
+        share = (0.0 if step < 0 else self._fraction_in_warmup(step) if step < self.warmup_num_steps
+                 else self._fraction_after_warmup(step))
         return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
 
 
 @final
-class WarmupLR(_Warmup):
+class WarmupLR(_WarmupScheduler):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
-    def __init__(self, optimizer: HasGroups, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = 0.001,
+    def __init__(self, optimizer: HasParamGroups, warmup_min_lr: LRValues = 0.0, warmup_max_lr: LRValues | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         return 1.0
 
 
 @final
-class WarmupDecayLR(_Warmup):
-    """As WarmupLR, then down in a straight line, to `warmup_min_lr` at `total_num_steps`."""
+class WarmupDecayLR(_WarmupScheduler):
+    """As WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_lr: Rates = 0.0,
-                 warmup_max_lr: Rates | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
+    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_lr: LRValues = 0.0,
+                 warmup_max_lr: LRValues | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         return max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 @final
-class WarmupCosineLR(_Warmup):
-    """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then along a cosine to `cos_min_ratio`."""
+class WarmupCosineLR(_WarmupScheduler):
+    """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then cosine decay to `cos_min_ratio`."""
 
-    def __init__(self, optimizer: HasGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
+    def __init__(self, optimizer: HasParamGroups, total_num_steps: int, warmup_min_ratio: float = 0.0,
                  warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
                  last_batch_iteration: int = -1) -> None:
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _warming(self, step: int) -> float:
-        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._warming(step)
+    def _fraction_in_warmup(self, step: int) -> float:
+        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * super()._fraction_in_warmup(step)
 
-    def _after(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         progress = (step - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-class _Scheduled(Scheduler):
-    """Follows the trainer's `Schedule`, each group its own: step 0 is the one before the first call of `step`."""
+class _LRScheduleScheduler(DeepSpeedScheduler):
+    """Follows one `LRSchedule` per group; step 0 is before the first call of `step`."""
 
-    stairs = 0, 0  # in which the halves of a cycle rise and fall; 0 is a straight line
+    stairs = 0, 0  # stairs of the rising and the falling half of a cycle; 0: linear
 
-    def __init__(self, optimizer: HasGroups, schedules: Sequence[Schedule], last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, schedules: Sequence[LRSchedule], last_batch_iteration: int) -> None:
         self.schedules = schedules
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [schedule(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+        return [schedule(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, where they are cycled."""
-        found = [schedule.betas(self._step()) for schedule in self.schedules]  # type: ignore[arg-type]
+        """The betas of each group, or None unless they are cycled."""
+        found = [schedule.betas(self._schedule_step()) for schedule in self.schedules]  # type: ignore[arg-type]
         return None if None in found else [betas for betas in found if betas is not None]
 
-    def _step(self) -> float:
-        """The next one; on stairs, where the straight line is as high as the stair. Only the first of all is 0."""
+    def _schedule_step(self) -> float:
+        """The next step. With stairs: the point at which the linear cycle has the height of the stair, as a fraction of
+        a step; never exactly 0, which only the first step is."""
         step, top, end = self.last_batch_iteration + 1, self.schedules[0].warmup_steps, self.schedules[0].decay_steps
         start, length, stairs = (0, top, self.stairs[0]) if step <= top else (end, top - end, self.stairs[1])
         if not (stairs and 0 < step < end):
             return step
         return start + (step - start) * stairs // length * length / stairs or 1e-300
 
-    def _publish(self) -> None:
-        super()._publish()
+    def _write_to_groups(self) -> None:
+        super()._write_to_groups()
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
             group["betas"] = betas
 
 
 @final
-class OneCycle(_Scheduled):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and down again; then divided by 1 + `decay_lr_rate` every
-    `decay_step_size` steps. Where all groups have betas, the first goes the other way, and grows afterwards."""
+class OneCycle(_LRScheduleScheduler):
+    """Linear from `cycle_min_lr` to `cycle_max_lr` and back, then divided by 1 + `decay_lr_rate` per `decay_step_size`
+    steps. If all groups have betas, beta1 moves the other way, and grows after the cycle."""
 
-    def __init__(self, optimizer: HasGroups, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
-                 cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
-                 cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
-                 decay_step_size: int = 0, cycle_momentum: bool = True, cycle_min_mom: Rates = 0.8,
-                 cycle_max_mom: Rates = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: HasParamGroups, cycle_min_lr: LRValues, cycle_max_lr: LRValues,
+                 decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
+                 cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+                 cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+                 cycle_min_mom: LRValues = 0.8, cycle_max_mom: LRValues = 0.9, decay_mom_rate: float = 0.0,
+                 last_batch_iteration: int = -1) -> None:
         first, per_step = cycle_first_step_size, 1 / decay_step_size if decay_step_size else 0.0
         second = first if cycle_second_step_size is None else cycle_second_step_size
         _check_steps("cycle_first_step_size", first)
@@ -186,27 +308,27 @@ class OneCycle(_Scheduled):
         stairs = cycle_first_stair_count
         self.stairs = stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count
         cycles = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        limits = (_for_each_group(optimizer, limit)
+        limits = (_one_per_group(optimizer, limit)
                   for limit in (cycle_max_lr, cycle_min_lr, cycle_min_mom, cycle_max_mom))
         super().__init__(optimizer, [
-            Schedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
-                     least if cycles else None, most, decay_mom_rate * per_step)
+            LRSchedule("one-cycle", high, low, first, first + second, "linear", decay_lr_rate * per_step,
+                       least if cycles else None, most, decay_mom_rate * per_step)
             for high, low, least, most in zip(*limits, strict=True)], last_batch_iteration)
 
 
 @final
-class LRRangeTest(_Scheduled):
-    """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps: in a
-    straight line, or at once."""
+class LRRangeTest(_LRScheduleScheduler):
+    """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps,
+    linearly or (staircase) at once."""
 
-    def __init__(self, optimizer: HasGroups, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
-                 lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
-                 last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: HasParamGroups, lr_range_test_min_lr: LRValues = 1e-3,
+                 lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
+                 lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
         _check_steps("lr_range_test_step_size", lr_range_test_step_size)
         style = "range-test-stairs" if lr_range_test_staircase else "range-test"
-        lows = _for_each_group(optimizer, lr_range_test_min_lr)
-        super().__init__(optimizer, [Schedule(style, 0.0, low, 0, lr_range_test_step_size, tail=lr_range_test_step_rate)
-                                     for low in lows], last_batch_iteration)
+        lows = _one_per_group(optimizer, lr_range_test_min_lr)
+        super().__init__(optimizer, [LRSchedule(style, 0.0, low, 0, lr_range_test_step_size,
+                                                tail=lr_range_test_step_rate) for low in lows], last_batch_iteration)
 
 
 def _check_steps(name: str, steps: object, least: int = 1) -> None:
@@ -214,7 +336,7 @@ def _check_steps(name: str, steps: object, least: int = 1) -> None:
         raise ConfigError(f"{name} is {steps}: expected an integer of at least {least}")
 
 
-def _for_each_group(optimizer: HasGroups, rates: Rates) -> list[float]:
+def _one_per_group(optimizer: HasParamGroups, rates: LRValues) -> list[float]:
     count = len(optimizer.param_groups)
     given = list(rates) if isinstance(rates, Sequence) else [rates] * count
     if len(given) != count:

@@ -1,119 +1,161 @@
-"""Any elementwise optimizer of torch.optim, or of the user's own code, as a rule over flat spans.
+"""torch.optim optimizers (and the user's own, and DeepSpeedCPUAdam) as update rules over flat segments.
 
-    from_torch(optimizer) -> Rule
+    from_torch(optimizer) -> UpdateRule
 
-The optimizer never sees the model. A *worker*, a copy of it without parameters, is lent one tile of a span after the
-other as its only parameter, with the tile's gradient and state, and steps it. State is of two kinds: tensors of the
-parameter's shape live in the span's flat buffers (`states`); numbers (`step`, `mu_product`, ...) are kept here, once
-for each hyper-parameter group.
-
-*Elementwise* means that the update of a weight depends on no other weight. Nobody declares that, so it is tried: a
-small random matrix, cut in two and stepped flat, must become what the optimizer makes of it whole.
-
-Not here: optimizers that look at whole parameters (Lamb and Muon are rules of their own; Adafactor and LBFGS have
-none). Hooks on an optimizer's `step` are not called.
+A copy of the optimizer without parameters steps one tile at a time as its only parameter. State of the parameter's
+shape lives in flat buffers; scalar state (`step`, ...) is kept once for each param group. The optimizer must be
+elementwise: a small random matrix, split in two, must give the same bits as unsplit. Optimizers that look at whole
+parameters, and hooks on `step`, are not supported. `DeepSpeedCPUAdam` is torch's Adam with DeepSpeed's arguments;
+nothing is compiled.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optim.adam import LARGEST_TILE, AdamW
-from megatron.optim.cpu_adam import DeepSpeedCPUAdam
-from megatron.optim.rule import OneByOne, Rule, Span
-
-State = dict[str, Any]
-"""What torch.optim keeps for one parameter, or the numbers among it."""
-
-
-def from_torch(optimizer: Optimizer, tile: int = LARGEST_TILE) -> Rule:
-    """The rule of this optimizer, for the hyper-parameters in its param groups; ConfigError if there can be none."""
-    try:
-        ours = _as_ours(optimizer, tile)
-        if ours is not None:
-            _initial_state(optimizer)  # refuses one that has taken steps
-            return ours
-        return _tried(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the optimizer's code raises where a parameter is one-dimensional
-        raise _refusal(optimizer, f"{type(error).__name__}: {error}") from error
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
+from megatron.optim.rule import SegmentwiseRule, UpdateRule, UpdateSegment
 
 
 @final
-class TorchRule(OneByOne):
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """torch's Adam with DeepSpeed's arguments; `adamw_mode` decouples the weight decay."""
+
+    def __init__(self, model_params: ParamsT, lr: float = 1e-3, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> None:
+        if amsgrad:
+            raise ConfigError("DeepSpeedCPUAdam: amsgrad=True is not supported, as in DeepSpeed; leave it out, or pass "
+                              "torch.optim.AdamW(..., amsgrad=True)")
+        if not fp32_optimizer_states:
+            raise ConfigError("DeepSpeedCPUAdam: fp32_optimizer_states=False is not supported: masters and moments "
+                              "are fp32 here; leave it out")
+        super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True,
+                         decoupled_weight_decay=adamw_mode)
+        self.adam_w_mode = adamw_mode
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+    @property
+    def bias_correction(self) -> bool:
+        """Of all groups. Raises ConfigError if they differ."""
+        values = {group["bias_correction"] for group in self.param_groups}
+        if len(values) > 1:
+            raise ConfigError("DeepSpeedCPUAdam: bias_correction differs between param groups; give all the same")
+        return bool(values.pop())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """For use without an engine."""
+        if not self.bias_correction:
+            raise ConfigError("DeepSpeedCPUAdam: only an engine steps with bias_correction=False; give the optimizer "
+                              "to zero.initialize")
+        return super().step(closure)
+
+    def as_torch(self) -> torch.optim.Adam:
+        """A torch.optim.Adam with the same groups and state."""
+        plain = torch.optim.Adam(self.param_groups, decoupled_weight_decay=self.adam_w_mode)
+        plain.state = self.state
+        return plain
+
+
+ParamState = dict[str, Any]
+"""What torch.optim stores for one parameter, or the scalars among it."""
+
+
+def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
+    """The rule of this optimizer, for the hyper-parameters in its param groups. Raises ConfigError if it is not
+    supported."""
+    try:
+        ours = _native_rule(optimizer, tile)
+        if ours is not None:
+            _initial_state(optimizer)  # raises if it has taken steps
+            return ours
+        return _tested_rule(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
+    except ConfigError:
+        raise
+    except Exception as error:  # the optimizer may fail on 1-dimensional parameters
+        raise _unsupported(optimizer, f"{type(error).__name__}: {error}") from error
+
+
+@final
+class TorchRule(SegmentwiseRule):
     elementwise = True
 
     def __init__(self, optimizer: Optimizer, states: Iterable[str], tile: int) -> None:
         self.name, self.states = type(optimizer).__name__, tuple(states)
-        self._worker = _Worker(optimizer)
+        self._optimizer = _ParameterlessOptimizer(optimizer)
         self._tile = tile
-        self._numbers: dict[int, dict[int, State]] = {}
-        """Group -> steps taken -> numbers. Every span of a group starts from the same ones, so the last are kept."""
-        self._kinds: dict[tuple[int, torch.device], State] = {}
-        """What the optimizer has where we keep numbers: 0-dimensional tensors, on one device or another."""
+        self._scalars_by_group: dict[int, dict[int, ParamState]] = {}
+        """Group -> steps taken -> scalars. All segments of a group start from the same ones, so the previous step's are
+        kept."""
+        self._scalar_templates: dict[tuple[int, torch.device], ParamState] = {}
+        """(group, device) -> the optimizer's own types of these scalars, such as 0-dimensional tensors."""
 
-    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        before = self._before(span, hyper, steps_taken) if steps_taken else {}
-        for start in range(0, span.master.numel(), self._tile):
+    def step(self, segment: UpdateSegment, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        before = self._scalars_before_step(segment, hyper, steps_taken) if steps_taken else {}
+        for start in range(0, segment.master.numel(), self._tile):
             tile = slice(start, start + self._tile)
-            master, kept = span.master[tile], {name: flat[tile] for name, flat in span.states.items()}
-            state = {**kept, **_copies(before)} if steps_taken else self._worker.fresh(master)
-            self._worker.step(master, span.grad[tile].to(torch.float32).mul_(factor), state, hyper)
-            for name, run in kept.items():
-                if state.get(name, run) is not run:
-                    run.copy_(state[name])
-            self._after(span, state, steps_taken)
+            master, flat_states = segment.master[tile], {name: flat[tile] for name, flat in segment.states.items()}
+            state = {**flat_states, **_clone_scalars(before)} if steps_taken else self._optimizer.initial_state(master)
+            self._optimizer.step(master, segment.grad[tile].to(torch.float32).mul_(factor), state, hyper)
+            for name, state_tile in flat_states.items():
+                if state.get(name, state_tile) is not state_tile:
+                    state_tile.copy_(state[name])
+            self._store_scalars(segment, state, steps_taken)
 
-    def _before(self, span: Span, hyper: Mapping[str, Any], steps_taken: int) -> State:
-        """The group's numbers after so many steps, as the optimizer has them."""
-        place = span.group, span.master.device
-        if place not in self._kinds:  # restored: see what a first step makes
-            seed = torch.zeros(1, device=span.master.device)
-            state = self._worker.fresh(seed)
-            self._worker.step(seed, torch.zeros_like(seed), state, hyper)
-            self._kinds[place] = self._numbers_of(state)
-        kinds, known = self._kinds[place], self._numbers.get(span.group, {}).get(steps_taken, {})
+    def _scalars_before_step(self, segment: UpdateSegment, hyper: Mapping[str, Any], steps_taken: int) -> ParamState:
+        """The group's scalars after `steps_taken` steps, in the optimizer's types. Raises CheckpointError if they are
+        unknown."""
+        place = segment.group, segment.master.device
+        if place not in self._scalar_templates:  # after a restore: run a first step to see the types
+            seed = torch.zeros(1, device=segment.master.device)
+            state = self._optimizer.initial_state(seed)
+            self._optimizer.step(seed, torch.zeros_like(seed), state, hyper)
+            self._scalar_templates[place] = self._scalars_in(state)
+        kinds, known = self._scalar_templates[place], self._scalars_by_group.get(segment.group, {}).get(steps_taken, {})
         missing = [name for name in kinds if name not in known]
         if missing:
             raise CheckpointError(
-                f"{', '.join(missing)} of parameter group {span.group} after {steps_taken} steps is not known: the "
+                f"{', '.join(missing)} of parameter group {segment.group} after {steps_taken} steps is not known: the "
                 "checkpoint is of another optimizer; go on without its optimizer state (--no-load-optim)")
-        return {name: _like(kind, known[name]) for name, kind in kinds.items()}
+        return {name: _to_type_of(kind, known[name]) for name, kind in kinds.items()}
 
-    def _after(self, span: Span, state: State, steps_taken: int) -> None:
-        known = self._numbers.get(span.group, {})
-        numbers = self._numbers_of(state)
-        if numbers and steps_taken + 1 not in known:  # once a step is enough: reading waits for the device
-            self._numbers[span.group] = {steps: known[steps] for steps in known if steps == steps_taken}
-            self._numbers[span.group][steps_taken + 1] = {name: _number(value) for name, value in numbers.items()}
-            self._kinds[span.group, span.master.device] = numbers
+    def _store_scalars(self, segment: UpdateSegment, state: ParamState, steps_taken: int) -> None:
+        known = self._scalars_by_group.get(segment.group, {})
+        numbers = self._scalars_in(state)
+        if numbers and steps_taken + 1 not in known:  # once per step: reading synchronizes with the device
+            self._scalars_by_group[segment.group] = {steps: known[steps] for steps in known if steps == steps_taken}
+            self._scalars_by_group[segment.group][steps_taken + 1] = {name: _to_python_number(value)
+                                                                      for name, value in numbers.items()}
+            self._scalar_templates[segment.group, segment.master.device] = numbers
 
-    def _numbers_of(self, state: State) -> State:
+    def _scalars_in(self, state: ParamState) -> ParamState:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}
 
     def scalars(self) -> dict[str, Any]:
-        """Numbers by "GROUP/STEPS", for the groups that this rank has spans of. The whole is the union over ranks:
-        what an idle rank still remembers has a smaller number of steps as its key, and does no harm."""
-        return {f"{group}/{max(known)}": known[max(known)] for group, known in self._numbers.items()}
+        """{"GROUP/STEPS": scalars} for groups with segments on this rank; a checkpoint merges all ranks. A rank that
+        had none lately contributes an outdated, smaller STEPS, which is harmless."""
+        return {f"{group}/{max(known)}": known[max(known)] for group, known in self._scalars_by_group.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        self._numbers = {}
+        self._scalars_by_group = {}
         for key, numbers in scalars.items():
             group, steps = map(int, key.split("/"))
-            self._numbers.setdefault(group, {})[steps] = dict(numbers)
+            self._scalars_by_group.setdefault(group, {})[steps] = dict(numbers)
 
 
-def _as_ours(optimizer: Optimizer, tile: int) -> AdamW | None:
-    """The rule of ours that does the same, as a configuration would have it (build.py)."""
+def _native_rule(optimizer: Optimizer, tile: int) -> AdamW | None:
+    """The equivalent native rule, as a configuration would select it (build.py), or None."""
     if _has_extras(optimizer):
         return None
     if isinstance(optimizer, DeepSpeedCPUAdam):
@@ -128,46 +170,47 @@ def _has_extras(optimizer: Optimizer) -> bool:
 
 
 @final
-class _Worker:
-    """An optimizer without parameters: it steps what it is lent."""
+class _ParameterlessOptimizer:
+    """A copy of an optimizer that steps parameters passed to it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         no_hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
         vars(self._optimizer).update({**vars(optimizer), **no_hooks})
-        self._fills, self._numbers = _initial_state(optimizer)
+        self._initial_fills, self._initial_scalars = _initial_state(optimizer)
 
-    def fresh(self, weights: Tensor) -> State:
-        """The state before the first step. Nearly every optimizer makes it in `step`, and then this is empty."""
-        return {**{name: torch.full_like(weights, fill) for name, fill in self._fills.items()},
-                **_copies(self._numbers)}
+    def initial_state(self, weights: Tensor) -> ParamState:
+        """The state before the first step; empty for most optimizers, which create it in `step`."""
+        return {**{name: torch.full_like(weights, fill) for name, fill in self._initial_fills.items()},
+                **_clone_scalars(self._initial_scalars)}
 
-    def step(self, weights: Tensor, grad: Tensor, state: State, hyper: Mapping[str, Any]) -> None:
-        """Update weights and state in place, or leave other tensors in the state."""
+    def step(self, weights: Tensor, grad: Tensor, state: ParamState, hyper: Mapping[str, Any]) -> None:
+        """Update weights and state in place; the optimizer may also replace tensors in the state."""
         parameter = Parameter(weights)
         parameter.grad = grad
         self._optimizer.param_groups = [{**hyper, "params": [parameter]}]
         self._optimizer.state = defaultdict(dict, {parameter: state})
-        type(self._optimizer).step(self._optimizer)  # not what a torch scheduler may have put on the instance
-        if parameter.data_ptr() != weights.data_ptr():  # the optimizer has given the parameter new data
+        type(self._optimizer).step(self._optimizer)  # torch's schedulers patch `step` on the instance
+        if parameter.data_ptr() != weights.data_ptr():  # the optimizer replaced parameter.data
             weights.copy_(parameter.detach())
         self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
 
 
-def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
-    """What the optimizer's constructor keeps for every parameter (Adagrad's does): a number for each weight, the same
-    for all, and numbers."""
-    found: list[tuple[dict[str, float], State]] = []
+def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], ParamState]:
+    """(fill value of each elementwise state, scalars) that the constructor creates for every parameter, as Adagrad's
+    does. Raises ConfigError if parameters differ, as after a step."""
+    found: list[tuple[dict[str, float], ParamState]] = []
     shown = [(parameter, state) for parameter, state in optimizer.state.items()
-             if parameter.numel() and parameter.dim()]  # of a parameter that is a number all state is numbers
-    for parameter, state in shown or optimizer.state.items():  # where there is no other, any number will do
+             if parameter.numel() and parameter.dim()]  # a 0-dimensional parameter has only scalar state
+    for parameter, state in shown or optimizer.state.items():  # if all are 0-dimensional or empty, use those
         tensors = {name: value for name, value in state.items()
                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape}
         fills = {name: value.flatten()[0].item() if value.numel() else 0.0 for name, value in tensors.items()}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         even = all(bool((value == fills[name]).all()) for name, value in tensors.items())
         if not even or found and (fills, numbers) != found[0]:
-            raise _refusal(optimizer, "it has taken steps already, or starts parameters differently; give a new one")
+            raise _unsupported(optimizer,
+                               "it has taken steps already, or starts parameters differently; give a new one")
         found.append((fills, numbers))
     return found[0] if found else ({}, {})
 
@@ -179,83 +222,82 @@ TRIAL_STEPS = 8
 """Enough for every branch on the number of steps (RAdam's is after the fifth)."""
 
 
-def _tried(optimizer: Optimizer, tile: int) -> TorchRule:
-    groups = [_for_trial(group) for group in optimizer.param_groups]
-    wholes = [_whole(_Worker(optimizer), hyper) for hyper in groups]
-    states = dict.fromkeys(name for _, state in wholes for name in _names(optimizer, state))
-    for hyper, (weights, state) in zip(groups, wholes, strict=True):
-        if not _same(_in_two(TorchRule(optimizer, states, tile), hyper), {**state, "": weights}):
-            raise _refusal(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
-                           "becomes another one, and ranks hold cut parameters")
+def _tested_rule(optimizer: Optimizer, tile: int) -> TorchRule:
+    groups = [_trial_hyper_parameters(group) for group in optimizer.param_groups]
+    unsplit = [_step_unsplit(_ParameterlessOptimizer(optimizer), hyper) for hyper in groups]
+    states = dict.fromkeys(name for _, state in unsplit for name in _elementwise_state_names(optimizer, state))
+    for hyper, (weights, state) in zip(groups, unsplit, strict=True):
+        if not _is_bitwise_equal(_step_in_halves(TorchRule(optimizer, states, tile), hyper), {**state, "": weights}):
+            raise _unsupported(optimizer, "it does not update every weight by itself: a parameter that is cut in two "
+                               "becomes another one, and ranks hold cut parameters")
     return TorchRule(optimizer, states, tile)
 
 
-def _for_trial(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's hyper-parameters, with a learning rate that shows something: warm-ups start at 0."""
+def _trial_hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group's hyper-parameters, with a nonzero learning rate: warm-ups start at 0."""
     return {**{key: value for key, value in group.items() if key != "params"}, "lr": float(group.get("lr", 0)) or 1e-3}
 
 
 def _random_matrices() -> tuple[Tensor, Tensor]:
-    """Weights, and a gradient for each step."""
+    """Weights [16, 16] and gradients [TRIAL_STEPS, 16, 16]."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randn(TRIAL_SHAPE, generator=generator),
             torch.randn((TRIAL_STEPS, *TRIAL_SHAPE), generator=generator))
 
 
-def _whole(worker: _Worker, hyper: Mapping[str, Any]) -> tuple[Tensor, State]:
+def _step_unsplit(optimizer: _ParameterlessOptimizer, hyper: Mapping[str, Any]) -> tuple[Tensor, ParamState]:
     weights, grads = _random_matrices()
-    state = worker.fresh(weights)
+    state = optimizer.initial_state(weights)
     for grad in grads:
-        worker.step(weights, grad, state, hyper)
+        optimizer.step(weights, grad, state, hyper)
     return weights, state
 
 
-def _in_two(rule: TorchRule, hyper: Mapping[str, Any]) -> State:
-    """The same, flat and in two spans: states, numbers, and the weights under ""."""
+def _step_in_halves(rule: TorchRule, hyper: Mapping[str, Any]) -> ParamState:
+    """The same steps in two flat segments: states and scalars by name, and the weights under ""."""
     weights, grads = _random_matrices()
     flats = {"": weights.view(-1), **{name: torch.zeros(weights.numel()) for name in rule.states}}
     middle = weights.numel() // 2
     for steps_taken, grad in enumerate(grads):
         for half in (slice(0, middle), slice(middle, None)):
-            span = Span(0, flats[""][half], grad.view(-1)[half], {name: flats[name][half] for name in rule.states},
-                        (), 1, lambda sums: sums)
+            span = UpdateSegment(0, flats[""][half], grad.view(-1)[half],
+                                 {name: flats[name][half] for name in rule.states}, (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=steps_taken)
     return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 
 
-def _same(flat: State, whole: State) -> bool:
-    """To the bit: where each weight is updated by itself, nothing is rounded differently."""
+def _is_bitwise_equal(flat: ParamState, unsplit: ParamState) -> bool:
+    """Exact: an elementwise update rounds the same way in halves."""
     return all(torch.allclose(torch.as_tensor(flat[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0, atol=0,
-                              equal_nan=True)
-               for name, value in whole.items() if value is not None)
+                              equal_nan=True) for name, value in unsplit.items() if value is not None)
 
 
-def _names(optimizer: Optimizer, state: State) -> list[str]:
-    """The states that are one number for each weight."""
+def _elementwise_state_names(optimizer: Optimizer, state: ParamState) -> list[str]:
+    """States with one fp32 value per weight. Raises ConfigError for states that are neither that nor scalars."""
     names = []
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == TRIAL_SHAPE and value.dtype == torch.float32:
             names.append(name)
         elif not (value is None or isinstance(value, int | float) or isinstance(value, Tensor) and value.numel() == 1):
-            raise _refusal(optimizer, f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a "
-                           "number")
+            raise _unsupported(optimizer,
+                               f"its state {name!r} is neither a float32 tensor of the parameter's shape nor a number")
     return names
 
 
-def _refusal(optimizer: Optimizer, why: str) -> ConfigError:
+def _unsupported(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(f"the optimizer {type(optimizer).__name__} cannot be used here: {why}")
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-def _copies(numbers: State) -> State:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in numbers.items()}
+def _clone_scalars(scalars: ParamState) -> ParamState:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
 
 
-def _number(value: Any) -> Any:
+def _to_python_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _like(kind: Any, number: Any) -> Any:
-    return torch.full_like(kind, number) if isinstance(kind, Tensor) else type(kind)(number)
+def _to_type_of(template: Any, number: Any) -> Any:
+    return torch.full_like(template, number) if isinstance(template, Tensor) else type(template)(number)

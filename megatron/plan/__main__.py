@@ -1,19 +1,19 @@
-"""`python -m megatron.plan`: command.py, unless a package of ours is hidden."""
+"""`python -m megatron.plan`: cli.py, unless a package of ours is hidden."""
 
 import sys
 
-from megatron.launch.leaving import end_when_asked
+from megatron.distributed.signals import exit_on_stop_signal
 
 if __name__ == "__main__":
-    end_when_asked()  # before the rest, which takes a while
+    exit_on_stop_signal()  # before the rest, which takes a while
 
-from megatron.launch.exits import run
-from megatron.neighbours import check_neighbours
+from megatron.distributed.exit_codes import run
+from megatron.package import check_package_shadowing
 
 
 def main() -> int:
-    check_neighbours()
-    from megatron.plan.command import main
+    check_package_shadowing()
+    from megatron.plan.cli import main
     return main()
 
 

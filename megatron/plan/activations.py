@@ -1,21 +1,11 @@
-"""What one micro-batch leaves on the device between its forward and its backward: pure arithmetic, in bytes.
+"""Activation memory of one micro-batch between its forward and its backward: pure arithmetic, in bytes.
 
-Autograd *saves* the tensors that a backward formula reads, each storage once. The lists below are those of the
-modules in megatron/model/ with torch's own formulas; T tokens (batch x sequence), h hidden, f MLP width, t tensor
-parallel ranks, w bytes of the working precision:
-
-    LayerNorm        its input [T, h]; mean and 1/std [T]
-    linear           its input; the weight is a parameter
-    attention        q, k, v [T, 3h/t], output [T, h/t], one fp32 log-sum-exp a row and head
-    GELU             its input [T, f/t]
-    dropout          a mask [T, h]: bytes on CUDA, numbers of the working precision on CPU
-    addition         nothing
-
-Recomputation keeps the input [T, h] of each chunk of blocks instead (recompute/keep.py): as it is, or *parted*: this
-rank's share of it over tensor parallel, a copy on the host, or a row of one buffer.
-
-On CPU, attention with dropout has no fused kernel: torch computes it in fp32 and keeps three [s, s] matrices a head.
-`--compile` keeps less than this. Not here: parameters, gradients and everything that lives for longer (memory.py).
+Autograd saves the tensors that a backward formula reads, each storage once (T tokens, h hidden, f MLP width, t
+tensor parallel ranks): LayerNorm its input [T, h] with mean and 1/std [T]; a linear layer its input; attention q,
+k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
+mask [T, h]. Activation checkpointing saves the input [T, h] of each chunk of blocks instead: in place, partitioned
+over tensor parallel ranks, on the host, or in a contiguous buffer. CPU attention with dropout is unfused: fp32,
+three [s, s] matrices a head.
 """
 
 from __future__ import annotations
@@ -32,13 +22,13 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Activations:
-    """One micro-batch of `batch` x `sequence` tokens in a working precision of `work` bytes."""
+    """One micro-batch of `batch` x `sequence` tokens in a working precision of `param_bytes` bytes."""
 
     model: ModelConfig
     batch: int
     sequence: int
     tp: int
-    work: int
+    param_bytes: int
     device: Device
     document_mask: bool = False
     """Documents are kept apart, so attention gets a mask."""
@@ -49,31 +39,31 @@ class Activations:
         return self.batch * self.sequence
 
     @property
-    def stream(self) -> int:
+    def residual_bytes(self) -> int:
         """One [T, h] tensor of the residual stream."""
-        return self.tokens * self.model.hidden_size * self.work
+        return self.tokens * self.model.hidden_size * self.param_bytes
 
     @property
-    def widened(self) -> int:
+    def mlp_bytes(self) -> int:
         """One [T, f/t] tensor inside the MLP."""
-        return self.tokens * self.model.ffn_size // self.tp * self.work
+        return self.tokens * self.model.ffn_size // self.tp * self.param_bytes
 
     @property
-    def statistics(self) -> int:
+    def layernorm_stats(self) -> int:
         """Mean and 1/std of one LayerNorm."""
-        return 2 * self.tokens * (FP32 if self.device == "cuda" else self.work)
+        return 2 * self.tokens * (FP32 if self.device == "cuda" else self.param_bytes)
 
     @property
     def dropout_mask(self) -> int:
         if not self.model.hidden_dropout:
             return 0
-        return self.tokens * self.model.hidden_size * (1 if self.device == "cuda" else self.work)
+        return self.tokens * self.model.hidden_size * (1 if self.device == "cuda" else self.param_bytes)
 
     @property
     def block(self) -> int:
         """Everything one block saves, its input included (the next block's input is its output)."""
-        streams = 4 * self.stream  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
-        return streams + 2 * self.statistics + self._attention + 2 * self.widened + 2 * self.dropout_mask
+        streams = 4 * self.residual_bytes  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
+        return streams + 2 * self.layernorm_stats + self._attention + 2 * self.mlp_bytes + 2 * self.dropout_mask
 
     @property
     def _scores(self) -> int:
@@ -88,19 +78,20 @@ class Activations:
     def _attention(self) -> int:
         split = self.tokens * self.model.hidden_size // self.tp  # elements of one [T, h/t]
         if self._attends_unfused:
-            return split * self.work + 3 * split * FP32 + 3 * self._scores
+            return split * self.param_bytes + 3 * split * FP32 + 3 * self._scores
         rows = self.tokens * self.model.num_attention_heads // self.tp
-        mask = self.batch * self.sequence**2 * self.work if self.document_mask else 0
-        return 4 * split * self.work + rows * FP32 + mask
+        mask = self.batch * self.sequence**2 * self.param_bytes if self.document_mask else 0
+        return 4 * split * self.param_bytes + rows * FP32 + mask
 
     @property
     def block_backward(self) -> int:
         """The most that the backward of a block holds beside what its forward saved: gradients on their way."""
-        mlp = self.stream + self.widened  # of the residual stream; of GELU's output, while that of its input is made
+        # of the residual stream; of GELU's output, while that of its input is made
+        mlp = self.residual_bytes + self.mlp_bytes
         if not self._attends_unfused:
             return mlp
-        freed = 2 * self.stream + 2 * self.widened  # the second half of the block is done
-        return max(mlp, self.stream + 2 * self._scores - freed)
+        freed = 2 * self.residual_bytes + 2 * self.mlp_bytes  # the second half of the block is done
+        return max(mlp, self.residual_bytes + 2 * self._scores - freed)
 
     @property
     def before_blocks(self) -> int:
@@ -116,56 +107,58 @@ class Activations:
         return self.recompute.checkpoint_num_layers if self.recompute.checkpoint_activations else None
 
     @property
-    def waiting(self) -> int:
+    def chunk_input(self) -> int:
         """The input of one chunk while it waits for its backward."""
         parts = self.tp if self.recompute.partition_activations else 1
-        return -(-self.tokens * self.model.hidden_size // parts) * self.work
+        return -(-self.tokens * self.model.hidden_size // parts) * self.param_bytes
 
     @property
-    def waits_on_host(self) -> bool:
+    def inputs_are_on_host(self) -> bool:
         return self.recompute.cpu_checkpointing and self.device == "cuda"
 
     @property
-    def waiting_rows(self) -> int:
+    def input_buffer_rows(self) -> int:
         """Rows of the buffer that inputs wait in, whether one is there or not; 0: there is no buffer."""
         if self.chunk is None or not self.recompute.contiguous_memory_optimization:
             return 0
         return self.recompute.number_checkpoints or self.chunks
 
     @property
-    def waiting_on_host(self) -> int:
+    def host_input_bytes(self) -> int:
         """Bytes on the host at the end of the forward."""
-        return max(self.chunks, self.waiting_rows) * self.waiting if self.waits_on_host and self.chunk else 0
+        return max(self.chunks,
+                   self.input_buffer_rows) * self.chunk_input if self.inputs_are_on_host and self.chunk else 0
 
     @property
-    def waiting_buffer(self) -> int:
+    def input_buffer_bytes(self) -> int:
         """The buffer on the device: made in the first forward, and there ever after."""
-        return 0 if self.waits_on_host else self.waiting_rows * self.waiting
+        return 0 if self.inputs_are_on_host else self.input_buffer_rows * self.chunk_input
 
     @property
     def chunks(self) -> int:
         return -(-self.model.num_layers // (self.chunk or 1))
 
     @property
-    def _waits_apart(self) -> bool:
+    def _inputs_are_copies(self) -> bool:
         """What waits is a copy, so that the whole input comes beside it when it is wanted again."""
         splits = self.recompute.partition_activations and self.tp > 1
-        return splits or self.waits_on_host or self.waiting_rows > 0
+        return splits or self.inputs_are_on_host or self.input_buffer_rows > 0
 
-    def _waiting_here(self, chunks: int) -> int:
+    def _device_input_bytes(self, chunks: int) -> int:
         """So many inputs on the device, beside the buffer."""
-        return 0 if self.waits_on_host or self.waiting_rows else chunks * self.waiting
+        return 0 if self.inputs_are_on_host or self.input_buffer_rows else chunks * self.chunk_input
 
-    def kept(self, block: int) -> int:
+    def alive_at_block(self, block: int) -> int:
         """Alive when the backward of block number `block` begins: the blocks up to it, or, recomputing some blocks at a
         time, the inputs of the chunks up to its own and what its own chunk has just made again."""
         if self.chunk is None:
             return (block + 1) * self.block
         number, inside = divmod(block, self.chunk)
         again = (inside + 1) * self.block
-        ahead = self.stream if self.waits_on_host and number else 0  # on its way back while this one is at work
-        return self._waiting_here(number + self._waits_apart) + again + ahead
+        # on its way back while this one is at work
+        ahead = self.residual_bytes if self.inputs_are_on_host and number else 0
+        return self._device_input_bytes(number + self._inputs_are_copies) + again + ahead
 
-    def at_loss(self) -> int:
+    def alive_at_loss(self) -> int:
         """Alive when all blocks are done: all of them, or the input of each chunk."""
-        return self.model.num_layers * self.block if self.chunk is None else self._waiting_here(self.chunks)
+        return self.model.num_layers * self.block if self.chunk is None else self._device_input_bytes(self.chunks)

@@ -1,8 +1,8 @@
-"""What a run keeps, from its configuration alone: pure arithmetic, for any number of ranks.
+"""The persistent memory and the traffic of a run, from its configuration alone: pure arithmetic, for any number of
+ranks.
 
-`Run` is a configuration on so many ranks of one kind of device. It knows the layout of the engine (FlatLayout over the
-shapes of the parameters, padding included), the precisions of zero/engine.py, what lasts from step to step, and what is
-sent. Not here: what comes and goes within a step (memory.py), activations (activations.py).
+`PlannedRun` is a configuration on a number of ranks of one device type. It uses the engine's own layout (FlatLayout
+with its padding) and precisions. Transient memory of a step is in memory.py, activation memory in activations.py.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from functools import cached_property
 from shlex import quote
 from typing import Literal
 
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import (
-    PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights, sets_of_weights,
-)
 from megatron.zero.layout import FlatLayout, Slot, align
-from megatron.zero.policy import Policy, policy
+from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, largest_chunk,
+                                               param_buffer_sets, param_chunk_numel, split_into_chunks,
+                                               step_chunk_numel)
+from megatron.zero.stages import StagePolicy, stage_policy
 from mpu.split import pad_vocab
 
-Place = Literal["none", "cpu", "nvme"]
+OffloadTarget = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
 """Numbers that AdamW keeps beside each weight."""
-TABLES = ("wte.weight", "wpe.weight")
-MUON_WIRE = 2
+EMBEDDING_NAMES = ("wte.weight", "wpe.weight")
+MUON_WIRE_BYTES = 2
 """Bytes of a number of a matrix that is brought together."""
-LARGEST_TILE = 2**24
+MAX_TILE = 2**24
 """Elements of an optimizer step at a time, at most."""
 
 
 @dataclass(frozen=True)
-class Homes:
+class StatePlacement:
     """Where a rank's share of the state is between its uses: on the device ("none"), on the host, on an NVMe drive."""
 
-    optimizer: Place = "none"
-    params: Place = "none"
+    optimizer: OffloadTarget = "none"
+    params: OffloadTarget = "none"
 
     def __str__(self) -> str:
         if self.params == "none":
@@ -48,7 +48,7 @@ class Homes:
         return self.optimizer + ("+params" if self.params == self.optimizer else f", params {self.params}")
 
     @property
-    def least_stage(self) -> int:
+    def min_stage(self) -> int:
         """The ZeRO stage from which there is such a share."""
         return 3 if self.params != "none" else 1 if self.optimizer != "none" else 0
 
@@ -62,16 +62,16 @@ class Homes:
                         for kind, place, folder in given if place != "none")
 
 
-ON_DEVICE = Homes()
+ALL_ON_DEVICE = StatePlacement()
 
 
-def homes_of(config: Config) -> Homes:
+def configured_placement(config: Config) -> StatePlacement:
     """As the configuration has them."""
-    return Homes(config.offload.offload_optimizer_device, config.offload.offload_param_device)
+    return StatePlacement(config.offload.offload_optimizer_device, config.offload.offload_param_device)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class OffloadedBytes:
     """Bytes of one rank that are not on its device."""
 
     host: int
@@ -79,7 +79,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficBytes:
     """Bytes that a rank sends to others of its data parallel group in one optimizer step."""
 
     gradients: int
@@ -89,21 +89,22 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A configuration on so many ranks of one kind of device."""
 
     config: Config
     ranks: int = 1
     device: Device = "cuda"
-    homes: Homes = ON_DEVICE
-    """What counts, so that one configuration can be planned with every home; its own section says the sizes only."""
+    placement: StatePlacement = ALL_ON_DEVICE
+    """What counts, so that one configuration can be planned with every storage; its own section says the sizes only."""
 
     @cached_property
-    def away(self) -> Homes:
-        """Homes that are not the device: a CPU is its own host."""
+    def offload_placement(self) -> StatePlacement:
+        """Storage that is not on the device: a CPU is its own host."""
         if self.device == "cuda":
-            return self.homes
-        return Homes(*("none" if place == "cpu" else place for place in (self.homes.optimizer, self.homes.params)))
+            return self.placement
+        return StatePlacement(*("none" if place == "cpu" else place
+                                for place in (self.placement.optimizer, self.placement.params)))
 
     # ---- the sizes that everything follows from -----------------------------------------------------------------
 
@@ -120,79 +121,81 @@ class Run:
         return self.config.accumulation(self.dp)
 
     @cached_property
-    def policy(self) -> Policy:
-        return policy(self.config.zero.zero_stage)
+    def policy(self) -> StagePolicy:
+        return stage_policy(self.config.zero.zero_stage)
 
     @property
-    def shards(self) -> int:
-        return self.dp if self.policy.split_optim else 1
+    def num_shards(self) -> int:
+        return self.dp if self.policy.optim_is_sharded else 1
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         return self.config.model.num_layers
 
     @cached_property
-    def running_blocks(self) -> float:
+    def mean_active_blocks(self) -> float:
         """Blocks that a step runs, on average over the run: fewer than there are, where some are left out."""
         schedule = self.config.layer_drop.schedule
         theta = 1.0 if schedule is None else schedule.mean(self.config.train.train_iters)
-        return expected_blocks(self.layers, theta)
+        return expected_blocks(self.num_layers, theta)
 
     @cached_property
-    def work(self) -> int:
+    def param_bytes(self) -> int:
         """Bytes of a weight at work."""
         return FP32 if self.config.precision.name == "fp32" else 2
 
     @cached_property
-    def sums(self) -> int:
+    def grad_sum_bytes(self) -> int:
         """Bytes of a gradient as it is added up: over micro-batches, or over ranks where asked for, in fp32."""
         precision = self.config.precision
         wide = self.accumulation > 1 or precision.communication not in (None, precision.name)
-        return FP32 if wide else self.work
+        return FP32 if wide else self.param_bytes
 
     @cached_property
-    def grads(self) -> int:
+    def grad_bytes(self) -> int:
         """Bytes of a gradient as backward leaves it."""
-        in_place = self.config.precision.communication == "fp32" or not self.policy.split_grads
-        return self.sums if in_place else self.work
+        in_place = self.config.precision.communication == "fp32" or not self.policy.grads_are_sharded
+        return self.grad_sum_bytes if in_place else self.param_bytes
 
     @property
-    def sent(self) -> int:
+    def wire_grad_bytes(self) -> int:
         """Bytes of a gradient on the wire: an accelerator's adds up in fp32, unless another precision is asked for."""
         if self.device == "cpu":
-            return self.grads
+            return self.grad_bytes
         return 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
 
     @cached_property
-    def columns(self) -> int:
+    def vocab_columns(self) -> int:
         """Columns of the logits on one rank."""
         model = self.config.model
-        return pad_vocab(model.tokens, model.make_vocab_size_divisible_by, self.tp) // self.tp
+        return pad_vocab(model.known_vocab_size, model.make_vocab_size_divisible_by, self.tp) // self.tp
 
     @cached_property
     def root(self) -> FlatLayout:
         """The bucket of the embeddings and the last LayerNorm."""
-        return FlatLayout([slot for slot in self.root_parameters if not _resides(slot, self.config.zero)], self.shards)
+        return FlatLayout([slot for slot in self.root_parameters if not _is_persistent(slot, self.config.zero)],
+                          self.num_shards)
 
     @cached_property
     def block(self) -> FlatLayout:
         """The bucket of one transformer block."""
-        return FlatLayout([slot for slot in self.block_parameters if not _resides(slot, self.config.zero)], self.shards)
+        return FlatLayout([slot for slot in self.block_parameters if not _is_persistent(slot, self.config.zero)],
+                          self.num_shards)
 
     @cached_property
-    def resident(self) -> FlatLayout:
+    def persistent(self) -> FlatLayout:
         """The bucket of parameters too small to be split."""
-        slots = [*self.root_parameters, *self.block_parameters * self.layers]
-        return FlatLayout([slot for slot in slots if _resides(slot, self.config.zero)], self.shards)
+        slots = [*self.root_parameters, *self.block_parameters * self.num_layers]
+        return FlatLayout([slot for slot in slots if _is_persistent(slot, self.config.zero)], self.num_shards)
 
     @property
-    def split_units(self) -> int:
+    def num_sharded_units(self) -> int:
         """Of the root and the blocks, those that have parameters to collect."""
-        return bool(self.root.numel) + self.layers * bool(self.block.numel) if self.policy.split_params else 0
+        return bool(self.root.numel) + self.num_layers * bool(self.block.numel) if self.policy.params_are_sharded else 0
 
     @cached_property
     def root_parameters(self) -> list[Slot]:
-        return root_slots(self.config.model, self.columns)
+        return root_slots(self.config.model, self.vocab_columns)
 
     @cached_property
     def block_parameters(self) -> list[Slot]:
@@ -201,8 +204,8 @@ class Run:
     @cached_property
     def activations(self) -> Activations:
         data = self.config.data
-        return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp, self.work,
-                           self.device, data.reset_attention_mask, self.config.recompute)
+        return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp,
+                           self.param_bytes, self.device, data.reset_attention_mask, self.config.recompute)
 
     @property
     def chunk(self) -> int | None:
@@ -214,7 +217,7 @@ class Run:
         return self.activations.chunks
 
     @property
-    def left_out(self) -> int:
+    def num_skipped_products(self) -> int:
         """Chunks whose last product, and sum, is not run again: nobody asks for their output but a dropout."""
         return self.chunks if self.chunk is not None and not self.config.model.hidden_dropout else 0
 
@@ -223,135 +226,141 @@ class Run:
     @cached_property
     def shard_numel(self) -> int:
         """Parameters whose optimizer state is on this rank."""
-        return self.root.shard_numel + self.resident.shard_numel + self.layers * self.block.shard_numel
+        return self.root.shard_numel + self.persistent.shard_numel + self.num_layers * self.block.shard_numel
 
     @cached_property
-    def weights(self) -> int:
+    def params_device_bytes(self) -> int:
         """Bytes of the weights at work between steps."""
-        if self.away.params != "none":
-            return self.resident.numel * self.work
-        if self.policy.split_params:
-            return (self.root.shard_numel + self.layers * self.block.shard_numel + self.resident.numel) * self.work
-        return (self.root.numel + self.layers * self.block.numel) * self.work
+        if self.offload_placement.params != "none":
+            return self.persistent.numel * self.param_bytes
+        if self.policy.params_are_sharded:
+            return (self.root.shard_numel + self.num_layers * self.block.shard_numel +
+                    self.persistent.numel) * self.param_bytes
+        return (self.root.numel + self.num_layers * self.block.numel) * self.param_bytes
 
     @cached_property
-    def leaving(self) -> Sequence[tuple[FlatLayout, bool]]:
+    def bucket_offload(self) -> Sequence[tuple[FlatLayout, bool]]:
         """Each bucket, and whether its optimizer state leaves the device."""
-        share = Share(0.0 if self.away.optimizer == "none" else self.config.offload.offload_optimizer_ratio)
-        buckets = [self.root, *[self.resident] * bool(self.resident.numel), *[self.block] * self.layers]
-        return [(layout, share.leaves(layout.shard_numel)) for layout in buckets]
+        share = OffloadRatio(0.0 if self.offload_placement.optimizer ==
+                             "none" else self.config.offload.offload_optimizer_ratio)
+        buckets = [self.root, *[self.persistent] * bool(self.persistent.numel), *[self.block] * self.num_layers]
+        return [(layout, share.offloads_next(layout.shard_numel)) for layout in buckets]
 
     @cached_property
-    def away_numel(self) -> int:
+    def offloaded_numel(self) -> int:
         """Parameters of this rank whose optimizer state is not on the device."""
-        return sum(layout.shard_numel for layout, leaves in self.leaving if leaves)
+        return sum(layout.shard_numel for layout, leaves in self.bucket_offload if leaves)
 
     @cached_property
-    def optimizer_away(self) -> int:
+    def offloaded_optimizer_bytes(self) -> int:
         """Bytes of this rank's masters and moments that are not on the device."""
-        return self.away_numel * FP32 * (1 + MOMENTS_PER_WEIGHT)
+        return self.offloaded_numel * FP32 * (1 + MOMENTS_PER_WEIGHT)
 
     @property
-    def optimizer(self) -> int:
+    def optimizer_bytes(self) -> int:
         """Bytes of them all."""
-        return self.optimizer_here + self.optimizer_away
+        return self.device_optimizer_bytes + self.offloaded_optimizer_bytes
 
     @property
     def keeps_masters(self) -> bool:
         """The device has fp32 masters of the state that stays, apart from the weights at work."""
-        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training
+        return (self.param_bytes < FP32 or self.offload_placement.params != "none"
+                or self.config.quantize.quantize_training)
 
     @cached_property
-    def optimizer_here(self) -> int:
+    def device_optimizer_bytes(self) -> int:
         """Bytes of those that are."""
         kept = MOMENTS_PER_WEIGHT + (self.config.optim.optimizer == "onebit_lamb") + self.keeps_masters
-        return (self.shard_numel - self.away_numel) * FP32 * kept + self.owed
+        return (self.shard_numel - self.offloaded_numel) * FP32 * kept + self.error_feedback_bytes
 
     @property
-    def owed(self) -> int:
+    def error_feedback_bytes(self) -> int:
         """Bytes of what a rank with a 1-bit optimizer owes to others after the warm-up, and of what was said last."""
-        if self.config.optim.optimizer not in ONE_BIT:
+        if self.config.optim.optimizer not in ONE_BIT_OPTIMIZERS:
             return 0
-        numel = self.root.numel + self.layers * self.block.numel
+        numel = self.root.numel + self.num_layers * self.block.numel
         return numel * FP32 + numel * FP32 // self.dp + numel * 2 // 8  # signs of the numbers, and which are silent
 
     @property
-    def tile(self) -> int:
+    def tile_numel(self) -> int:
         """Elements of an optimizer step at a time."""
-        return min(LARGEST_TILE, align(self.config.zero.sub_group_size))
+        return min(MAX_TILE, align(self.config.zero.sub_group_size))
 
     @property
-    def elsewhere(self) -> Elsewhere:
+    def offloaded_bytes(self) -> OffloadedBytes:
         """What is offloaded, and inputs that wait on the host for their recomputation."""
-        on_host = self.on_host + self.activations.waiting_on_host
+        on_host = self.host_bytes + self.activations.host_input_bytes
         # a CPU is its own host
-        return Elsewhere(on_host if self.device == "cuda" else 0, sum(self.nvme_by_kind.values()))
+        return OffloadedBytes(on_host if self.device == "cuda" else 0, sum(self.nvme_by_kind.values()))
 
     @cached_property
     def nvme_by_kind(self) -> dict[str, int]:
         """Bytes on the drive."""
-        weights = sum(layout.shard_numel for layout in self._on_drive) * self.work
-        return {"parameters": weights if self.away.params == "nvme" else 0,
-                "optimizer": self.optimizer_away if self.away.optimizer == "nvme" else 0}
+        weights = sum(layout.shard_numel for layout in self._nvme_buckets) * self.param_bytes
+        return {"parameters": weights if self.offload_placement.params == "nvme" else 0,
+                "optimizer": self.offloaded_optimizer_bytes if self.offload_placement.optimizer == "nvme" else 0}
 
     @property
-    def on_host(self) -> int:
+    def host_bytes(self) -> int:
         return sum(self.host_by_kind.values())
 
     @cached_property
     def host_by_kind(self) -> dict[str, int]:
         """Bytes of what is offloaded, and of the buffers in front of a drive."""
         offload = self.config.offload
-        found = {"parameters": 0, "gradients": self.away_numel * self.sums if self.gradients_leave else 0,
-                 "optimizer": self.optimizer_away if self.away.optimizer == "cpu" else 0, "buffers": 0}
-        if self.away.optimizer == "nvme":
-            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
-        if self.gradients_leave and self.away.optimizer == "cpu" and offload.delayed_param_update:
+        found = {"parameters": 0, "gradients": self.offloaded_numel * self.grad_sum_bytes
+                 if self.gradients_are_offloaded else 0, "optimizer": self.offloaded_optimizer_bytes
+                 if self.offload_placement.optimizer == "cpu" else 0, "buffers": 0}
+        if self.offload_placement.optimizer == "nvme":
+            found["buffers"] += STEP_BUFFER_SETS * (1 + MOMENTS_PER_WEIGHT) * self.max_swap_part * FP32
+        if self.gradients_are_offloaded and self.offload_placement.optimizer == "cpu" and offload.delayed_param_update:
             found["gradients"] *= 2  # of the update under way, and of the next one
-            found["buffers"] += self.shard_numel * self.work
-        elif self.gradients_leave and self.away.params == "none":
-            found["buffers"] += 2 * self.part_at_a_time * self.work  # new weights on their way up
-        if self.away.params == "cpu":
-            found["parameters"] = self._split * self.work
-        elif self.away.params == "nvme":
-            size, on_drive = offload.offload_param_buffer_size, self._on_drive
-            of_step = self._part_of_step if self.away.optimizer != "none" else None
-            part = part_of_weights(size, of_step)
-            parts = [one for layout in on_drive for one in cut(layout.shard_numel, part, of_step)]
-            sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part), len(parts))
-            found["parameters"] = (self._split - sum(layout.shard_numel for layout in on_drive)) * self.work
-            found["buffers"] += sets * largest(parts) * self.work
+            found["buffers"] += self.shard_numel * self.param_bytes
+        elif self.gradients_are_offloaded and self.offload_placement.params == "none":
+            found["buffers"] += 2 * self.max_swap_part * self.param_bytes  # new weights on their way up
+        if self.offload_placement.params == "cpu":
+            found["parameters"] = self._sharded_numel * self.param_bytes
+        elif self.offload_placement.params == "nvme":
+            size, on_drive = offload.offload_param_buffer_size, self._nvme_buckets
+            of_step = self._swap_part_numel if self.offload_placement.optimizer != "none" else None
+            part = param_chunk_numel(size, of_step)
+            parts = [one for layout in on_drive for one in split_into_chunks(layout.shard_numel, part, of_step)]
+            sets = min(param_buffer_sets(size, offload.offload_param_buffer_count, part), len(parts))
+            found["parameters"] = (self._sharded_numel - sum(layout.shard_numel
+                                                             for layout in on_drive)) * self.param_bytes
+            found["buffers"] += sets * largest_chunk(parts) * self.param_bytes
         return found
 
     @property
-    def _part_of_step(self) -> int:
+    def _swap_part_numel(self) -> int:
         """Of state that is not on the device."""
-        if self.away.optimizer == "cpu":
-            return min(PART_ON_HOST, self.tile)
-        return part_of_step(self.tile, self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
+        if self.offload_placement.optimizer == "cpu":
+            return min(HOST_CHUNK_NUMEL, self.tile_numel)
+        return step_chunk_numel(self.tile_numel, self.config.offload.offload_optimizer_buffer_count,
+                                1 + MOMENTS_PER_WEIGHT)
 
     @property
-    def part_at_a_time(self) -> int:
+    def max_swap_part(self) -> int:
         """The largest of them."""
-        return max(largest(cut(layout.shard_numel, self._part_of_step)) if layout.shard_numel else 0
-                   for layout in (self.root, self.resident, self.block))
+        return max(largest_chunk(split_into_chunks(layout.shard_numel, self._swap_part_numel)) if layout.shard_numel
+                   else 0 for layout in (self.root, self.persistent, self.block))
 
     @property
-    def streams(self) -> bool:
+    def state_is_updated_on_device(self) -> bool:
         """State comes to the device for its update, a part at a time, and goes back to the host."""
-        return self.device == "cuda" and self.away.optimizer == "cpu" and \
+        return self.device == "cuda" and self.offload_placement.optimizer == "cpu" and \
             self.config.offload.offload_update == "device"
 
     @property
-    def _split(self) -> int:
+    def _sharded_numel(self) -> int:
         """Weights of this rank that come and go."""
-        return self.root.shard_numel + self.layers * self.block.shard_numel
+        return self.root.shard_numel + self.num_layers * self.block.shard_numel
 
     @cached_property
-    def _on_drive(self) -> list[FlatLayout]:
+    def _nvme_buckets(self) -> list[FlatLayout]:
         """Buckets whose weights are on a drive: those that the host has no room for, in their order."""
         room, found = self.config.offload.offload_param_max_in_cpu, []
-        for layout in [self.root, *[self.block] * self.layers]:
+        for layout in [self.root, *[self.block] * self.num_layers]:
             if layout.shard_numel <= room:
                 room -= layout.shard_numel
             else:
@@ -359,37 +368,38 @@ class Run:
         return found
 
     @property
-    def gradients_leave(self) -> bool:
+    def gradients_are_offloaded(self) -> bool:
         """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much
         room.)"""
-        return self.device == "cuda" and self.away.optimizer != "none" and not self.streams
+        return (self.device == "cuda" and self.offload_placement.optimizer != "none"
+                and not self.state_is_updated_on_device)
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficBytes:
         """By rings: all that is not a rank's own part goes out once in a reduce-scatter, and once in an all-gather."""
         peers = self.dp - 1
-        blocks = self.layers * self.block.numel
-        numel = self.root.numel + self.resident.numel + blocks
-        times = self.accumulation if self.policy.split_grads else 1
-        gradients = numel * self.sent * peers // self.dp * times
-        if self.config.optim.optimizer in ONE_BIT:  # after the warm-up, to the servers and back
-            return Traffic(2 * (numel * peers // self.dp // 8),
-                           numel * self.work * peers // self.dp if self.policy.split_optim else 0)
-        if not self.policy.split_optim:
-            return Traffic(2 * gradients, 0)
-        matrices = sum(peers * self.span_of_matrices(layout) for layout, _ in self.leaving) * MUON_WIRE
+        blocks = self.num_layers * self.block.numel
+        numel = self.root.numel + self.persistent.numel + blocks
+        times = self.accumulation if self.policy.grads_are_sharded else 1
+        gradients = numel * self.wire_grad_bytes * peers // self.dp * times
+        if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
+            return TrafficBytes(2 * (numel * peers // self.dp // 8),
+                                numel * self.param_bytes * peers // self.dp if self.policy.optim_is_sharded else 0)
+        if not self.policy.optim_is_sharded:
+            return TrafficBytes(2 * gradients, 0)
+        matrices = sum(peers * self.matrices_numel(layout) for layout, _ in self.bucket_offload) * MUON_WIRE_BYTES
         gathered = numel
-        if self.policy.split_params:
-            twice = round(2 * self.running_blocks * self.block.numel)  # forward and backward
-            gathered = self.resident.numel + self.accumulation * (self.root.numel + twice)
-        return Traffic(gradients, gathered * self.work * peers // self.dp, matrices)
+        if self.policy.params_are_sharded:
+            twice = round(2 * self.mean_active_blocks * self.block.numel)  # forward and backward
+            gathered = self.persistent.numel + self.accumulation * (self.root.numel + twice)
+        return TrafficBytes(gradients, gathered * self.param_bytes * peers // self.dp, matrices)
 
-    def span_of_matrices(self, layout: FlatLayout) -> int:
+    def matrices_numel(self, layout: FlatLayout) -> int:
         """Elements of a bucket's hidden matrices that a rank has, at most; 0 where no optimizer needs them whole."""
         if self.config.optim.optimizer != "muon":
             return 0
-        hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name not in TABLES)
+        hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name not in EMBEDDING_NAMES)
         return min(layout.shard_numel, sum(align(slot.numel) for slot in hidden))
 
 
@@ -397,7 +407,7 @@ class Run:
 
 
 def block_slots(model: ModelConfig, tp: int) -> list[Slot]:
-    """The parameters of one transformer block on one tensor parallel rank (megatron/model/block.py)."""
+    """The parameters of one transformer block on one tensor parallel rank (megatron/model/transformer.py)."""
     h, ffn = model.hidden_size, model.ffn_size
     matrices = {"attn.qkv.weight": (3 * h // tp, h), "attn.proj.weight": (h, h // tp),
                 "mlp.fc.weight": (ffn // tp, h), "mlp.proj.weight": (h, ffn // tp)}
@@ -414,6 +424,6 @@ def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
             Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
 
 
-def _resides(slot: Slot, zero: ZeroConfig) -> bool:
+def _is_persistent(slot: Slot, zero: ZeroConfig) -> bool:
     """The parameter is whole on every rank at stage 3, too: the engine keeps small ones in a bucket of their own."""
-    return policy(zero.zero_stage).split_params and slot.numel < zero.stage3_param_persistence_threshold
+    return stage_policy(zero.zero_stage).params_are_sharded and slot.numel < zero.stage3_param_persistence_threshold

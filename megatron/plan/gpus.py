@@ -1,5 +1,6 @@
-"""The GPUs of this machine that a process started here may use, without torch: as the driver lists them, and
-CUDA_VISIBLE_DEVICES chooses among them."""
+"""The GPUs of this machine that a process may use, without importing torch: the driver's list filtered by
+CUDA_VISIBLE_DEVICES.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ class Gpu(NamedTuple):
 
 
 def visible_gpus() -> list[Gpu]:
-    return chosen(_of_driver() or _of_tool(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return apply_visible_devices(_gpus_from_proc() or _gpus_from_nvidia_smi(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def chosen(listed: Sequence[Gpu], variable: str | None) -> list[Gpu]:
+def apply_visible_devices(listed: Sequence[Gpu], variable: str | None) -> list[Gpu]:
     """As CUDA reads the variable: numbers, or beginnings of identifiers, up to the first that names nothing. (Its
     numbers may be in another order than the driver's where models differ.)"""
     if variable is None:
         return list(listed)
     found = list[Gpu]()
     for word in map(str.strip, variable.split(",")):
-        gpu = _named(word, listed)
+        gpu = _find_gpu(word, listed)
         if gpu is None:
             break
         found.append(gpu)
@@ -43,7 +44,7 @@ def chosen(listed: Sequence[Gpu], variable: str | None) -> list[Gpu]:
     return found
 
 
-def _named(word: str, listed: Sequence[Gpu]) -> Gpu | None:
+def _find_gpu(word: str, listed: Sequence[Gpu]) -> Gpu | None:
     if word.isdecimal():
         return listed[int(word)] if int(word) < len(listed) else None
     if word.startswith(MIG) and listed:
@@ -51,23 +52,24 @@ def _named(word: str, listed: Sequence[Gpu]) -> Gpu | None:
     return next((gpu for gpu in listed if word.startswith("GPU-") and gpu.uuid.startswith(word)), None)
 
 
-def _of_driver() -> list[Gpu]:
+def _gpus_from_proc() -> list[Gpu]:
     """In the order of the bus."""
-    return [_read(file.read_text(encoding="utf-8", errors="replace")) for file in sorted(DRIVER.glob("*/information"))]
+    return [_parse_information(file.read_text(encoding="utf-8", errors="replace"))
+            for file in sorted(DRIVER.glob("*/information"))]
 
 
-def _read(text: str) -> Gpu:
+def _parse_information(text: str) -> Gpu:
     lines = (line.partition(":") for line in text.splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     return Gpu(facts.get("Model", ""), facts.get("GPU UUID", ""))
 
 
-def _of_tool() -> list[Gpu]:
+def _gpus_from_nvidia_smi() -> list[Gpu]:
     """Where the driver shows no files: some containers, and Linux inside of Windows."""
-    return list(_of_lines(_asked()))
+    return list(_parse_csv(_run_nvidia_smi()))
 
 
-def _asked() -> str:
+def _run_nvidia_smi() -> str:
     try:
         return subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
                               capture_output=True, timeout=DRIVER_SECONDS).stdout
@@ -78,7 +80,7 @@ def _asked() -> str:
         return ""
 
 
-def _of_lines(text: str) -> Iterator[Gpu]:
+def _parse_csv(text: str) -> Iterator[Gpu]:
     for line in text.splitlines():
         model, _, uuid = line.partition(",")
         yield Gpu(model.strip(), uuid.strip())

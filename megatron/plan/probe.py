@@ -1,44 +1,204 @@
-"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, as every rank of a job of them.
+"""Measures the rates of this machine: `python -m megatron.plan.probe FILE`, run as every rank of a job. About a
+minute.
 
-Measured are operations of torch, exchanges between the ranks, and steps of small models under the engine, in several
-sweeps through all of it, so that what disturbs one for some seconds does not count. About a minute.
-
-Not here: what rates follow from that (derived.py), what they are (rates.py), and where they are kept (kept_rates.py).
+It times operations of torch, collectives, and steps of small models under the engine, in several sweeps. All ranks
+measure at the same time, as they share memory and cores in training too; a number is the lowest decile, of the
+slowest rank.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.setting import require
-from megatron.launch import distributed
-from megatron.launch.exits import run
+from megatron.config.schema import require
+from megatron.distributed import process_group
+from megatron.distributed.exit_codes import run
 from megatron.plan.activations import Device
-from megatron.plan.derived import rates_of
-from megatron.plan.rates import CALM, Rates, Where
-from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
-from megatron.plan.sizes import SIZES, Shape, Sizes
-from megatron.plan.small_models import seconds_in_training, steps_in_turn
-from megatron.plan.stopwatch import Stopwatch
-from megatron.plan.time import HEAD_WIDTH
-from megatron.train.allocator import keep_freed_memory
-from megatron.train.compiling import set_products
+from megatron.plan.machine_rates import QUIET_SPREAD, MachineRates, Where
+from megatron.plan.probe_fit import (SIZES, STEPS_IN_TRAINING, VOCABULARY, CollectiveTimings, OverlapTimings,
+                                     PassTimings, ProbeModelShape, ProbeResult, ProbeSizes, StepTimings, VariantTimings,
+                                     elementwise_min, fit_rates, spread)
+from megatron.plan.step_time import HEAD_WIDTH
+from megatron.train import build
+from megatron.train.batches import Batch
+from megatron.train.compile import set_matmul_precision
+from megatron.train.evaluation import forward_loss
+from megatron.train.loop import Trainer, TrainState, periodic_gc
+from megatron.train.processor import keep_freed_memory
+from megatron.train.run_log import RunLog
 from mpu import groups as mpu_groups
-from mpu.collectives import all_gather_into, all_reduce_into, reduce_scatter_into
+from mpu.collectives import all_gather_into, all_gather_json, all_reduce_into, barrier, reduce_scatter_into
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Groups
+from mpu.groups import SOLO, Group, Groups
+
+SECONDS, FEWEST, MOST = 0.1, 3, 50
+"""Of measuring one thing: so long, but so many times at least and at most."""
+SAMPLE, MOST_CALLS = 0.005, 200
+"""Seconds that the calls between two looks at the clock of a GPU are to take, and so many of them at most."""
+
+Work = Callable[[], object]
+
+
+def lowest_decile(samples: Iterable[float]) -> float:
+    """The lowest decile."""
+    return quantiles(samples, n=10, method="inclusive")[0]
+
+
+@dataclass(frozen=True)
+class ProbeTimer:
+    device: torch.device
+    world: Group
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def once(self, work: Work, calls: int = 1) -> float:
+        """Seconds of a call, by the mean of so many."""
+        begin = self.now()
+        for _ in range(calls):
+            work()
+        return (self.now() - begin) / calls
+
+    def seconds(self, work: Work) -> float:
+        """Of something that each rank does by itself, beside the others."""
+        work()
+        calls = self._calls(work)
+        barrier(self.world)
+        return self.slowest(lowest_decile(self._samples(work, calls)))
+
+    def collective_seconds(self, work: Work) -> float:
+        """Of something that ranks do with each other."""
+        work()
+        calls = self._calls(work)
+        times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
+        return self.slowest(lowest_decile(self.once(work, calls) for _ in range(times)))
+
+    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> PassTimings:
+        """Seconds of a forward, and of its backward."""
+        ahead = self.seconds(forward)
+        result = forward()
+        gradient = torch.ones_like(result)
+        return PassTimings(ahead,
+                           self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)))
+
+    def slowest(self, seconds: float) -> float:
+        return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))
+
+    def _calls(self, work: Work) -> int:
+        """Between two looks at the clock."""
+        if self.device.type == "cpu":
+            return 1
+        return max(1, min(MOST_CALLS, int(SAMPLE / self.slowest(self.once(work)))))
+
+    def _samples(self, work: Work, calls: int) -> Iterator[float]:
+        end = self.now() + SECONDS
+        for number in range(MOST):
+            if number >= FEWEST and self.now() > end:
+                return
+            yield self.once(work, calls)
+
+
+MODEL_SECONDS = 0.8
+"""Of the steps of one shape; at least FEWEST."""
+WARM_UP = 2
+NO_GC_STEPS = 1 << 60
+"""Steps between two looks for garbage."""
+
+
+class ProbeModel:
+    def __init__(self, shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> None:
+        config = shape.config(precision)
+        self._watch = watch
+        model = build.model(config, groups, build.recomputation(config, groups))
+        self._engine = build.engine(config, model, groups, watch.device)
+        self._engine.train()
+        # Any tokens, but those that share a model have the same.
+        numbers = torch.arange(shape.batch * (shape.sequence + 1), device=watch.device)
+        rows = (numbers % VOCABULARY).reshape(shape.batch, -1)
+        self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+    def step(self) -> StepTimings:
+        begin = self._watch.now()
+        loss = forward_loss(self._engine, self._batch)
+        ahead = self._watch.now()
+        self._engine.backward(loss)
+        back = self._watch.now()
+        self._engine.step()
+        return StepTimings(ahead - begin, back - ahead, self._watch.now() - back)
+
+
+def steps_in_turn(shapes: Sequence[ProbeModelShape], precision: str, watch: ProbeTimer,
+                  groups: Groups = Groups()) -> list[StepTimings]:
+    """What they usually take, on the slowest rank; with `groups`, together."""
+    free_engines()
+    models = [ProbeModel(shape, precision, watch, groups) for shape in shapes]
+    for _ in range(WARM_UP):
+        for model in models:
+            model.step()
+    with periodic_gc(NO_GC_STEPS):
+        taken = _measure_rounds(models, watch, groups)
+    return [StepTimings(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
+            for steps in zip(*taken, strict=True)]
+
+
+def _measure_rounds(models: Sequence[ProbeModel], watch: ProbeTimer, groups: Groups) -> list[list[StepTimings]]:
+    """Of every round, what each took."""
+    if groups.world.is_solo:
+        taken, end = list[list[StepTimings]](), watch.now() + MODEL_SECONDS
+        while len(taken) < FEWEST or watch.now() < end:
+            taken.append([model.step() for model in models])
+        return taken
+    once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
+    return [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(MODEL_SECONDS / once))))]
+
+
+def seconds_in_training(shape: ProbeModelShape, precision: str, watch: ProbeTimer, groups: Groups) -> float:
+    """Of a step in the loop of training, on random tokens."""
+    free_engines()
+    config = shape.config(precision)
+    tokenizer = build.tokenizer(config)
+    samples = build.datasets(config, tokenizer, groups).train
+    assert samples is not None, "random tokens are for training"
+    engine = build.engine(config, build.model(config, groups), groups, watch.device)
+    rule = build.micro_batch_sampler(config, groups, tokenizer)
+    with TemporaryDirectory() as place:
+        file = Path(place) / "metrics.jsonl"
+        with RunLog(replace(config.log, metrics_file=str(file)), STEPS_IN_TRAINING, 0, writes=True) as log:
+            Trainer(config, engine, rule, watch.device, log).run(TrainState(), samples, None)
+        steps = [json.loads(line)["step_ms"] / 1e3 for line in file.read_text().splitlines()]
+    return watch.slowest(_typical(steps[WARM_UP:], groups))
+
+
+def free_engines() -> None:
+    """Engines refer to themselves: those of before are still there."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _typical(samples: Sequence[float], groups: Groups) -> float:
+    """Ranks that work together wait for the slowest in every step: it is no other program that makes their median
+    longer."""
+    return lowest_decile(samples) if groups.world.is_solo else median(samples)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +209,7 @@ MOST_SWEEPS = 3
 
 @dataclass(frozen=True)
 class Probe:
-    watch: Stopwatch
+    watch: ProbeTimer
     precision: str
     data_parallel: Groups
     tensor_parallel: Groups
@@ -64,24 +224,24 @@ class Probe:
         return kind_of(self.device)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ProbeSizes:
         return SIZES[self.kind]
 
-    def rates(self, machine: str) -> Rates:
+    def rates(self, machine: str) -> MachineRates:
         begin = self.watch.now()
-        set_products(self.sizes.largest.config(self.precision), self.device)
+        set_matmul_precision(self.sizes.largest.config(self.precision), self.device)
         where = Where(machine, torch.__version__, self.kind, self.precision, self.watch.world.size,
                       torch.get_num_threads())
         sweeps = [self.sweep(), self.sweep()]
-        while spread(*sweeps) > CALM and len(sweeps) < MOST_SWEEPS:
+        while spread(*sweeps) > QUIET_SPREAD and len(sweeps) < MOST_SWEEPS:
             sweeps.append(self.sweep())
-        return replace(rates_of(least(*sweeps), where), seconds=self.watch.now() - begin, spread=spread(*sweeps),
-                       taken=date.today().isoformat())
+        return replace(fit_rates(elementwise_min(*sweeps), where), seconds=self.watch.now() - begin,
+                       spread=spread(*sweeps), taken=date.today().isoformat())
 
-    def sweep(self) -> Sighting:
+    def sweep(self) -> ProbeResult:
         """Through everything once."""
         first, is_solo = self.sizes.shapes[0], self.watch.world.is_solo
-        return Sighting(
+        return ProbeResult(
             products=tuple(tuple(self._product(rows, width) for width in self.sizes.widths)
                            for rows in self.sizes.rows),
             attention=tuple(self._attention(length, heads, 0.0) for length, heads in self.sizes.lengths),
@@ -89,29 +249,27 @@ class Probe:
             dropout=tuple(map(self._dropout, self.sizes.elements)),
             loss=tuple(self._loss(rows, columns) for rows, columns in self.sizes.logits),
             exchanges=() if is_solo else tuple(map(self._exchange, self.sizes.bytes)),
-            beside=() if is_solo else (self._beside(),),
-            link=0.0 if self.kind == "cpu" else self._link(),
+            beside=() if is_solo else (self._beside(),), link=0.0 if self.kind == "cpu" else self._link(),
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
-            variants=Variants(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
-            together=() if is_solo else tuple(map(self._together, first.larger.together)),
-            cut=self._cut(),
+            variants=VariantTimings(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
+            together=() if is_solo else tuple(map(self._together, first.larger.together)), cut=self._cut(),
             training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
             host=() if self.kind == "cpu" else self._host_updates())
 
     # ---- operations of torch --------------------------------------------------------------------------------------
 
-    def _product(self, rows: int, width: int) -> Both:
+    def _product(self, rows: int, width: int) -> PassTimings:
         x, weight, bias = self._random(rows, width), self._random(width, width), self._random(width)
-        return Both(self.watch.seconds(lambda: F.linear(x, weight, bias)),
-                    self.watch.seconds(lambda: (x @ weight, x.t() @ x)))
+        return PassTimings(self.watch.seconds(lambda: F.linear(x, weight, bias)),
+                           self.watch.seconds(lambda: (x @ weight, x.t() @ x)))
 
-    def _attention(self, length: int, heads: int, dropout: float) -> Both:
+    def _attention(self, length: int, heads: int, dropout: float) -> PassTimings:
         q, k, v = (self._random(1, heads, length, HEAD_WIDTH).requires_grad_() for _ in range(3))
         return self.watch.passes(
             lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), (q, k, v))
 
-    def _dropout(self, elements: int) -> Both:
+    def _dropout(self, elements: int) -> PassTimings:
         x = self._random(elements).requires_grad_()
         return self.watch.passes(lambda: F.dropout(x, DROPOUT, True), (x,))
 
@@ -124,15 +282,15 @@ class Probe:
 
     # ---- exchange -------------------------------------------------------------------------------------------------
 
-    def _exchange(self, size: int) -> Exchange:
+    def _exchange(self, size: int) -> CollectiveTimings:
         """Sums for all, sums for their owners, and collecting, of so many bytes. An accelerator's wire would widen
         16-bit numbers that go to their owners: they are as wide here as they travel."""
         world = self.watch.world
         full, shard = self._flat(size, DTYPES[self.precision])
         sent, mine = self._flat(size, torch.float32) if on_accelerator(self.device) else (full, shard)
-        return Exchange(self.watch.together(lambda: all_reduce_into(full, world).wait()),
-                        self.watch.together(lambda: reduce_scatter_into(mine, sent, world).wait()),
-                        self.watch.together(lambda: all_gather_into(full, shard, world).wait()))
+        return CollectiveTimings(self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait()),
+                                 self.watch.collective_seconds(lambda: reduce_scatter_into(mine, sent, world).wait()),
+                                 self.watch.collective_seconds(lambda: all_gather_into(full, shard, world).wait()))
 
     def _flat(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """So many bytes, and a rank's part."""
@@ -140,7 +298,7 @@ class Probe:
         full = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=self.device)
         return full, torch.zeros_like(full[:full.numel() // ranks])
 
-    def _beside(self) -> Beside:
+    def _beside(self) -> OverlapTimings:
         world, (x, full) = self.watch.world, self._tensors_beside()
         times = self._times
 
@@ -153,14 +311,14 @@ class Probe:
             products()
             pending.wait()
 
-        return Beside(self.watch.together(products),
-                      self.watch.together(lambda: all_reduce_into(full, world).wait()), self.watch.together(both))
+        return OverlapTimings(self.watch.collective_seconds(products), self.watch.collective_seconds(
+            lambda: all_reduce_into(full, world).wait()), self.watch.collective_seconds(both))
 
     @cached_property
     def _times(self) -> int:
         """Products that take as long as an exchange: found once, so that sweeps are alike."""
         world, (x, full) = self.watch.world, self._tensors_beside()
-        exchange = self.watch.together(lambda: all_reduce_into(full, world).wait())
+        exchange = self.watch.collective_seconds(lambda: all_reduce_into(full, world).wait())
         return max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
 
     def _tensors_beside(self) -> tuple[Tensor, Tensor]:
@@ -177,14 +335,14 @@ class Probe:
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, *shapes: Shape) -> Any:
-        """`Taken` of each, in turn."""
+    def _steps(self, *shapes: ProbeModelShape) -> Any:
+        """`StepTimings` of each, in turn."""
         return tuple(steps_in_turn(shapes, self.precision, self.watch))
 
-    def _together(self, shape: Shape) -> Taken:
+    def _together(self, shape: ProbeModelShape) -> StepTimings:
         return steps_in_turn((shape,), self.precision, self.watch, self.data_parallel)[0]
 
-    def _cut(self) -> tuple[Taken, ...]:
+    def _cut(self) -> tuple[StepTimings, ...]:
         shape = self.sizes.cut(self.watch.world.size)
         return tuple(steps_in_turn((shape,), self.precision, self.watch, self.tensor_parallel)) if shape else ()
 
@@ -203,19 +361,19 @@ def kind_of(device: torch.device) -> Device:
 def main(argv: Sequence[str]) -> int:
     """Of every rank: the name of the file to write, of the machine, of the precision, and of the kind of device."""
     path, machine, precision, kind = argv
-    env = distributed.init()
-    device = distributed.device_for(env)
+    env = process_group.init()
+    device = process_group.device_for(env)
     require(device.type == kind, f"torch {torch.__version__} finds no {kind} here: install one that does, or plan with "
             f"--device {device.type}")
     if device.type == "cpu":
         keep_freed_memory()
     cut = SIZES[kind_of(device)].cut(env.world_size)
     data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(cut.tp if cut else 1)
-    watch = Stopwatch(device, data_parallel.world)
+    watch = ProbeTimer(device, data_parallel.world)
     found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 

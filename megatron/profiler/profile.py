@@ -1,7 +1,6 @@
-"""What was recorded, as plain numbers: a tree of rows that holds nothing of the model.
+"""A profile as plain numbers: a tree of rows without references to the model.
 
-Counts come in two sizes (nodes.py): logical, of the whole model, and *here*, of this rank. FLOPs are 2 x MACs.
-Parameters and MACs of a row include the rows inside it.
+Counts are logical (whole model) and on this rank. FLOPs are 2 x MACs. A row includes the rows inside it.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.profiler.nodes import Node, Phase, logical_numel, tensor_parallel_size
-from megatron.profiler.recording import Recording
+from megatron.profiler.flop_recorder import FlopRecording
+from megatron.profiler.module_tree import ModuleNode, RunPhase, logical_numel, tensor_parallel_size
 
 FLOPS_PER_MAC = 2
 
@@ -37,19 +36,19 @@ class Macs:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """A module with all inside it."""
 
     path: str
-    kind: str
+    class_name: str
     parameters: int
-    parameters_here: int
+    parameters_on_rank: int
     macs: Macs
-    macs_here: Macs
+    macs_on_rank: Macs
     calls: int
     seconds: float
     """Of its forwards; of a list of modules, theirs."""
-    rows: tuple[Row, ...] = ()
+    children: tuple[ModuleRow, ...] = ()
 
     @property
     def name(self) -> str:
@@ -58,11 +57,11 @@ class Row:
     @property
     def flops_per_second(self) -> float:
         """Of this rank in the forward; 0 where there is nothing to say."""
-        return FLOPS_PER_MAC * self.macs_here.forward / self.seconds if self.seconds else 0.0
+        return FLOPS_PER_MAC * self.macs_on_rank.forward / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProfiledJob:
     """Of the job that was profiled, and how much a step of it takes in."""
 
     world: int = 1
@@ -76,31 +75,31 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ModelProfile:
     """One recording."""
 
-    root: Row
-    outside: Macs
+    root: ModuleRow
+    outside_modules: Macs
     """What ran in no module."""
-    parts: Mapping[str, float]
+    phase_seconds: Mapping[str, float]
     """Seconds of parts of a step."""
-    layout: Layout = Layout()
+    layout: ProfiledJob = ProfiledJob()
     step: int | None = None
     recompute_factor: float = 0.0
     """Where no backward was seen it is taken for 2 + this forwards."""
     step_before: float | None = None
     """Seconds of the step before the profiled one."""
-    unknown: Mapping[str, int] = field(default_factory=dict)
+    uncounted_ops: Mapping[str, int] = field(default_factory=dict)
     saw_backward: bool = True
 
     @property
     def macs(self) -> Macs:
         """Of the model and of what ran beside it."""
-        return self.root.macs + self.outside
+        return self.root.macs + self.outside_modules
 
     @property
-    def macs_here(self) -> Macs:
-        return self.root.macs_here + self.outside
+    def macs_on_rank(self) -> Macs:
+        return self.root.macs_on_rank + self.outside_modules
 
     @property
     def backward_is_estimated(self) -> bool:
@@ -113,11 +112,11 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "layout": asdict(self.layout), "parameters": self.root.parameters,
-                "parameters_here": self.root.parameters_here, "flops": self._flops(self.macs),
-                "flops_here": self._flops(self.macs_here), "backward_is_estimated": self.backward_is_estimated,
-                "outside_of_modules": _flops(self.outside),
-                "seconds": dict(self.parts), "seconds_of_step_before": self.step_before,
-                "not_counted": dict(self.unknown), "modules": _plain(self.root)}
+                "parameters_here": self.root.parameters_on_rank, "flops": self._flops(self.macs),
+                "flops_here": self._flops(self.macs_on_rank), "backward_is_estimated": self.backward_is_estimated,
+                "outside_of_modules": _flops(self.outside_modules),
+                "seconds": dict(self.phase_seconds), "seconds_of_step_before": self.step_before,
+                "not_counted": dict(self.uncounted_ops), "modules": _row_as_dict(self.root)}
 
     def _flops(self, macs: Macs) -> dict[str, int]:
         """With the estimate in place of a backward that was not seen."""
@@ -127,33 +126,33 @@ class Profile:
         return counted
 
 
-def walk(row: Row, depth: int = 0) -> Iterator[tuple[int, Row]]:
+def walk_rows(row: ModuleRow, depth: int = 0) -> Iterator[tuple[int, ModuleRow]]:
     """Depth, row; from the top."""
     yield depth, row
-    for inner in row.rows:
-        yield from walk(inner, depth + 1)
+    for inner in row.children:
+        yield from walk_rows(inner, depth + 1)
 
 
-def profile_of(recording: Recording, **said: Any) -> Profile:
-    """`said` are the other fields of a Profile."""
-    recording.settle()
+def build_profile(recording: FlopRecording, **said: Any) -> ModelProfile:
+    """`said` are the other fields of a ModelProfile."""
+    recording.finish()
     tp = tensor_parallel_size(recording.root.module)
-    return Profile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
-                   unknown=recording.unknown, saw_backward=recording.saw_backward, **said)
+    return ModelProfile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
+                        uncounted_ops=recording.uncounted_ops, saw_backward=recording.saw_backward, **said)
 
 
-def _row(node: Node, tp: int) -> Row:
+def _row(node: ModuleNode, tp: int) -> ModuleRow:
     rows = tuple(_row(child, tp) for child in node.children)
     own = _macs(node)
-    return Row(node.path, node.kind, sum(logical_numel(p, tp) for p in node.parameters),
-               sum(p.numel() for p in node.parameters),
-               _total([own.times(tp if node.is_split else 1), *(row.macs for row in rows)]),
-               _total([own, *(row.macs_here for row in rows)]), node.calls,
-               node.seconds if node.calls else sum(row.seconds for row in rows), rows)
+    return ModuleRow(node.path, node.class_name, sum(logical_numel(p, tp) for p in node.parameters),
+                     sum(p.numel() for p in node.parameters),
+                     _total([own.times(tp if node.is_tensor_parallel else 1), *(row.macs for row in rows)]),
+                     _total([own, *(row.macs_on_rank for row in rows)]), node.calls,
+                     node.seconds if node.calls else sum(row.seconds for row in rows), rows)
 
 
-def _macs(node: Node) -> Macs:
-    return Macs(node.macs[Phase.FORWARD], node.macs[Phase.BACKWARD], node.macs[Phase.AGAIN])
+def _macs(node: ModuleNode) -> Macs:
+    return Macs(node.macs[RunPhase.FORWARD], node.macs[RunPhase.BACKWARD], node.macs[RunPhase.RECOMPUTE])
 
 
 def _total(macs: Sequence[Macs]) -> Macs:
@@ -164,8 +163,9 @@ def _flops(macs: Macs) -> dict[str, int]:
     return {name: FLOPS_PER_MAC * count for name, count in asdict(macs).items()}
 
 
-def _plain(row: Row) -> dict[str, Any]:
-    return {"name": row.name, "path": row.path, "class": row.kind, "parameters": row.parameters,
-            "parameters_here": row.parameters_here, "macs": asdict(row.macs), "flops": _flops(row.macs),
-            "flops_here": _flops(row.macs_here), "calls": row.calls, "seconds": row.seconds,
-            "forward_flops_per_second": row.flops_per_second, "modules": [_plain(inner) for inner in row.rows]}
+def _row_as_dict(row: ModuleRow) -> dict[str, Any]:
+    return {"name": row.name, "path": row.path, "class": row.class_name, "parameters": row.parameters,
+            "parameters_here": row.parameters_on_rank, "macs": asdict(row.macs),
+            "flops": _flops(row.macs), "flops_here": _flops(row.macs_on_rank), "calls": row.calls,
+            "seconds": row.seconds, "forward_flops_per_second": row.flops_per_second,
+            "modules": [_row_as_dict(inner) for inner in row.children]}

@@ -1,52 +1,122 @@
-"""The records of a run -> its history: one line of steps, whatever was killed and resumed.
+"""Reads a metrics file into the history of a run: one sequence of steps across kills and resumes.
 
-A *start* is a time the trainer began to write, with its configuration; one after step 0 is a resume. What was recorded
-of later steps until then is given up: the run goes on from there, so each step counts once, and the last time it was
-taken. A step back without a start, in a file that has starts, is another run's. Not here: how a file is read (read.py).
+A start is a time at which the trainer began to write; after step 0 it is a resume. Steps recorded beyond a resume
+are discarded, so each step counts once. A step back without a start means that two runs wrote to the file.
+Incomplete lines and zeros left by a crash are skipped and counted; a record behind them on the same line is found.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from megatron.report.read import Record
+from data.storage import DataError
+
+Record = dict[str, Any]
+
+MAX_LINE_BYTES = 1 << 20
+"""Bytes of a line; the configuration of a run has about 5,000."""
+PROBED_LINES = 5
+"""Lines in which a metrics file shows itself as one."""
+RECORD_KEYS = ("config", "iteration", "save")
+"""Every record of a trainer has one of these keys."""
+
+_OBJECT = re.compile(rb'\{"')
+
+
+class MetricsFileReader:
+    """The records of a file in order, read as they are asked for; what is said of lines is of those read so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_records = 0
+        self.num_damaged_lines = 0
+        """Lines that are not one object, and nothing else."""
+        self.last_line_is_incomplete = False
+        """The last one, which is being written, or was when the run was killed."""
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            with open(self._path, "rb") as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    if (record := self._record(line)) is not None:
+                        self.num_records += 1
+                        yield record
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if self.num_damaged_lines and not self.num_records:
+            raise DataError(f"{self._path} is no metrics file: no line of it is a record of a run")
+
+    def _record(self, line: bytes) -> Record | None:
+        record = _parse_record(line)
+        if record is None and line.strip():
+            if not line.endswith(b"\n"):
+                self.last_line_is_incomplete = True
+                return None
+            self.num_damaged_lines += 1
+            return _last_record_in(line)
+        return record
+
+
+def _parse_record(text: bytes) -> Record | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and any(key in found for key in RECORD_KEYS) else None
+
+
+def _last_record_in(line: bytes) -> Record | None:
+    """The record at the end of a line that begins with the remains of another, or with zeros."""
+    for start in _OBJECT.finditer(line):
+        if (record := _parse_record(line[start.start():])) is not None:
+            return record
+    return None
+
+
+def looks_like_metrics(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return any(_parse_record(file.readline(MAX_LINE_BYTES)) for _ in range(PROBED_LINES))
+
 
 COLUMNS = ("lm_loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "tflops", "mfu", "max_memory_bytes",
            "step_ms", "consumed_samples", "skipped", "drive_wait_ms", "pld_theta")
 """What is kept of a step, by its name in the file; nan where it is not there, or not finite."""
 
-NO_SETTINGS = ("config", "start", "began", "values")
+NON_SETTING_KEYS = ("config", "start", "began", "values")
 """In the record of a start."""
 
 
 @dataclass
-class Start:
+class RunStart:
     step: int
     """The last one before it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Its record: facts, and under "values" the configuration by section; empty where the file does not say."""
-    given_up: int = 0
+    discarded_steps: int = 0
     """Steps that had been recorded beyond it."""
-    reached: int = 0
+    last_step: int = 0
     """The last step that it recorded."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration by dotted name, and the facts beside it."""
-        facts = {name: value for name, value in self.config.items() if name not in NO_SETTINGS}
-        sections = _object(self.config.get("values"))
+        facts = {name: value for name, value in self.config.items() if name not in NON_SETTING_KEYS}
+        sections = _as_mapping(self.config.get("values"))
         return facts | {f"{section}.{name}": value for section, fields in sections.items()
-                        for name, value in _object(fields).items()}
+                        for name, value in _as_mapping(fields).items()}
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationEvent:
     split: str
     step: int
     loss: float
@@ -54,7 +124,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveEvent:
     step: int
     tag: str
     bytes: float
@@ -62,7 +132,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPosition:
     """A step on every axis; nan where the file does not say."""
 
     step: int
@@ -70,7 +140,7 @@ class Place:
     seconds: float
 
 
-class History:
+class RunHistory:
     """Filled by `read`; steps are in order, and each is there once."""
 
     def __init__(self, name: str) -> None:
@@ -79,39 +149,39 @@ class History:
         self.columns = {column: array("d") for column in COLUMNS}
         self.tokens, self.seconds = array("d"), array("d")
         """Seen by then, and trained for, with all steps before."""
-        self.starts: list[Start] = []
-        self.saves: list[Save] = []
-        self.out_of_order = 0
+        self.starts: list[RunStart] = []
+        self.saves: list[SaveEvent] = []
+        self.num_out_of_order = 0
         """Steps behind a later one, though the file says where it starts: of another run that writes into it."""
-        self._evaluations: dict[tuple[str, int], Evaluation] = {}
+        self._evaluations: dict[tuple[str, int], EvaluationEvent] = {}
 
     # ---- from records ---------------------------------------------------------------------------------------------
 
-    def read(self, records: Iterable[Record]) -> History:
+    def add_records(self, records: Iterable[Record]) -> RunHistory:
         for record in records:
-            step = _step(record.get("iteration"))
+            step = _as_step(record.get("iteration"))
             if record.get("config") is True:
-                self._start(Start(_step(record.get("start")) or 0, record))
-            elif record.get("save") is True and (saved := _step(record.get("step"))) is not None:
-                self.saves.append(Save(saved, str(record.get("tag")), number(record.get("bytes")),
-                                       number(record.get("seconds"))))
+                self._add_start(RunStart(_as_step(record.get("start")) or 0, record))
+            elif record.get("save") is True and (saved := _as_step(record.get("step"))) is not None:
+                self.saves.append(SaveEvent(saved, str(record.get("tag")), as_float(record.get("bytes")),
+                                            as_float(record.get("seconds"))))
             elif step is not None and record.get("eval") is True:
-                found = Evaluation(str(record.get("split", "validation")), step, number(record.get("lm_loss")),
-                                   number(record.get("bits_per_byte")))
+                found = EvaluationEvent(str(record.get("split", "validation")), step, as_float(record.get("lm_loss")),
+                                        as_float(record.get("bits_per_byte")))
                 self._evaluations[found.split, step] = found
             elif step:
-                self._step(step, record)
+                self._add_step(step, record)
         self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
                                              for value in self.columns["step_ms"]))
         length = self._sequence_length()
         self.tokens = array("d", (samples * length for samples in self.columns["consumed_samples"]))
         return self
 
-    def _start(self, start: Start) -> None:
-        start.given_up, start.reached = self._go_back(start.step), start.step
+    def _add_start(self, start: RunStart) -> None:
+        start.discarded_steps, start.last_step = self._rewind(start.step), start.step
         self.starts.append(start)
 
-    def _go_back(self, step: int) -> int:
+    def _rewind(self, step: int) -> int:
         """The run goes on after `step`: what lies beyond has not happened. So many steps did."""
         kept = bisect_right(self.steps, step)
         beyond = len(self.steps) - kept
@@ -122,25 +192,25 @@ class History:
         self._evaluations = {key: found for key, found in self._evaluations.items() if found.step <= step}
         return beyond
 
-    def _step(self, step: int, record: Record) -> None:
+    def _add_step(self, step: int, record: Record) -> None:
         is_behind = bool(self.steps) and step <= self.steps[-1]
         if is_behind and self.starts[-1].config:
-            self._go_back(step - 1)
-            self.out_of_order += 1
+            self._rewind(step - 1)
+            self.num_out_of_order += 1
         elif is_behind or not self.starts:  # of a file that does not say where it starts
-            self._start(Start(step - 1))
-        self.starts[-1].reached = max(step, self.starts[-1].reached)
+            self._add_start(RunStart(step - 1))
+        self.starts[-1].last_step = max(step, self.starts[-1].last_step)
         self.steps.append(step)
         for name, column in self.columns.items():
             value = record.get(name)
-            column.append(value if type(value) is float else number(value))  # most are: a call less
+            column.append(value if type(value) is float else as_float(value))  # most are: a call less
 
     def _sequence_length(self) -> float:
         """Tokens of a sample: as configured, or from what two steps say of tokens and samples."""
         settings = self.settings
         said = settings.get("data.seq_length") or settings.get("model.max_position_embeddings")
         if said is not None:
-            return number(said)
+            return as_float(said)
         samples, rates, times = (self.columns[name] for name in ("consumed_samples", "tokens_per_s", "step_ms"))
         if len(samples) < 2 or not samples[-1] > samples[-2]:
             return math.nan
@@ -159,13 +229,13 @@ class History:
         return self.steps[-1] if self.steps else 0
 
     @property
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> list[EvaluationEvent]:
         return sorted(self._evaluations.values(), key=lambda found: (found.step, found.split))
 
     @property
-    def resumes(self) -> list[Start]:
+    def resumes(self) -> list[RunStart]:
         """The starts where the line goes on that was there before."""
-        lasting, lowest = list[Start](), math.inf
+        lasting, lowest = list[RunStart](), math.inf
         for start in reversed(self.starts):
             if 0 < start.step < lowest:
                 lasting.append(start)
@@ -173,20 +243,20 @@ class History:
         return lasting[::-1]
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         """Steps between the first and the last that no record tells of."""
         return self.steps[-1] - self.steps[0] + 1 - len(self.steps) if self.steps else 0
 
-    def place(self, step: int) -> Place:
+    def position(self, step: int) -> RunPosition:
         """Of the last recorded step until then."""
         index = bisect_right(self.steps, step) - 1
-        return Place(step, self.tokens[index], self.seconds[index]) if index >= 0 else Place(step, 0.0, 0.0)
+        return RunPosition(step, self.tokens[index], self.seconds[index]) if index >= 0 else RunPosition(step, 0.0, 0.0)
 
-    def finite(self, column: str) -> Iterator[float]:
+    def finite_values(self, column: str) -> Iterator[float]:
         return (value for value in self.columns[column] if math.isfinite(value))
 
 
-def number(value: object) -> float:
+def as_float(value: object) -> float:
     """nan for what is none."""
     if isinstance(value, float | int):
         try:
@@ -196,10 +266,10 @@ def number(value: object) -> float:
     return math.nan
 
 
-def _step(value: object) -> int | None:
+def _as_step(value: object) -> int | None:
     """A number of steps, if that is what it is."""
     return value if type(value) is int and 0 <= value < 2**63 else None
 
 
-def _object(value: object) -> Mapping[str, Any]:
+def _as_mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

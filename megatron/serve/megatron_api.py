@@ -1,4 +1,4 @@
-"""Megatron's text generation server: what `PUT /api` asks for, and what it is answered."""
+"""Megatron-LM's text generation server API: parses `PUT /api` and builds its response."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from megatron.inference.generation import Text
+from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Sampling
-from megatron.serve.asked import Asked, Fields, Subject, fresh_seed, plain, sampling_of
-from megatron.serve.leader import Verdict
-from megatron.serve.limits import wrong
+from megatron.serve.admission import invalid_field
+from megatron.serve.api_request import GenerationRequest, ServedModel, StrictJson, build_sampling, new_seed, valid_text
+from megatron.serve.scheduler import SequenceLogprobs
 
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 DEFAULT_TOKENS = 64
 GPT2_EOD = 50256
 """Which old clients name, whatever the tokenizer."""
@@ -20,83 +20,86 @@ GPT2_EOD = 50256
 
 @final
 @dataclass(frozen=True)
-class Generation:
-    subject: Subject
-    asked: Asked
-    shown: tuple[str, ...]
-    streams: bool = False
+class MegatronGeneration:
+    model: ServedModel
+    generation: GenerationRequest
+    prompt_texts: tuple[str, ...]
+    is_streaming: bool = False
 
-    def whole(self, texts: Sequence[Text], verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
+    def full_response(self, sequences: Sequence[GeneratedSequence],
+                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
         """Prompt and what follows, with the end of a line that it stopped at, as there."""
-        decode = self.subject.tokenizer.decode
-        return {"text": [shown + decode(text.tokens) for shown, text in zip(self.shown, texts, strict=True)],
-                "segments": [[decode([token]) for token in text.ids] for text in texts],
-                "logprobs": [verdicts[text.request.number].logprobs for text in texts] if verdicts else None,
-                "random_seed": self.asked.seed}
+        decode = self.model.tokenizer.decode
+        return {"text": [shown + decode(text.tokens) for shown, text in zip(self.prompt_texts, sequences, strict=True)],
+                "segments": [[decode([token]) for token in text.ids] for text in sequences],
+                "logprobs": [logprobs[text.request.number].logprobs for text in sequences] if logprobs else None,
+                "random_seed": self.generation.seed}
 
-    def more(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
+    def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
         return []
 
-    def last(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
+    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
         return []
 
 
-def read(body: dict[str, Any], subject: Subject) -> Generation:
-    fields = Fields(body)
+def parse_generation(body: dict[str, Any], model: ServedModel) -> MegatronGeneration:
+    fields = StrictJson(body)
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         if fields.take(old) is not None:
-            raise wrong(old, f"is no longer used; {new} has taken its place")
-    shown = _prompts(fields, subject)
-    begun = fields.flag("add_BOS")
-    if "" in shown and not begun:
-        raise wrong("prompts", "one is empty, which needs add_BOS")
-    _refuse(fields, subject)
-    asked = Asked(prompts=tuple(_tokens(text, begun, subject) for text in shown), samples=1,
-                  most=fields.integer("tokens_to_generate", min(DEFAULT_TOKENS, subject.most), 0, subject.most),
-                  sampling=_sampling(fields), seed=fields.integer("random_seed", fresh_seed(), 0, 1 << 63),
-                  stops=_stops(fields), top=0 if fields.flag("logprobs") else None)
-    if not asked.most and asked.top is None:
-        raise wrong("tokens_to_generate", "0 needs logprobs: true")
-    fields.finish()
-    return Generation(subject, asked, shown)
+            raise invalid_field(old, f"is no longer used; {new} has taken its place")
+    shown = _parse_prompts(fields, model)
+    add_bos = fields.take_bool("add_BOS")
+    if "" in shown and not add_bos:
+        raise invalid_field("prompts", "one is empty, which needs add_BOS")
+    _reject_unsupported(fields, model)
+    generation = GenerationRequest(
+        prompts=tuple(_encode_prompt(text, add_bos, model) for text in shown), num_samples=1,
+        max_new_tokens=fields.take_int("tokens_to_generate", min(DEFAULT_TOKENS, model.max_new_tokens),
+                                       0, model.max_new_tokens), sampling=_parse_sampling(fields),
+        seed=fields.take_int("random_seed", new_seed(), 0, 1 << 63), stops=_parse_stops(fields),
+        top_logprobs=0 if fields.take_bool("logprobs") else None)
+    if not generation.max_new_tokens and generation.top_logprobs is None:
+        raise invalid_field("tokens_to_generate", "0 needs logprobs: true")
+    fields.reject_unknown()
+    return MegatronGeneration(model, generation, shown)
 
 
-def _prompts(fields: Fields, subject: Subject) -> tuple[str, ...]:
+def _parse_prompts(fields: StrictJson, model: ServedModel) -> tuple[str, ...]:
     given = fields.take("prompts")
-    if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
-        raise wrong("prompts", f"expected a list of 1 to {MOST_PROMPTS} texts")
-    subject.check_texts(len(given), 1, "prompts")
-    return tuple(plain(one, "prompts") for one in given)
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_PROMPTS:
+        raise invalid_field("prompts", f"expected a list of 1 to {MAX_PROMPTS} texts")
+    model.check_num_sequences(len(given), 1, "prompts")
+    return tuple(valid_text(one, "prompts") for one in given)
 
 
-def _tokens(text: str, begun: bool, subject: Subject) -> tuple[int, ...]:
-    ids = tuple(int(token) for token in subject.tokenizer.encode(text))
-    if begun and subject.eod is None:
-        raise wrong("add_BOS", "this model has no token that begins a document")
-    return subject.checked((subject.eod, *ids) if begun and subject.eod is not None else ids, "prompts")
+def _encode_prompt(text: str, add_bos: bool, model: ServedModel) -> tuple[int, ...]:
+    ids = tuple(int(token) for token in model.tokenizer.encode(text))
+    if add_bos and model.eod is None:
+        raise invalid_field("add_BOS", "this model has no token that begins a document")
+    return model.check_prompt((model.eod, *ids) if add_bos and model.eod is not None else ids, "prompts")
 
 
-def _sampling(fields: Fields) -> Sampling:
-    temperature = fields.number("temperature", 1.0, 0.001, 100.0)
-    top_k, top_p = fields.integer("top_k", 0, 0, 1000), fields.number("top_p", 0.0, 0.0, 1.0)
+def _parse_sampling(fields: StrictJson) -> Sampling:
+    temperature = fields.take_float("temperature", 1.0, 0.001, 100.0)
+    top_k, top_p = fields.take_int("top_k", 0, 0, 1000), fields.take_float("top_p", 0.0, 0.0, 1.0)
     if top_k and top_p:
-        raise wrong("top_p", "cannot be set together with top_k")
-    bound = fields.number("top_p_bound", 0.0, 0.0, 1.0)
+        raise invalid_field("top_p", "cannot be set together with top_k")
+    bound = fields.take_float("top_p_bound", 0.0, 0.0, 1.0)
     if bound > top_p:
-        raise wrong("top_p_bound", "expected at most top_p")
-    fields.only("top_p_decay", (0, 0.0), "is not done here")
-    return sampling_of(0.0 if top_k == 1 else temperature, top_k=top_k, top_p=top_p or 1.0)
+        raise invalid_field("top_p_bound", "expected at most top_p")
+    fields.require_neutral("top_p_decay", (0, 0.0), "is not done here")
+    return build_sampling(0.0 if top_k == 1 else temperature, top_k=top_k, top_p=top_p or 1.0)
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    line, two = fields.flag("stop_on_eol"), fields.flag("stop_on_double_eol")
+def _parse_stops(fields: StrictJson) -> tuple[str, ...]:
+    line, two = fields.take_bool("stop_on_eol"), fields.take_bool("stop_on_double_eol")
     return ("\n",) * line + ("\n\n",) * two
 
 
-def _refuse(fields: Fields, subject: Subject) -> None:
+def _reject_unsupported(fields: StrictJson, model: ServedModel) -> None:
     """What is not done here, unless it changes nothing."""
-    fields.only("prevent_newline_after_colon", (False,), "is not done here")
-    fields.only("beam_width", (), "beam search is not done here")
-    fields.only("length_penalty", (1, 1.0), "belongs to beam search, which is not done here")
-    fields.only("stop_token", (subject.eod, GPT2_EOD), "a text ends with its document, or as stop_on_eol says")
-    fields.flag("no_log")
+    fields.require_neutral("prevent_newline_after_colon", (False,), "is not done here")
+    fields.require_neutral("beam_width", (), "beam search is not done here")
+    fields.require_neutral("length_penalty", (1, 1.0), "belongs to beam search, which is not done here")
+    fields.require_neutral("stop_token", (model.eod, GPT2_EOD), "a text ends with its document, or as stop_on_eol says")
+    fields.take_bool("no_log")

@@ -1,20 +1,59 @@
-"""What the engine says of itself during a trace, with the time at which it does: where it is, what travels, when it
-waits. Writing one thing down takes about a microsecond."""
+"""Records the engine's rank status, collectives and waits with timestamps during a trace, as intervals of time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from megatron.trace.stretches import Stretch
-from megatron.whereabouts import ACTIVITY, HERE, PHASE, STEP, UNIT, Told
-from megatron.zero.exchanges import ExchangeLog
-from mpu.wire import waits
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.rank_status import ACTIVITY, PHASE, STATUS, STEP, UNIT, ObservedCounters
+from mpu import collective_tracker
 
-Clock = Callable[[], float]
+
+class Interval(NamedTuple):
+    start: float
+    stop: float
+    name: str = ""
+
+    @property
+    def length(self) -> float:
+        return self.stop - self.start
+
+
+TimeSpan = tuple[float, float]
+
+
+def merge_spans(intervals: Iterable[tuple[float, ...] | Interval], within: TimeSpan) -> list[TimeSpan]:
+    """In order, and apart."""
+    found: list[TimeSpan] = []
+    for start, stop in sorted((max(each[0], within[0]), min(each[1], within[1])) for each in intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def total_length(spans: Sequence[TimeSpan]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def time_by_kind(kinds: Mapping[str, Iterable[Interval]], within: TimeSpan) -> dict[str, float]:
+    """How long each kind is, where a moment belongs to the first that has it; "" is what none has."""
+    found, taken = {}, list[TimeSpan]()
+    for kind, stretches in kinds.items():
+        more = merge_spans([*taken, *stretches], within)
+        found[kind] = total_length(more) - total_length(taken)
+        taken = more
+    found[""] = within[1] - within[0] - total_length(taken)
+    return found
+
+
+ClockFn = Callable[[], float]
 
 
 def microseconds() -> float:
@@ -23,7 +62,7 @@ def microseconds() -> float:
 
 
 @dataclass
-class Journey:
+class CollectiveSpan:
     """One exchange."""
 
     what: str
@@ -33,86 +72,86 @@ class Journey:
 
 
 @dataclass
-class Line:
+class StateTimeline:
     """Of which of several things is going on, one after the other."""
 
     changes: list[tuple[float, str]] = field(default_factory=list)
 
-    def stretches(self, end: float) -> list[Stretch]:
+    def intervals(self, end: float) -> list[Interval]:
         """Those that have a name; what was said twice is one."""
-        found: list[Stretch] = []
+        found: list[Interval] = []
         for (start, name), (stop, _) in zip(self.changes, [*self.changes[1:], (end, "")]):
             if found and found[-1].name == name and found[-1].stop == start:
-                found[-1] = Stretch(found[-1].start, stop, name)
+                found[-1] = Interval(found[-1].start, stop, name)
             elif name:
-                found.append(Stretch(start, stop, name))
+                found.append(Interval(start, stop, name))
         return found
 
 
-class Recorder:
-    def __init__(self, clock: Clock = microseconds) -> None:
+class TraceRecorder:
+    def __init__(self, clock: ClockFn = microseconds) -> None:
         self._clock = clock
-        self.lines = {place: Line() for place in (STEP, ACTIVITY, PHASE, UNIT)}
-        self.exchanging = Line()
+        self.timelines = {place: StateTimeline() for place in (STEP, ACTIVITY, PHASE, UNIT)}
+        self.exchange_timeline = StateTimeline()
         """Whether the host is in an exchange with others: it sends, or waits."""
-        self.journeys: dict[tuple[str, int], Journey] = {}
-        self._words: dict[int, str] = {}
+        self.collectives: dict[tuple[str, int], CollectiveSpan] = {}
+        self._names: dict[int, str] = {}
 
     @contextmanager
-    def listening(self, log: ExchangeLog) -> Iterator[None]:
+    def attached(self, log: CollectiveLog) -> Iterator[None]:
         with ExitStack() as after:
-            after.enter_context(HERE.followed(self._heard))
-            numbers = waits.shown()
-            waits.show_in(Told(numbers, self._exchanges))
-            after.callback(waits.show_in, numbers)
-            log.follower = self
-            after.callback(partial(setattr, log, "follower", None))
+            after.enter_context(STATUS.observed_by(self._on_status))
+            numbers = collective_tracker.current_counters()
+            collective_tracker.write_counters_to(ObservedCounters(numbers, self._on_exchange))
+            after.callback(collective_tracker.write_counters_to, numbers)
+            log.observer = self
+            after.callback(partial(setattr, log, "observer", None))
             yield
 
-    def _heard(self, place: int, number: int) -> None:
-        if (line := self.lines.get(place)) is not None:
-            line.changes.append((self._clock(), f"step {number}" if place == STEP else self._word(number)))
+    def _on_status(self, place: int, number: int) -> None:
+        if (line := self.timelines.get(place)) is not None:
+            line.changes.append((self._clock(), f"step {number}" if place == STEP else self._name(number)))
 
-    def _word(self, number: int) -> str:
-        if number not in self._words:
-            self._words[number] = HERE.word(number)
-        return self._words[number]
+    def _name(self, number: int) -> str:
+        if number not in self._names:
+            self._names[number] = STATUS.text_of(number)
+        return self._names[number]
 
-    def _exchanges(self, place: int, mark: int) -> None:
+    def _on_exchange(self, place: int, mark: int) -> None:
         if place == 0:
-            self.exchanging.changes.append((self._clock(), "exchange" if mark else ""))
+            self.exchange_timeline.changes.append((self._clock(), "exchange" if mark else ""))
 
     @property
-    def size(self) -> int:
+    def num_changes(self) -> int:
         """How often the engine went on to something else; operations are some tens of times as many."""
-        return sum(len(line.changes) for line in self.lines.values())
+        return sum(len(line.changes) for line in self.timelines.values())
 
-    # ---- what travels (zero/exchanges.py) ---------------------------------------------------------------------------
+    # ---- collectives (distributed/collective_log.py) ----------------------------------------------------------------
 
-    def begins(self, kind: str, number: int, what: str) -> None:
-        self.journeys[kind, number] = Journey(what, self._clock())
+    def collective_started(self, kind: str, number: int, what: str) -> None:
+        self.collectives[kind, number] = CollectiveSpan(what, self._clock())
 
-    def is_awaited(self, kind: str, number: int) -> None:
-        if (journey := self.journeys.get((kind, number))) is not None:
+    def collective_awaited(self, kind: str, number: int) -> None:
+        if (journey := self.collectives.get((kind, number))) is not None:
             journey.awaited = self._clock()
 
-    def is_over(self, kind: str, number: int) -> None:
-        if (journey := self.journeys.get((kind, number))) is not None:
+    def collective_finished(self, kind: str, number: int) -> None:
+        if (journey := self.collectives.get((kind, number))) is not None:
             journey.stop = self._clock()
 
     # ---- what came of it --------------------------------------------------------------------------------------------
 
-    def count_from(self, base: float) -> None:
+    def rebase(self, base: float) -> None:
         """All times are since then."""
-        for line in (*self.lines.values(), self.exchanging):
+        for line in (*self.timelines.values(), self.exchange_timeline):
             line.changes = [(moment - base, name) for moment, name in line.changes]
-        for journey in self.journeys.values():
+        for journey in self.collectives.values():
             journey.start -= base
             journey.awaited = None if journey.awaited is None else journey.awaited - base
             journey.stop = None if journey.stop is None else journey.stop - base
 
-    def at_exchanges(self, end: float) -> list[Stretch]:
+    def exchange_intervals(self, end: float) -> list[Interval]:
         """When the host was at exchanges, and what it waited for where that is known."""
-        awaited = [Stretch(one.awaited, end if one.stop is None else one.stop, one.what)
-                   for one in self.journeys.values() if one.awaited is not None]
-        return sorted([*awaited, *self.exchanging.stretches(end)])
+        awaited = [Interval(one.awaited, end if one.stop is None else one.stop, one.what)
+                   for one in self.collectives.values() if one.awaited is not None]
+        return sorted([*awaited, *self.exchange_timeline.intervals(end)])

@@ -1,8 +1,7 @@
 """Samples -> micro-batches: which sample ids a step uses, and the tensors a forward takes.
 
-Ids are consecutive: step k of a run with global batch B uses [consumed, consumed + B), whatever the number of ranks;
-the dataset maps an id to shuffled text as a pure function. So `consumed` is the only data state. Micro-batch m of
-data parallel rank r takes the ids at (m x dp + r) x micro ... + micro of the step.
+Step k of a run with global batch B uses ids [consumed, consumed + B) for any number of ranks, so `consumed` is the only
+data state. Micro-batch m of data-parallel rank r takes ids from (m * dp + r) * micro on.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.whereabouts import HERE, READING
+from megatron.distributed.rank_status import READING, STATUS
 
 
 class Samples(Protocol):
-    """A dataset: any non-negative id -> seq_length + 1 tokens."""
+    """A dataset: any id >= 0 -> seq_length + 1 tokens."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, [b, s] each; the optional parts are None where the plain causal case holds."""
+    """One micro-batch; each tensor is [b, s]. Optional ones are None for plain causal training."""
 
     tokens: Tensor
     targets: Tensor
@@ -38,13 +37,13 @@ class Batch:
     segments: Tensor | None = None
 
     @property
-    def counted(self) -> float:
-        """Targets that count in the loss."""
+    def loss_token_count(self) -> float:
+        """Number of targets that count in the loss."""
         return self.targets.numel() if self.loss_weight is None else float(self.loss_weight.sum())
 
-    def sum_counted(self, of_id: Tensor) -> float:
-        """What the targets that count have by their ids, added up."""
-        found = of_id[self.targets]
+    def sum_over_loss_tokens(self, value_of_id: Tensor) -> float:
+        """Sum of value_of_id[target] over the targets that count in the loss."""
+        found = value_of_id[self.targets]
         return float((found if self.loss_weight is None else found * self.loss_weight).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -55,7 +54,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class BatchRule:
+class MicroBatchSampler:
     """How samples become micro-batches on this rank."""
 
     micro_batch: int
@@ -76,7 +75,7 @@ class BatchRule:
         starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(self.accumulation))
         return [range(start, start + self.micro_batch) for start in starts]
 
-    def build(self, samples: Samples, ids: range) -> Batch:
+    def load_batch(self, samples: Samples, ids: range) -> Batch:
         rows = torch.from_numpy(np.stack([samples[i] for i in ids]))  # [b, s + 1]
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
@@ -90,13 +89,14 @@ class BatchRule:
 
 
 def document_numbers(tokens: Tensor, eod: int) -> Tensor:
-    """[b, s] -> which document of its row each token belongs to; an end-of-document token closes the one before it."""
+    """[b, s] -> document number of each token within its row; an end-of-document token belongs to the document it ends.
+    """
     ends = (tokens == eod).long()
     return ends.cumsum(1) - ends
 
 
 def positions_in_document(segments: Tensor) -> Tensor:
-    """[b, s] document numbers -> positions counted from the start of each document."""
+    """[b, s] document numbers -> positions from the start of each document."""
     index = torch.arange(segments.shape[1]).expand_as(segments)
     starts = torch.where(segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0, index, 0)
     return index - starts.cummax(1).values
@@ -108,18 +108,18 @@ def samples_digest(first: int, count: int) -> str:
 
 
 class BatchStream:
-    """The micro-batches of one step after the other, read ahead by background threads."""
+    """The micro-batches of consecutive steps, prefetched by background threads."""
 
-    def __init__(self, samples: Samples, rule: BatchRule, first: int, steps: int, workers: int) -> None:
-        self._samples, self._rule = samples, rule
-        self._firsts = iter(range(first, first + steps * rule.global_batch, rule.global_batch))
+    def __init__(self, samples: Samples, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
+        self._samples, self._sampler = samples, sampler
+        self._first_ids = iter(range(first, first + steps * sampler.global_batch, sampler.global_batch))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
-        self._ahead: deque[Future[list[Batch]]] = deque()
+        self._prefetched: deque[Future[list[Batch]]] = deque()
 
     def __iter__(self) -> Iterator[list[Batch]]:
         steps = self._steps()
         while True:
-            with HERE.doing(READING):
+            with STATUS.in_activity(READING):
                 batches = next(steps, None)
             if batches is None:
                 return
@@ -127,17 +127,17 @@ class BatchStream:
 
     def _steps(self) -> Iterator[list[Batch]]:
         if self._pool is None:
-            yield from (self._read(first) for first in self._firsts)
+            yield from (self._load_step(first) for first in self._first_ids)
             return
-        for first in self._firsts:
-            self._ahead.append(self._pool.submit(self._read, first))
-            if len(self._ahead) > 2:
-                yield self._ahead.popleft().result()
-        while self._ahead:
-            yield self._ahead.popleft().result()
+        for first in self._first_ids:
+            self._prefetched.append(self._pool.submit(self._load_step, first))
+            if len(self._prefetched) > 2:
+                yield self._prefetched.popleft().result()
+        while self._prefetched:
+            yield self._prefetched.popleft().result()
 
-    def _read(self, first: int) -> list[Batch]:
-        return [self._rule.build(self._samples, ids) for ids in self._rule.micro_batch_ids(first)]
+    def _load_step(self, first: int) -> list[Batch]:
+        return [self._sampler.load_batch(self._samples, ids) for ids in self._sampler.micro_batch_ids(first)]
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,5 +1,4 @@
-"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py
-puts them together."""
+"""Build the parts of a run from its Config: tokenizer, datasets, model, engine. pretrain_gpt2.py puts them together."""
 
 from __future__ import annotations
 
@@ -13,29 +12,29 @@ import numpy as np
 import torch
 
 import data.tokenizer
-from data.corpora import Datasets, open_datasets
+from data.sources import Datasets, open_datasets
 from data.tokenizer import Tokenizer
 from megatron import recompute
-from megatron.checkpoint.agree import agree, alike
 from megatron.config.tree import Config, TrainConfig, require
+from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
+from megatron.distributed.rank_status import START_UP, STATUS
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
-from megatron.train.batches import BatchRule
-from megatron.train.compiling import compile_model, set_products
-from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
-from megatron.whereabouts import HERE, START_UP
+from megatron.train.batches import MicroBatchSampler
+from megatron.train.compile import compile_model, set_matmul_precision
+from megatron.train.input_checks import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
-from megatron.zero.api.schedule import schedule_of
-from megatron.zero.holders import shape_of
-from megatron.zero.initial_params import draw_later
+from megatron.zero.api.optimizer import build_lr_schedule
+from megatron.zero.deferred_init import defer_param_init
+from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""With it cuBLAS gives the same bits each time."""
+CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+"""Setting it makes cuBLAS deterministic."""
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -48,14 +47,14 @@ def tokenizer(config: Config) -> Tokenizer:
     )
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with the vocabulary size filled in."""
+def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with `vocab_size` set; ConfigError if the given one is smaller than the tokenizer's."""
     size = config.model.vocab_size
-    require(size is None or size >= tokenizer.vocab_size, _too_few_tokens(config, tokenizer))
+    require(size is None or size >= tokenizer.vocab_size, _vocab_size_error(config, tokenizer))
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
-def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
+def _vocab_size_error(config: Config, tokenizer: Tokenizer) -> str:
     size, folder = config.model.vocab_size, config.save.load_hf
     theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
               + ("" if config.data.tokenizer_type else ", the default"))
@@ -66,47 +65,38 @@ def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
 
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
-    """Training, validation and test samples; every rank must see the same corpus."""
-    HERE.do(f"{START_UP}, building of the index")
+    """Training, validation and test samples. Collective: raises if ranks find different corpora or tokenizers."""
+    STATUS.set_activity(f"{START_UP}, building of the index")
     section = config.data
-    found = agree(lambda: open_datasets(
-        train_data=section.train_data,
-        valid_data=section.valid_data,
-        test_data=section.test_data,
-        split=section.split,
-        seq_length=config.seq_length,
-        seed=config.train.seed,
-        tokenizer=tokenizer,
-        cache_path=section.data_cache_path,
-        mock=section.mock_data,
-        json_key=section.text_key,
-        document_separator=section.document_separator,
-    ), groups.world)
+    found = all_succeed_or_raise(lambda: open_datasets(
+        train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
+        seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
+        mock=section.mock_data, json_key=section.text_key, document_separator=section.document_separator), groups.world)
     parts = {"training": found.train, "validation": found.valid, "test": found.test}
-    alike({"the tokenizer": tokenizer.fingerprint,
-           **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}}, groups.world,
-          "the files of --train-data, or of what goes with it, differ between ranks")
-    HERE.do(f"{START_UP}, building of the model")
+    assert_equal_across_ranks({"the tokenizer": tokenizer.fingerprint,
+                               **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}},
+                              groups.world, "the files of --train-data, or of what goes with it, differ between ranks")
+    STATUS.set_activity(f"{START_UP}, building of the model")
     return found
 
 
 def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
-    """Dropout streams: the same within a tensor parallel group, different over data parallel."""
+    """Seed all generators. Dropout is equal within a tensor parallel group and differs over data parallel ranks."""
     random.seed(train.seed)
     np.random.seed(train.seed % 2**32)
     model_parallel_cuda_manual_seed(train.seed, groups, vary_over_dp=True)
 
 
 @contextmanager
-def determinism(train: TrainConfig) -> Iterator[None]:
-    """--deterministic, if this run has it; afterwards all is as the process had chosen before."""
+def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
+    """Apply --deterministic inside the context; restores the previous torch settings afterwards."""
     if not train.deterministic:
         yield
         return
     was_asked = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE_VARIABLE)
+    os.environ.setdefault(CUBLAS_WORKSPACE_VARIABLE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
@@ -115,7 +105,7 @@ def determinism(train: TrainConfig) -> Iterator[None]:
         torch.use_deterministic_algorithms(was_asked, warn_only=warns)
         torch.backends.cudnn.benchmark = benchmark
         if workspace is None:
-            os.environ.pop(WORKSPACE, None)
+            os.environ.pop(CUBLAS_WORKSPACE_VARIABLE, None)
 
 
 def recomputation(config: Config, groups: Groups) -> Recomputation:
@@ -123,53 +113,47 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
     return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
 
 
-def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
-    """GPT-2 whose parameters the engine will draw; recomputation (`again`, or one of its own) and tiling are put on
-    its blocks."""
-    deferred = not config.model.memory_centric_tiled_linear  # tiles are cut from layers that are there
+def model(config: Config, groups: Groups, recompute_runner: Recomputation | None = None) -> GPT2:
+    """GPT-2 with parameters on the meta device, which the engine draws, and with the configured recomputation and
+    tiling. `recompute_runner` replaces the default recomputation."""
+    deferred = not config.model.memory_centric_tiled_linear  # tiles are slices of materialized layers
     gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred)
     if deferred:
-        draw_later(gpt2.parameters(), groups.dp)
+        defer_param_init(gpt2.parameters(), groups.dp)
     if config.recompute.checkpoint_activations:
-        again = again or recomputation(config, groups)
-        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
+        recompute_runner = recompute_runner or recomputation(config, groups)
+        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, recompute_runner.checkpoint)
     if config.model.memory_centric_tiled_linear:
         tile_linears(gpt2.blocks, config.model.tile_factor, config.model.hidden_size)
     return gpt2
 
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
-    """The engine on its device, with the learning rate schedule of the flags; what is to be compiled is."""
-    set_products(config, device)
+    """The engine on `device`, with the flags' learning rate schedule. Applies torch.compile to the model as configured.
+    """
+    set_matmul_precision(config, device)
     compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
-                       lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
-    built.reads_weights_between_steps = False
-    model.before_blocks = built.core.will_run
+                       lr_scheduler=build_lr_schedule(config), mpu=groups, config=config, device=device)[0]
+    built.block_until_params_gathered = False
+    model.on_blocks_chosen = built.core.set_forward_modules
     return built
 
 
 def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
-    """Matrices and embeddings decay; biases and LayerNorms do not."""
-    return [{"params": [p for p in model.parameters() if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
+    """Two groups: weight decay for matrices and embeddings, none for biases and LayerNorms."""
+    return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
 
 
 def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:
-    """Of each id, the bytes of the text that it stands for; None where the tokenizer or the data does not say."""
+    """[vocab_size]: bytes of text per token id; None if the tokenizer or the data does not say."""
     found = None if config.data.mock_data else tokenizer.byte_lengths()
     return None if found is None else torch.from_numpy(found)
 
 
-def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
+def micro_batch_sampler(config: Config, groups: Groups, tokenizer: Tokenizer) -> MicroBatchSampler:
     section = config.data
-    return BatchRule(
-        config.train.batch_size,
-        config.accumulation(groups.dp.size),
-        groups.dp.rank,
-        groups.dp.size,
-        tokenizer.eod,
-        section.reset_position_ids,
-        section.reset_attention_mask,
-        section.eod_mask_loss,
-    )
+    return MicroBatchSampler(config.train.batch_size, config.accumulation(groups.dp.size), groups.dp.rank,
+                             groups.dp.size, tokenizer.eod, section.reset_position_ids, section.reset_attention_mask,
+                             section.eod_mask_loss)

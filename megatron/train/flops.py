@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, and how much a device can do: the two numbers behind TFLOP/s and MFU. Pure."""
+"""FLOPs per token of the model and peak FLOP/s of devices, for TFLOP/s and MFU. No torch."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ PEAK_TFLOPS = {
     "MI300X": 1307.0,
     "MI250X": 383.0,
 }
-"""Dense 16-bit peaks from the makers' data sheets, by a part of the device name; `--peak-tflops` overrides."""
+"""Dense 16-bit peaks in TFLOP/s from vendors' data sheets, by a substring of the device name; `--peak-tflops`
+overrides."""
 
-WITHOUT_TF32 = ("V100", "T4", "MI250X")
-"""Elsewhere TF32 has half the 16-bit peak."""
+DEVICES_WITHOUT_TF32 = ("V100", "T4", "MI250X")
+"""All other devices run TF32 at half the 16-bit peak."""
 
 FP32_TFLOPS = {
     "H200": 66.9, "H100 PCIe": 51.2, "H100": 66.9, "H800": 66.9, "B200": 80.0, "GH200": 66.9, "A100": 19.5,
     "A800": 19.5, "A40": 37.4, "A30": 10.3, "A10": 31.2, "L40S": 91.6, "L40": 90.5, "L4": 30.3, "V100": 15.7, "T4": 8.1,
     "RTX 5090": 104.8, "RTX 4090": 82.6, "RTX 4080": 48.7, "RTX 3090": 35.6, "MI300X": 163.4, "MI250X": 47.9,
 }
-"""Peaks of fp32 without matrix units, from the same sheets."""
+"""Peaks of fp32 without tensor cores, in TFLOP/s, from the same data sheets."""
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, blocks: float | None = None) -> float:
-    """Forward and backward: 6 per parameter, plus attention scores and values over the sequence. `blocks`: so many of
-    them run, or all."""
+    """FLOPs of forward and backward: 6 per parameter plus attention over the sequence. `blocks` counts the blocks that
+    run; None: all."""
     ran = model.num_layers if blocks is None else blocks
     parameters = model.parameters() - (model.num_layers - ran) * model.block_parameters
     return 6.0 * parameters + 12.0 * ran * model.hidden_size * seq_length
 
 
 def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:
-    """The peak of a device in that arithmetic (16-bit, TF32 or fp32), or None where it is unknown (a CPU, say): then no
-    MFU is reported."""
+    """Peak TFLOP/s of a device in that arithmetic (16-bit, TF32 or fp32); None if unknown (a CPU, for example): no MFU
+    then."""
     matches = [key for key in PEAK_TFLOPS if key in device_name]
     if not matches:
         return None
     key = max(matches, key=len)
     if arithmetic == "16-bit":
         return PEAK_TFLOPS[key]
-    return PEAK_TFLOPS[key] / 2 if arithmetic == "TF32" and key not in WITHOUT_TF32 else FP32_TFLOPS[key]
+    return PEAK_TFLOPS[key] / 2 if arithmetic == "TF32" and key not in DEVICES_WITHOUT_TF32 else FP32_TFLOPS[key]

@@ -1,14 +1,16 @@
-"""The training loop: batches in, weights and metrics out. Everything it needs is built before it starts
-(pretrain_gpt2.py).
+"""The training loop: batches in, weights and metrics out. All parts are built before it starts (pretrain_gpt2.py).
 
-`TrainState` is what a checkpoint restores of the loop itself; the rest of a run's state belongs to the engine and the
-generators.
+`TrainState` is what a checkpoint restores of the loop; all other state belongs to the engine and the random generators.
+Python's garbage collector runs at the same steps on all ranks (`periodic_gc`), and `ZeroLRWarning` warns when the
+learning rate reaches 0 before --train-iters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
@@ -18,125 +20,206 @@ from typing import NamedTuple
 import torch
 
 from megatron.config.tree import Config
+from megatron.distributed.rank_status import EVALUATION, STATUS, TRAINING
+from megatron.distributed.signals import StopListener
 from megatron.errors import Interrupted, NumericsError, TrainerError
-from megatron.launch.signals import StopRequest
 from megatron.layer_drop import kept
-from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
+from megatron.metrics.step_metrics import (LayerDropMetrics, StepMetrics, StepTimer, StepTiming, Throughput,
+                                           max_memory_bytes)
+from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, Samples, samples_digest
+from megatron.train.compile import arithmetic_precision
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
-from megatron.train.compiling import arithmetic
 from megatron.train.flops import flops_per_token, peak_tflops
-from megatron.train.garbage import collecting_every
-from megatron.train.log import RunLog
-from megatron.train.metrics import Dropping, Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
-from megatron.train.rate import RateWatch, idle_steps
-from megatron.whereabouts import EVALUATION, HERE, TRAINING
+from megatron.train.run_log import RunLog
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.schedule import FollowSchedule
+from megatron.zero.api.optimizer import LRScheduleAdapter
 from megatron.zero.step import StepReport
-from mpu.collectives import agree
-from mpu.groups import limit_waits
+from mpu.collectives import all_reduce_scalar
+from mpu.groups import set_timeout
+
+
+@contextmanager
+def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
+    """Inside, Python collects garbage only when the yielded function is called with a multiple of `steps`; 0: as Python
+    decides."""
+    if not steps or not gc.isenabled():
+        yield lambda step: None
+        return
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0  # frozen by the surrounding program, which keeps it so
+    gc.freeze()
+    gc.disable()
+    try:
+        yield lambda step: None if step % steps else _collect_garbage()
+    finally:
+        gc.enable()
+        if not was_frozen:
+            gc.unfreeze()
+
+
+def _collect_garbage() -> None:
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class ZeroLRSteps:
+    """Iterations `first` to `last`, which have a learning rate of 0."""
+
+    first: int
+    last: int
+    remedy: str
+
+    def start_warning(self) -> str:
+        return (f" warning: the learning rate is 0 from iteration {self.first} on: the last "
+                f"{self.last - self.first + 1} of {self.last} iterations train nothing; {self.remedy}")
+
+    def reached_warning(self, iteration: int) -> str:
+        return (f" warning: the learning rate has reached 0 at iteration {iteration}: the rest of the run, up to "
+                f"iteration {self.last}, trains nothing; {self.remedy}")
+
+
+class ZeroLRWarning:
+    """Warns at the start of a run whose learning rate will reach 0, and again when it does."""
+
+    def __init__(self, zero_lr_steps: ZeroLRSteps | None, lr: float, print_line: Callable[[str], None]) -> None:
+        """`lr` is the rate of the first step."""
+        self._zero_lr_steps, self._lr, self._print_line = zero_lr_steps, lr, print_line
+        if zero_lr_steps is not None:
+            print_line(zero_lr_steps.start_warning())
+
+    def after_step(self, iteration: int, lr: float) -> None:
+        """`lr` was the rate of the completed `iteration`."""
+        if self._zero_lr_steps is not None and lr == 0 != self._lr:
+            self._print_line(self._zero_lr_steps.reached_warning(iteration))
+        self._lr = lr
+
+
+def find_zero_lr_steps(config: Config, schedule: Callable[[int], float], applied: int,
+                       iteration: int) -> ZeroLRSteps | None:
+    """The final iterations with a rate of 0, for a run at `iteration` after `applied` schedule steps (skipped steps do
+    not count); None if every step has a rate."""
+    last = config.train.train_iters
+    remaining = range(applied, applied + last - iteration)
+    if not remaining or schedule(remaining[-1]) != 0:
+        return None
+    trained = bisect_left(remaining, True, key=lambda step: schedule(step) == 0)
+    return ZeroLRSteps(iteration + trained + 1, last, _remedy(config, iteration))
+
+
+def _remedy(config: Config, iteration: int) -> str:
+    section, last = config.schedule, config.train.train_iters
+    if section.lr == 0 and not section.use_checkpoint_lr_scheduler:
+        return "give --lr above 0"
+    if section.use_checkpoint_lr_scheduler:
+        return f"give --override-lr-scheduler --lr-decay-iters {last} in place of --use-checkpoint-lr-scheduler"
+    if iteration > 0 and not section.override_lr_scheduler:
+        return f"give --override-lr-scheduler --lr-decay-iters {last}, or with it a --min-lr above 0"
+    return f"give --lr-decay-iters {last} (in a JSON file: total_num_steps), or a --min-lr above 0"
 
 
 @dataclass
 class TrainState:
-    """How far the loop is; the sample position is the only data state there is."""
+    """The loop's position. `consumed_samples` is the only state of the data."""
 
     iteration: int = 0
     consumed_samples: int = 0
     owes_evaluation: bool = False
-    """The one that was due at this iteration was left early."""
+    """The evaluation due at this iteration was interrupted, and runs after a resume."""
 
 
-class Asked(NamedTuple):
-    """What all ranks agree to be asked for after a step: each is true where it is on any rank."""
+class LoopRequests(NamedTuple):
+    """Stop requests after a step, combined over ranks: each is true if it is on any rank."""
 
     stop: bool = False
     by_keyboard: bool = False
-    late: bool = False
+    time_is_up: bool = False
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A step that was taken; what it did is in the report, once that is known."""
+class CompletedStep:
+    """A step whose report may still be pending on the device."""
 
     report: StepReport
     iteration: int
     consumed_samples: int
     samples_digest: str
     micro_batches: int
-    lap: Lap
-    dropping: Dropping | None = None
+    timing: StepTiming
+    layer_drop: LayerDropMetrics | None = None
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One run of the loop."""
+    """One run of the training loop."""
 
     config: Config
     engine: Engine
-    rule: BatchRule
+    sampler: MicroBatchSampler
     device: torch.device
     log: RunLog
     save: Callable[[TrainState], None] | None = None
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop: StopListener = field(default_factory=StopListener)
     token_bytes: torch.Tensor | None = None
-    """Of each id, the bytes of its text: evaluations then say bits per byte."""
+    """[vocab_size]: bytes of text per token id; evaluations then report bits per byte."""
 
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
-        """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
+        """Train until --train-iters (returns True) or until a reason to stop (False). Saves at intervals and at the
         end."""
-        HERE.do(TRAINING)
-        HERE.at_step(state.iteration + 1)
+        STATUS.set_activity(TRAINING)
+        STATUS.set_step(state.iteration + 1)
         try:
-            with collecting_every(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
-                reason = self._run(state, samples, valid, [trace, collect])
+            with periodic_gc(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
+                reason = self._train(state, samples, valid, [trace, collect])
             self.engine.finish_save()
-        except BaseException as error:  # the --save folder is given back to others
-            self._rescue_save(error)
+        except BaseException as error:  # releases the --save folder
+            self._complete_or_abandon_save(error)
             raise
         if reason:
-            self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
+            self.log.print_line(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
         return not reason
 
-    def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
-             between_steps: Sequence[Callable[[int], None]]) -> str:
-        """The loop; why it was left early, if it was. The last save may be under way still."""
-        rate = self._rate_watch(state)
-        watch, rates, saved_at, reason = Stopwatch(self.engine.drive_use), self._rates(), state.iteration, ""
-        untold: list[Taken] = []
-        began, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
+    def _train(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
+               between_steps: Sequence[Callable[[int], None]]) -> str:
+        """The loop; returns why it stopped early, or "". The last save may still be in progress."""
+        lr_watch = self._zero_lr_watch(state)
+        timer, throughput, saved_at, reason = StepTimer(self.engine.drive_use), self._throughput(), state.iteration, ""
+        pending_logs: list[CompletedStep] = []
+        first_iteration, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
         stream = self._stream(samples, state)
         self.engine.train()
-        if state.owes_evaluation and due(state.iteration, self.config.train.evaluates_every):
-            state.owes_evaluation = not self._evaluates("validation", state, valid)
+        if state.owes_evaluation and is_due(state.iteration, self.config.train.evaluates_every):
+            state.owes_evaluation = not self._evaluate("validation", state, valid)
         try:
             for batches in stream:
-                untold.append(self._step(state, batches, watch))
-                asked = self._tell(untold, rates, rate, all_of_them=self._must_know(state.iteration))
-                if state.iteration - len(untold) == began + 1:  # a step is known, so all ranks have taken it
-                    limit_waits(self.engine.groups, timedelta(seconds=limit))
-                if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
-                    if due(state.iteration, self.config.train.evaluates_every):
-                        if not self._evaluates("validation", state, valid):
-                            asked, state.owes_evaluation = self._to_stop(), True
-                    reason = self._reason_to_leave(state.iteration, asked)
-                    if asked.stop and self.save is None:
-                        raise Interrupted(_unsaved(state.iteration))
+                pending_logs.append(self._step(state, batches, timer))
+                requests = self._log_known_steps(pending_logs, throughput, lr_watch,
+                                                 all_of_them=self._needs_step_result(state.iteration))
+                # the first step has completed on all ranks: end of the start-up timeout
+                if state.iteration - len(pending_logs) == first_iteration + 1:
+                    set_timeout(self.engine.groups, timedelta(seconds=limit))
+                if state.iteration < self.config.train.train_iters:  # `finish` evaluates after the last iteration
+                    if is_due(state.iteration, self.config.train.evaluates_every):
+                        if not self._evaluate("validation", state, valid):
+                            requests, state.owes_evaluation = self._agree_on_stop(), True
+                    reason = self._reason_to_stop(state.iteration, requests)
+                    if requests.stop and self.save is None:
+                        raise Interrupted(_unsaved_message(state.iteration))
                 if reason:
-                    self.stop.is_heeded = True
-                    self._tell(untold, rates, rate, all_of_them=True)
-                if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
+                    self.stop.is_stopping = True
+                    self._log_known_steps(pending_logs, throughput, lr_watch, all_of_them=True)
+                if self.save and (reason or is_due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
-                    if not reason and self._goes_on(0.0) == inf:  # what is saved need not be saved again a step later
-                        reason = self._reason_to_leave(state.iteration, self._to_stop())
+                    # a stop requested during the save takes effect here, without a second save one step later
+                    if not reason and self._should_continue(0.0) == inf:
+                        reason = self._reason_to_stop(state.iteration, self._agree_on_stop())
                 if reason:
-                    self.stop.is_heeded = True
+                    self.stop.is_stopping = True
                     break
                 for action in between_steps:
                     action(state.iteration)
-                HERE.at_step(state.iteration + 1)  # the next one
-                watch.lap()  # evaluating and saving are not training time
+                STATUS.set_step(state.iteration + 1)
+                timer.lap()  # exclude evaluation and saving from the step time
         finally:
             stream.close()
         self.engine.conclude()
@@ -145,9 +228,9 @@ class Trainer:
             self.save(state)
         return reason
 
-    def _rescue_save(self, error: BaseException) -> None:
-        """After an error, a save under way is completed if every rank is known to have come here, and nobody is in a
-        hurry; otherwise it is lost, and a line says so."""
+    def _complete_or_abandon_save(self, error: BaseException) -> None:
+        """After an error: complete a pending save if every rank is known to be here and no stop is requested; otherwise
+        abandon it and print a line."""
         if not self.engine.is_saving:
             return
         if isinstance(error, NumericsError) or self.engine.groups.world.is_solo and isinstance(error, Exception):
@@ -155,152 +238,154 @@ class Trainer:
                 self.engine.finish_save()
         else:
             is_late = self.engine.abandon_save()
-            self.log.say(" the save under way is complete" if is_late else
-                         " the save under way is not complete; the tag before it is the newest")
+            self.log.print_line(" the save under way is complete" if is_late else
+                                " the save under way is not complete; the tag before it is the newest")
 
     def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
-        asked, core = self.config.profile, self.engine.core
-        if asked.traced_steps is None or asked.profile_rank != core.groups.world.rank:
+        profile, core = self.config.profile, self.engine.core
+        if profile.traced_steps is None or profile.profile_rank != core.groups.world.rank:
             return nullcontext(lambda done: None)
-        from megatron.trace.window import tracing
-        return tracing(asked, self.device, core.log, done, self.config.train.train_iters)
+        from megatron.trace.trace_window import trace_steps
+        return trace_steps(profile, self.device, core.log, done, self.config.train.train_iters)
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration
-        return BatchStream(samples, self.rule, state.consumed_samples, steps, self.config.data.num_workers)
+        return BatchStream(samples, self.sampler, state.consumed_samples, steps, self.config.data.num_workers)
 
-    def _rate_watch(self, state: TrainState) -> RateWatch:
+    def _zero_lr_watch(self, state: TrainState) -> ZeroLRWarning:
         follows = self.engine.lr_scheduler
-        assert isinstance(follows, FollowSchedule), "build.engine gives the engine the schedule of the flags"
-        idle = idle_steps(self.config, follows.schedule, follows.steps, state.iteration)
-        return RateWatch(idle, self.engine.get_lr()[0], self.log.say)
+        assert isinstance(follows, LRScheduleAdapter), "build.engine gives the engine the schedule of the flags"
+        idle = find_zero_lr_steps(self.config, follows.schedule, follows.steps, state.iteration)
+        return ZeroLRWarning(idle, self.engine.get_lr()[0], self.log.print_line)
 
-    def _reason_to_leave(self, iteration: int, asked: Asked) -> str:
-        if asked.stop:
-            return f"{'interrupted' if asked.by_keyboard else 'preempted'} at step {iteration}"
-        if asked.late:
+    def _reason_to_stop(self, iteration: int, requests: LoopRequests) -> str:
+        if requests.stop:
+            return f"{'interrupted' if requests.by_keyboard else 'preempted'} at step {iteration}"
+        if requests.time_is_up:
             limit = self.config.train.exit_duration_in_mins
             return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
         interval = self.config.train.exit_interval
-        return f"leaving after iteration {iteration} (--exit-interval {interval})" if due(iteration, interval) else ""
+        return (f"leaving after iteration {iteration} (--exit-interval {interval})" if is_due(iteration, interval)
+                else "")
 
     def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
-        """The evaluations at the end of training; False: asked to stop before they were complete."""
+        """Run the evaluations after training; False if a stop request interrupted them."""
         for name, samples in (("validation", valid), ("test", test)):
-            if self.config.train.evaluates_every and not self._evaluates(name, state, samples):
-                self.stop.is_heeded = True
+            if self.config.train.evaluates_every and not self._evaluate(name, state, samples):
+                self.stop.is_stopping = True
                 if self.save is None:
-                    raise Interrupted(_unsaved(state.iteration))
-                self.log.say(f" {self._reason_to_leave(state.iteration, self._to_stop())}, saved "
-                             f"{self.config.save.save}; the evaluations after the last step are not complete")
+                    raise Interrupted(_unsaved_message(state.iteration))
+                self.log.print_line(f" {self._reason_to_stop(state.iteration, self._agree_on_stop())}, saved "
+                                    f"{self.config.save.save}; the evaluations after the last step are not complete")
                 return False
         return True
 
-    def _evaluates(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
-        """False: a rank was asked to stop before the evaluation was complete."""
+    def _evaluate(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
+        """False if a stop request ended the evaluation early."""
         if samples is None:
             return True
-        with HERE.doing(EVALUATION):
-            score = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device,
-                             self.token_bytes, self._goes_on)
+        with STATUS.in_activity(EVALUATION):
+            score = evaluate(self.engine, samples, self.sampler, self.config.train.eval_iters, self.device,
+                             self.token_bytes, self._should_continue)
         if score is not None:
             self.log.evaluation(name, state.iteration, score.loss, score.bits_per_byte)
         return score is not None
 
-    def _goes_on(self, seconds: float) -> float:
-        """The most that any rank says; infinitely many where one was asked to stop. Collective."""
-        return agree(inf if self._asked().stop else seconds, self.engine.groups.world)
+    def _should_continue(self, seconds: float) -> float:
+        """The largest value over ranks; inf if any rank was asked to stop. Collective."""
+        return all_reduce_scalar(inf if self._requests_of_rank().stop else seconds, self.engine.groups.world)
 
-    def _to_stop(self) -> Asked:
-        """One rank was asked to; by what is known of all. Collective."""
-        return Asked(stop=True, by_keyboard=agree(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
+    def _agree_on_stop(self) -> LoopRequests:
+        """The combined stop request, for a caller that knows some rank was asked to stop. Collective."""
+        return LoopRequests(stop=True,
+                            by_keyboard=all_reduce_scalar(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
 
-    def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
-        """One optimizer step: all its micro-batches."""
-        digest = samples_digest(state.consumed_samples, self.rule.global_batch)
-        dropping = self._dropping()
+    def _step(self, state: TrainState, batches: list[Batch], timer: StepTimer) -> CompletedStep:
+        """One optimizer step with all its micro-batches."""
+        digest = samples_digest(state.consumed_samples, self.sampler.global_batch)
+        dropping = self._layer_drop_of_step()
         report = self._train_step(batches)
         state.iteration += 1
-        state.consumed_samples += self.rule.global_batch
-        return Taken(report, state.iteration, state.consumed_samples, digest, len(batches), watch.lap(), dropping)
+        state.consumed_samples += self.sampler.global_batch
+        return CompletedStep(report, state.iteration, state.consumed_samples, digest, len(batches), timer.lap(),
+                             dropping)
 
-    def _dropping(self) -> Dropping | None:
-        """What the step that is about to begin leaves out."""
-        asked = self.engine.progressive_layer_drop
-        if asked is None:
+    def _layer_drop_of_step(self) -> LayerDropMetrics | None:
+        """Layer drop metrics of the step that begins now."""
+        layer_drop = self.engine.progressive_layer_drop
+        if layer_drop is None:
             return None
-        model, length, theta = self.config.model, self.config.seq_length, asked.get_theta()
-        blocks = len(kept(self.config.train.seed, asked.step, model.num_layers, theta))
-        return Dropping(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
+        model, length, theta = self.config.model, self.config.seq_length, layer_drop.get_theta()
+        blocks = len(kept(self.config.train.seed, layer_drop.step, model.num_layers, theta))
+        return LayerDropMetrics(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
     def _train_step(self, batches: list[Batch]) -> StepReport:
-        """With the last micro-batch the sum of this rank's losses travels, and what it is asked for."""
+        """Forward, backward and step for each micro-batch. The loss sum and stop requests ride on the step's all-reduce
+        as extra scalars."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         report = None
         for number, batch in enumerate(batches, 1):
             loss = forward_loss(self.engine, batch.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
-            report = self.engine.step(riders=[total, *self._asked()] if number == len(batches) else ())
+            report = self.engine.step(
+                extra_scalars=[total, *self._requests_of_rank()] if number == len(batches) else ())
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
         return report
 
-    def _asked(self) -> Asked:
-        """Of this rank."""
-        late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
-        return Asked(bool(self.stop) or self.log.is_lost, self.stop.signal == SIGINT, late)
+    def _requests_of_rank(self) -> LoopRequests:
+        late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
+        return LoopRequests(bool(self.stop) or self.log.console_is_lost, self.stop.signal == SIGINT, late)
 
-    def _must_know(self, iteration: int) -> bool:
-        """What comes after this step depends on what it did: it is the last one, or something is saved or measured."""
+    def _needs_step_result(self, iteration: int) -> bool:
+        """Whether the loop must know this step's result before it goes on: it is the last one, or a save, evaluation or
+        exit is due."""
         train, save = self.config.train, self.config.save
-        return iteration == train.train_iters or any(
-            due(iteration, interval) for interval in (train.evaluates_every, save.save_interval, train.exit_interval))
+        return iteration == train.train_iters or any(is_due(iteration, interval) for interval in (
+            train.evaluates_every, save.save_interval, train.exit_interval))
 
-    def _tell(self, untold: list[Taken], rates: Rates, rate: RateWatch, *, all_of_them: bool) -> Asked:
-        """Log what is known by now. An accelerator tells of a step after the next one was given to it: waiting for the
-        newest would leave it idle. So a request to stop, too, may come one step late there."""
-        waits = self.engine.core.is_deferred and not all_of_them
-        asked = Asked()
-        while len(untold) > waits:
-            taken = untold.pop(0)
-            if not untold and self.engine.core.is_deferred:  # the newest: no step has raised yet what was wrong with it
+    def _log_known_steps(self, pending_logs: list[CompletedStep], throughput: Throughput, lr_watch: ZeroLRWarning, *,
+                         all_of_them: bool) -> LoopRequests:
+        """Log completed steps. On an accelerator the newest step stays pending, since waiting for it would idle the
+        device; a stop request may therefore take effect one step late."""
+        deferred_steps = self.engine.core.is_deferred and not all_of_them
+        requests = LoopRequests()
+        while len(pending_logs) > deferred_steps:
+            step = pending_logs.pop(0)
+            if not pending_logs and self.engine.core.is_deferred:  # no later step has raised the newest one's error yet
                 self.engine.conclude()
-            self.stop.begin()  # all ranks have taken a step
-            loss, *requests = taken.report.riders
-            asked = Asked(*(count > 0 for count in requests))
-            metrics = self._metrics(taken, loss, rates)
+            self.stop.mark_started()  # all ranks have completed a step
+            loss, *request_counts = step.report.extra_scalars
+            requests = LoopRequests(*(count > 0 for count in request_counts))
+            metrics = self._metrics(step, loss, throughput)
             self.log.step(metrics)
-            rate.after(metrics.iteration, metrics.learning_rate)
-        return asked
+            lr_watch.after_step(metrics.iteration, metrics.learning_rate)
+        return requests
 
-    def _metrics(self, taken: Taken, loss: float, rates: Rates) -> StepMetrics:
+    def _metrics(self, step: CompletedStep, loss: float, throughput: Throughput) -> StepMetrics:
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        mean = loss / (taken.micro_batches * self.engine.groups.world.size)
-        dropping = taken.dropping
-        tokens, tflops, mfu = rates.of(taken.lap.seconds, 1.0 if dropping is None else dropping.share)
+        mean = loss / (step.micro_batches * self.engine.groups.world.size)
+        dropping = step.layer_drop
+        tokens, tflops, mfu = throughput.of_step(step.timing.seconds,
+                                                 1.0 if dropping is None else dropping.arithmetic_fraction)
         return StepMetrics(
-            iteration=taken.iteration, lm_loss=mean, grad_norm=taken.report.grad_norm,
-            learning_rate=taken.report.lr, loss_scale=taken.report.loss_scale, skipped=not taken.report.applied,
-            consumed_samples=taken.consumed_samples, samples_digest=taken.samples_digest,
-            step_ms=taken.lap.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
-            max_memory_bytes=max_memory_bytes(self.device), drive=taken.lap.drive, dropping=dropping)
+            iteration=step.iteration, lm_loss=mean, grad_norm=step.report.grad_norm, learning_rate=step.report.lr,
+            loss_scale=step.report.loss_scale, skipped=not step.report.applied, consumed_samples=step.consumed_samples,
+            samples_digest=step.samples_digest, step_ms=step.timing.seconds * 1e3, tokens_per_s=tokens, tflops=tflops,
+            mfu=mfu, max_memory_bytes=max_memory_bytes(self.device), drive=step.timing.drive, dropping=dropping)
 
-    def _rates(self) -> Rates:
+    def _throughput(self) -> Throughput:
         peak = self.config.log.peak_tflops
         if peak is None and self.device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic(self.config, self.device))
-        return Rates(
-            self.rule.global_batch * self.config.seq_length,
-            flops_per_token(self.config.model, self.config.seq_length),
-            self.engine.groups.world.size,
-            peak,
-        )
+            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic_precision(self.config, self.device))
+        return Throughput(self.sampler.global_batch * self.config.seq_length, flops_per_token(
+            self.config.model, self.config.seq_length), self.engine.groups.world.size, peak)
 
 
-def _unsaved(iteration: int) -> str:
+def _unsaved_message(iteration: int) -> str:
     return f"asked to stop at step {iteration}, and nothing was saved: give --save"
 
 
-def due(iteration: int, interval: int) -> bool:
-    """An interval of 0 switches the thing off."""
+def is_due(iteration: int, interval: int) -> bool:
+    """Whether `iteration` is a multiple of `interval`; an interval of 0 disables it."""
     return interval > 0 and iteration % interval == 0

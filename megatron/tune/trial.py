@@ -1,13 +1,12 @@
-"""One trial: a few real steps of a run in processes of its own, started by our launcher; whatever becomes of it is a
-result.
+"""One trial: a few real training steps in a process group of its own, started by the launcher, with a timeout.
 
-    done      the steps that count have a time, and their median is the result
-    memory    some rank found no memory, or the system killed it for that
-    hang      it took no step, or was not over, when its time was (patience.py); all its processes are killed
-    unclear   it ended well without the times of all its steps, and so did a second attempt
-    crash     it ended in any other way
+    done      the median time of the measured steps is the result
+    memory    out of memory, or killed by the system for it
+    hang      no first step, or no end, within the timeout; all its processes are killed
+    unclear   exit code 0 without the times of all steps, twice
+    crash     any other end
 
-Each attempt has a folder of its own: whatever is left of another one does not mix with it.
+Each attempt has its own folder. Killing the tuner also kills its running trial.
 """
 
 from __future__ import annotations
@@ -18,76 +17,129 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
+from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from data.storage import named_by, writing
-from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
-from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
-from megatron.launch.supervise import end_with_parent
-from megatron.plan.footprint import Run
-from megatron.report.read import MetricsLines
-from megatron.tune.patience import Patience
-from megatron.tune.search import Outcome
-from megatron.tune.words import flags_of
+from data.storage import prefix_storage_errors, write_errors_for
+from megatron.config.schema import flag_name
+from megatron.config.tree import SECTIONS, AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
+from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
+from megatron.launch.supervisor import die_with_parent
+from megatron.plan.footprint import PlannedRun
+from megatron.report.history import MetricsFileReader
+from megatron.tune.search import TrialResult
 
-FLAG = "--autotuning-exps-dir"
+
+def config_to_flags(config: Config) -> list[str]:
+    """Of all settings that are not as they are by default."""
+    return [word for name, section in SECTIONS.items() for item in fields(section)
+            for word in _flag_words(item.name, getattr(getattr(config, name), item.name), item.default)]
+
+
+def _flag_words(name: str, value: Any, default: Any) -> Iterator[str]:
+    if value == default or value is None:
+        return
+    flag = flag_name(name)
+    if isinstance(value, bool):
+        yield flag if value else f"--no-{flag[2:]}"
+    elif isinstance(value, tuple):
+        yield from (flag, *map(str, value))
+    else:
+        yield from (flag, repr(value) if isinstance(value, float) else str(value))
+
+
+EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
+"""Seconds for what no prediction knows, after a first step; how many times longer than predicted steps may be."""
+
+
+@dataclass(frozen=True)
+class TrialTimeout:
+    """Seconds."""
+
+    first_step: float
+    """Until a first step is told: libraries, the meeting of the ranks, the index, building, compiling."""
+    steps: float
+    """After that."""
+    total: float = inf
+    """For all of it."""
+
+    @classmethod
+    def for_run(cls, run: PlannedRun, predicted: float, time_limit: float | None) -> TrialTimeout:
+        """`predicted`: seconds of all steps; `time_limit`: a limit that was given, instead of ours."""
+        if time_limit is not None:
+            return cls(inf, inf, time_limit)
+        return cls(run.config.parallel.startup_limit, EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted)
+
+    def expired_reason(self, waited: float, stepped: float | None) -> str:
+        """Why a trial is not waited for any longer; "" where it is. `stepped`: when the first step was told."""
+        if waited >= self.total:
+            return f"not over after {self.total:g} s"
+        if stepped is None:
+            return f"no step in {self.first_step:.0f} s" if waited >= self.first_step else ""
+        return f"not over {self.steps:.0f} s after its first step" if waited - stepped >= self.steps else ""
+
+
+TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8
 """Of the loss in fp16, at most."""
-TICK = 0.5
+POLL_SECONDS = 0.5
 """Seconds between two looks at whether it steps."""
-FAREWELL = 5.0
+TERMINATE_SECONDS = 5.0
 """Seconds between asking and killing."""
-LACKS_MEMORY = re.compile("|".join(map(re.escape, (
+OOM_PATTERN = re.compile("|".join(map(re.escape, (
     *MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory", "Cannot allocate memory", "_STATUS_ALLOC_FAILED", "(SIGKILL)"))))
 """In the line of an error: of ours, of torch, of the system, of NVIDIA's libraries, of the launcher."""
 ERROR, POINTER = re.compile(r"error:|(\[rank\d+\]: )?[\w.]*(Error|Exception)\b"), "its own output above says why"
-SHOWN = 300
+MAX_ERROR_CHARACTERS = 300
 """Letters of an error."""
 
 
 @dataclass(frozen=True)
-class Trials:
+class TrialRunner:
     """How trials are run. `trainer`: what the launcher is to start."""
 
     folder: Path
     """Of what they write."""
-    first: int
+    first_step: int
     """The step whose time counts, and the last one."""
-    last: int
-    seconds: float | None = None
-    """Limit of a trial; None: as patience.py says."""
+    last_step: int
+    time_limit: float | None = None
+    """Limit of a trial; None: as `TrialTimeout` says."""
     trainer: Sequence[str] = TRAINER
 
-    def run(self, number: int, run: Run, predicted: float) -> Outcome:
+    def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         outcome = self._attempt(number, run, predicted)
         return outcome if outcome.state != "unclear" else self._attempt(number, run, predicted)
 
-    def _attempt(self, number: int, run: Run, predicted: float) -> Outcome:
-        with named_by(FLAG), writing(self.folder):
+    def _attempt(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
+        with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
             place = _fresh_folder(self.folder, f"{number:03}")
         metrics = place / "metrics.jsonl"
-        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
-                   "--nproc-per-node", str(run.ranks), *self.trainer, *flags_of(trial_of(run, metrics, self.last))]
-        patience = Patience.of(run, predicted * self.last, self.seconds)
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
+                   "-m", "megatron.launch", "--nproc-per-node",
+                   str(run.ranks), *self.trainer, *config_to_flags(trial_config(run, metrics, self.last_step))]
+        timeout = TrialTimeout.for_run(run, predicted * self.last_step, self.time_limit)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
-            end = _end_of(command, {**os.environ, **hidden}, output.fileno(), metrics, patience)
+            end = _run_process(command, {**os.environ, **hidden}, output.fileno(), metrics, timeout)
             output.seek(0)
             text = output.read()
         if isinstance(end, str):
-            return Outcome("hang", words=end)
-        seconds = _seconds(metrics, self.first, self.last)
+            return TrialResult("hang", words=end)
+        seconds = _median_step_seconds(metrics, self.first_step, self.last_step)
         if end == 0:
-            missing = f"ended well without the times of steps {self.first} to {self.last}"
-            return Outcome("unclear", words=missing) if seconds is None else Outcome("done", seconds)
-        lacks = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(LACKS_MEMORY.search, _errors(text)))
-        return Outcome("memory" if lacks else "crash", words=_last_words(text, end), code=end)
+            missing = f"ended well without the times of steps {self.first_step} to {self.last_step}"
+            return TrialResult("unclear", words=missing) if seconds is None else TrialResult("done", seconds)
+        is_out_of_memory = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(
+            map(OOM_PATTERN.search, _error_lines(text)))
+        return TrialResult("memory" if is_out_of_memory else "crash", words=_error_line(text, end), code=end)
 
 
 def _fresh_folder(parent: Path, name: str) -> Path:
@@ -99,35 +151,33 @@ def _fresh_folder(parent: Path, name: str) -> Path:
     raise AssertionError("there is always a next name")
 
 
-def trial_of(run: Run, metrics: Path, steps: int) -> Config:
+def trial_config(run: PlannedRun, metrics: Path, steps: int) -> Config:
     """So many steps of this run, that load, save and evaluate nothing, and report to this file. It is left after them,
     and not a run of so few: schedules and what follows from --train-iters are as they will be. A step that overflows
     updates nothing, so the loss is not scaled by much."""
     config = run.config
     scale = min(config.precision.initial_loss_scale, max(SCALE, config.precision.min_scale))
-    return replace(
-        config,
-        offload=replace(config.offload, offload_optimizer_device=run.homes.optimizer,
-                        offload_param_device=run.homes.params),
-        precision=replace(config.precision, initial_loss_scale=scale),
-        train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
-                      exit_interval=steps, exit_duration_in_mins=0.0),
-        save=SaveConfig(), log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0),
-        profile=ProfileConfig(), autotuning=AutotuningConfig())
+    return replace(config, offload=replace(config.offload, offload_optimizer_device=run.placement.optimizer,
+                                           offload_param_device=run.placement.params),
+                   precision=replace(config.precision, initial_loss_scale=scale),
+                   train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
+                                 exit_interval=steps, exit_duration_in_mins=0.0), save=SaveConfig(),
+                   log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0), profile=ProfileConfig(),
+                   autotuning=AutotuningConfig())
 
 
-def _end_of(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,
-            patience: Patience) -> int | str:
+def _run_process(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,
+                 timeout: TrialTimeout) -> int | str:
     """The exit code, or why it had to be killed. Nothing of it is left when this returns or raises, or when the tuner
     is killed."""
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                               start_new_session=True, preexec_fn=end_with_parent())
+                               start_new_session=True, preexec_fn=die_with_parent())
     began, stepped = time.monotonic(), None
     try:
-        while not (reason := patience.why_not(time.monotonic() - began, stepped)):
+        while not (reason := timeout.expired_reason(time.monotonic() - began, stepped)):
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(TICK)
-            if stepped is None and _steps(metrics):
+                return process.wait(POLL_SECONDS)
+            if stepped is None and _recorded_steps(metrics):
                 stepped = time.monotonic() - began
         return reason
     finally:
@@ -140,27 +190,27 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         if process.returncode is None:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, ending)
-                process.wait(FAREWELL)
+                process.wait(TERMINATE_SECONDS)
 
 
-def _seconds(metrics: Path, first: int, last: int) -> float | None:
-    steps = [seconds for number, seconds in _steps(metrics) if first <= number <= last]
+def _median_step_seconds(metrics: Path, first: int, last: int) -> float | None:
+    steps = [seconds for number, seconds in _recorded_steps(metrics) if first <= number <= last]
     return median(steps) if len(steps) == last - first + 1 else None
 
 
-def _steps(metrics: Path) -> list[tuple[int, float]]:
+def _recorded_steps(metrics: Path) -> list[tuple[int, float]]:
     """(number, seconds) of those that were told so far, and taken: one that is skipped updates nothing."""
-    records = MetricsLines(metrics) if metrics.exists() else ()
+    records = MetricsFileReader(metrics) if metrics.exists() else ()
     return [(record["iteration"], record["step_ms"] / 1e3) for record in records
             if "step_ms" in record and not record.get("skipped")]
 
 
-def _last_words(text: str, code: int) -> str:
+def _error_line(text: str, code: int) -> str:
     """The line of its error, and not that of a launcher which points to it; or else its last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (_errors(text) or lines or [f"exit code {code}"])[-1][:SHOWN]
+    return (_error_lines(text) or lines or [f"exit code {code}"])[-1][:MAX_ERROR_CHARACTERS]
 
 
-def _errors(text: str) -> list[str]:
+def _error_lines(text: str) -> list[str]:
     lines = map(str.strip, text.splitlines())
     return [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]

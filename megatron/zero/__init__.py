@@ -1,36 +1,25 @@
-"""The ZeRO engine: one data-parallel mechanism whose stages are rows of a table (policy.py).
+"""The ZeRO engine: `zero.initialize`, `zero.Init`, `zero.GatheredParameters` and DeepSpeed's other names.
 
     from megatron import zero
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
 
-In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
-bucket.py (the buffers of one unit) with loan.py (its parameters in a user's hands), gradients.py (its gradients, in
-buffers of turns.py) and saved_weights.py (what autograd saves of them), hooks.py
-(module and gradient events; nested.py: the tensors in what modules are given and return), units.py (how a model is
-cut), hidden.py (which matrices are Muon's), residency.py (what is whole when), reductions.py (in which order gradients
-are summed), passes.py (a forward and a backward) with forwards.py (one that no step follows), roster.py and edits.py
-(whether the model and its weights are still the engine's), buffers.py (its buffers), norm.py (the gradient norm),
-own_exchange.py (what travels where an optimizer has an exchange of its own),
-settings.py (what each rank steps with), verdict.py (what the ranks agree on in a step), step.py (the
-optimizer step) with update.py (the rule over all shards), wholes.py (parameters in one piece, for a rule that needs
-them so) and renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how
-soon, by curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a
-program), engine.py (all of it together). placeholder.py, holders.py and initial_params.py are about
-parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates), and
-accelerator.py, comm.py, utils.py, ops/ (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a
-rank exchanged last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for
-ever. homes/ is where state lives that is not in use, api/ is what a training script sees.
+In reading order: stages.py, layout.py, flat_buffers.py (arithmetic and memory of flat buffers); partitioned_param.py,
+param_writes.py, deferred_init.py (sharded parameters outside of a step); gradients.py, bucket.py (the buffers of one
+unit); hooks.py, units.py, param_coordinator.py, backward.py (forward and backward); step_result.py, compression.py,
+moq.py, state.py, update.py, step.py (the optimizer step); eigenvalue.py; engine.py assembles them. offload/ stores
+state on the device, the host or NVMe; api/ is what a script sees. tiling.py, utils.py, accelerator.py, comm.py,
+estimate.py and ops/ have DeepSpeed's names.
 
-Names are imported on first use: floor 0 of this package must not import torch.
+Names are imported on first use: config and the planner import stages.py and layout.py without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron.neighbours import check_neighbours
+from megatron.package import check_package_shadowing
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.interchange.fp32 import (
+    from megatron.checkpoint.convert.fp32_state_dict import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint)
@@ -38,49 +27,45 @@ if TYPE_CHECKING:
     from megatron.zero.api.engine import Engine as Engine
     from megatron.zero.api.init import (GatheredParameters as GatheredParameters, Init as Init,
                                         unwrap_model_for_generation as unwrap_model_for_generation)
-    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments, initialize as initialize,
-                                              init_distributed as init_distributed)
-    from megatron.zero.aside import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
+    from megatron.zero.api.initialize import (add_config_arguments as add_config_arguments,
+                                              init_distributed as init_distributed, initialize as initialize)
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live)
-    from megatron.zero.holders import (register_external_parameter as register_external_parameter,
-                                       unregister_external_parameter as unregister_external_parameter)
+    from megatron.zero.partitioned_param import (register_external_parameter as register_external_parameter,
+                                                 unregister_external_parameter as unregister_external_parameter)
+    from megatron.zero.state import OffloadDeviceEnum as OffloadDeviceEnum, OffloadStateTypeEnum as OffloadStateTypeEnum
     from megatron.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
 
-check_neighbours()
+check_package_shadowing()
 
 _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
-    "megatron.zero.aside": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "megatron.zero.state": "OffloadDeviceEnum OffloadStateTypeEnum",
     "megatron.zero.api.init": "Init GatheredParameters unwrap_model_for_generation",
-    "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
+    "megatron.zero.partitioned_param": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
-    "megatron.checkpoint.interchange.fp32": "get_fp32_state_dict_from_zero_checkpoint "
-                                            "load_state_dict_from_zero_checkpoint "
-                                            "convert_zero_checkpoint_to_fp32_state_dict",
+    "megatron.checkpoint.convert.fp32_state_dict": "get_fp32_state_dict_from_zero_checkpoint "
+    "load_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
     "megatron.zero.estimate": "estimate_zero2_model_states_mem_needs_all_live "
-                              "estimate_zero2_model_states_mem_needs_all_cold "
-                              "estimate_zero3_model_states_mem_needs_all_live "
-                              "estimate_zero3_model_states_mem_needs_all_cold",
-}
+    "estimate_zero2_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live "
+    "estimate_zero3_model_states_mem_needs_all_cold"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
-    "DeepSpeedOptimizer": ("megatron.zero.api.schedule", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
     "ops": ("megatron.zero.ops", None),
-    "checkpointing": ("megatron.recompute.deepspeed", None),
+    "checkpointing": ("megatron.recompute.deepspeed_api", None),
     "comm": ("megatron.zero.comm", None),
     "zero": (__name__, None),
-    "__version__": ("megatron.version", "__version__"),
-}
+    "__version__": ("megatron.package", "__version__")}
 """What DeepSpeed calls what: a name of a module, or the module itself."""
 
 _REFUSED = {

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron.launch.distributed import read_environment
+from megatron.distributed.process_group import read_environment
 
 
 class Accelerator:
-    """A GPU, or the CPU."""
-
     @property
     def _on_gpu(self) -> bool:
         return torch.cuda.is_available()
@@ -37,7 +32,7 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs of this node; on a CPU its ranks."""
+        """GPUs of this node; without GPUs its ranks."""
         return torch.cuda.device_count() if self._on_gpu else read_environment().local_world_size
 
     def is_available(self) -> bool:
@@ -53,7 +48,7 @@ class Accelerator:
         return not self._on_gpu or torch.cuda.is_bf16_supported()
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What an engine can train in here."""
+        """The dtypes that an engine can train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def random(self) -> ModuleType:
@@ -63,29 +58,17 @@ class Accelerator:
         return torch.cuda.default_generators[device_index] if self._on_gpu else torch.default_generator
 
     def __getattr__(self, name: str) -> Any:
-        """torch.cuda's function of that name; on a CPU, what it is there."""
-        if name not in ON_CPU:
+        """The function of that name in torch.cuda, or its equivalent in CPU_FUNCTIONS."""
+        if name not in CPU_FUNCTIONS:
             raise AttributeError(f"the accelerator has no {name!r}; docs/deepspeed.md lists the names")
-        return getattr(torch.cuda, name) if self._on_gpu else ON_CPU[name]
+        return getattr(torch.cuda, name) if self._on_gpu else CPU_FUNCTIONS[name]
 
 
-ON_CPU: dict[str, Callable[..., Any]] = {
-    "synchronize": lambda device=None: None, "empty_cache": lambda: None,
-    "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
-    "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed, "initial_seed": torch.initial_seed,
-}
-
-
-def peak_resident_bytes() -> int:
-    """The most memory of the host that this process has had. Linux's getrusage would begin at the peak of whoever
-    started it."""
-    with suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/status", "rb") as status:
-            return int(status.read().partition(b"VmHWM:")[2].split()[0]) << 10
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "synchronize": lambda device=None: None, "empty_cache": lambda: None, "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0, "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state), "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed, "initial_seed": torch.initial_seed}
 
 
 def get_accelerator() -> Accelerator:

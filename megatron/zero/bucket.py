@@ -1,20 +1,14 @@
-"""FlatBucket: the parameters that travel together, in flat buffers with a place that has a name.
+"""FlatBucket: the flat buffers of one unit's parameters. Gathers and reshards them, and all-gathers updated ones.
 
-Vocabulary
-    whole     all parameters of the bucket in the working precision; every `parameter.data` is a view into it
-    shard     this rank's part of `whole`: a view of it, or, where parameters are split, the only thing that lasts
-    work      the shelf (homes/shelf.py) of the shard
-    kept      the shelf of what lasts beside it: the masters, which are the shard in fp32 and what the optimizer
-              updates, and its states. Where they would be the same numbers it is `work` itself
-    grads     the gradients (gradients.py); frozen parameters have none, and no master
-    shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
+    gathered_params  all parameters in the working precision; each `parameter.data` is a view of it
+    param_shard      this rank's shard of them: a view, or the only permanent copy if parameters are sharded
+    master_state     fp32 masters and optimizer states of the shard; `param_shard` itself if masters are not needed
+    grads            the gradients (gradients.py); frozen parameters have none
+    shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
+                     always has one rank
 
-One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
-parallel. This file moves numbers; *when* is decided by residency.py and passes.py, *what is split* by policy.py.
-
-Every gather makes a new storage, and a release only drops the engine's references to it: a tensor that a user keeps
-(`p.detach()`, a state dict) stays valid. What autograd saves of weights in forward is no such reference
-(saved_weights.py). A parameter that is away is a placeholder (placeholder.py): used outside its unit, it raises.
+Buckets move data; param_coordinator.py and backward.py decide when, stages.py what is sharded. Each gather
+allocates new storage and resharding drops only the engine's references: a tensor that a user kept stays valid.
 """
 
 from __future__ import annotations
@@ -27,440 +21,448 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.edits import Edits
-from megatron.zero.exchanges import NOTHING, ExchangeLog
+from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.gradients import FlatGradients
-from megatron.zero.holders import hold, let_go
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.ferry import Mark
-from megatron.zero.homes.here import HereShelf
-from megatron.zero.homes.shelf import HOST, WEIGHT, Homes, Shelf
-from megatron.zero.initial_params import draw_run, sources_of, whole_value
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.loan import Loan, bring_home
-from megatron.zero.placeholder import fill, vacate
-from megatron.zero.policy import Policy, Wire
-from megatron.zero.precision import Dtypes
-from megatron.zero.turns import Turns
-from mpu.collectives import Pending, all_gather_into, broadcast_into
-from mpu.draws import Source
+from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
+from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, StoredShard
+from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
+from megatron.zero.partitioned_param import release_param, replace_by_placeholder, set_param_data, set_param_owner
+from megatron.zero.stages import CommConfig, StagePolicy
+from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
+from mpu.weight_init import Initializer
 
 
-class Place(Enum):
-    """Where the parameters of a bucket are."""
-
-    AWAY = "split: each rank has its shard"
-    ARRIVING = "on their way from the other ranks"
-    WHOLE = "all here"
+class ShardState(Enum):
+    SHARDED = "split: each rank has its shard"
+    GATHERING = "on their way from the other ranks"
+    GATHERED = "all here"
 
 
-LEGAL_MOVES = {(Place.AWAY, Place.ARRIVING), (Place.ARRIVING, Place.WHOLE), (Place.WHOLE, Place.AWAY),
-               (Place.WHOLE, Place.ARRIVING)}  # the last one: the optimizer has changed them
+LEGAL_TRANSITIONS = {(ShardState.SHARDED, ShardState.GATHERING), (ShardState.GATHERING, ShardState.GATHERED),
+                     (ShardState.GATHERED, ShardState.SHARDED),
+                     (ShardState.GATHERED, ShardState.GATHERING)}  # the last one: all-gather after a step
 
 
-def leave_placeholders(bucket: FlatBucket) -> None:
-    """The parameters of a bucket whose elements are split: using one is an error."""
+def replace_params_by_placeholders(bucket: FlatBucket) -> None:
+    """Replace sharded parameters by placeholders; using a placeholder raises an error."""
     for parameter in bucket.parameters:
-        vacate(parameter, bucket.nothing)
+        replace_by_placeholder(parameter, bucket.empty_param)
 
 
-class Rounds(Protocol):
-    """Rounds what a bucket's weights at work are (quantise.py)."""
+class ParamRounding(Protocol):
+    """Rounds the parameters of a bucket (moq.py)."""
 
     def __call__(self) -> None:
-        """This rank's part, which is that of the masters. Collective."""
+        """Round this rank's parameter shard. Collective."""
 
-    def of_masters(self, part: slice, masters: Tensor) -> Tensor:
-        """What a part of the masters became when it was last published."""
+    def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
+        """The rounded values of one chunk of the masters, as last written to the parameters."""
 
 
 class FlatBucket:
-    """The buffers of one unit; see the module docstring for the vocabulary."""
+    is_engine_owned, allows_in_place_writes = True, False
+    is_offloaded = False
+    secondary_shard_group: Group = SOLO
+    """FSDP2's reshard_after_forward=N: the N neighbouring ranks over which parameters are sharded between forward and
+    backward. Solo: over all ranks."""
+    _secondary_shard: Tensor | None = None
+    rounding: ParamRounding | None = None
+    """Applied when masters are copied to parameters, in addition to the cast."""
+    peers_know_states = False
+    """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
+    is_on_device: bool
+    """`param_shard` is on the device, not offloaded."""
 
-    is_settled, takes_writes = True, False
-    is_set_aside = False
-    near: Group = SOLO
-    """Neighbours among which the parameters are kept split between forward and backward. (A group of one: they are
-    not.)"""
-    _near_part: Tensor | None = None
-    rounding: Rounds | None = None
-    """What is between masters and weights at work, besides their precision."""
-    has_said = False
-    """Other ranks know this one's states from what travelled (own_exchange.py)."""
-    is_at_hand: bool
-    """This rank's part of the weights at work need not be fetched."""
-
-    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns,
-                 log: ExchangeLog, homes: Homes,
-                 leaves: Callable[[FlatBucket], None] = leave_placeholders, alike: bool = False) -> None:
-        """`leaves` says what the parameters are while their elements are split. `alike`: all ranks have the same
-        values; otherwise the first rank's are sent."""
-        self.name, self.device, self._dtypes, self._wire, self._dp, self._log = name, device, dtypes, wire, dp, log
-        self.leaves, self._source = leaves, SOLO if alike else dp
+    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *,
+                 policy: StagePolicy, dp: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
+                 buffer_pool: BufferPool, log: CollectiveLog, engine_storage: EngineStorage,
+                 show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders,
+                 values_are_equal: bool = False) -> None:
+        """`show_sharded` changes the parameters when they are resharded. Unless `values_are_equal`, the first rank of
+        `dp` broadcasts its values."""
+        self.name, self.device, self._dtypes, self._comm, self._dp, self._log = name, device, dtypes, comm, dp, log
+        self.show_sharded, self._broadcast_group = show_sharded, SOLO if values_are_equal else dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
-        self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
+        self.shard_group, self.replica_group = (dp, SOLO) if policy.optim_is_sharded else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
-        self.home = homes.of_masters(self.layout.shard_numel) if self.trainable else homes.optimizer
-        """Of the masters and states."""
+        self.storage = (engine_storage.storage_for_masters(self.layout.shard_numel) if self.trainable
+                        else engine_storage.optimizer)
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
-        self.place = Place.WHOLE
-        self._ferry = homes.ferry
-        self._arrival: Pending | None = None
-        self._ascent: Mark | None = None  # this rank's part, from the host
-        self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
-                                   replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns,
-                                   log=log, descent=self._descent(homes))
-        self.gradient_unit: Callable[[], float] = lambda: 1.0
-        """What a sum of gradients is multiplied by to be their mean."""
-        self._loan: Loan | None = None  # to the user
-        self._has_left = self._is_vacant = False  # since the parameters were whole
-        self.set_aside: set[str] = set()
-        """What is on the host between two phases of a program (aside.py)."""
-        self._take_over(homes)
-        self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
+        self.shard_state = ShardState.GATHERED
+        self._copy_streams = engine_storage.copy_streams
+        self._pending_gather: CollectiveWork | None = None
+        self._pending_shard_copy: CopyEvent | None = None  # this rank's shard, host to device
+        self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy,
+                                   shard_group=self.shard_group, replica_group=self.replica_group,
+                                   device=device, dtypes=dtypes, comm=comm, buffer_pool=buffer_pool, log=log,
+                                   offloader=self._make_grad_offloader(engine_storage))
+        self.grad_mean_factor: Callable[[], float] = lambda: 1.0
+        """Returns the factor that turns a sum of gradients into their mean."""
+        self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
+        self._versions_are_shifted = self._params_are_placeholders = False  # true while the parameters are sharded
+        self.offloaded_states: set[str] = set()
+        """Names of the states that engine.offload_states() has moved to the host."""
+        self._take_over_params(engine_storage)
+        self._write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
-    def _descent(self, homes: Homes) -> Descent | None:
-        """Where the host updates the weights, it needs the gradients."""
-        if not (self.trainable and self.home.walks_on_host) or homes.ferry is None:
+    def _make_grad_offloader(self, engine_storage: EngineStorage) -> GradOffloader | None:
+        if not (self.trainable and self.storage.updates_on_host) or engine_storage.copy_streams is None:
             return None
-        return Descent(self.layout.shard_numel, self._dtypes.grad_shard, self.device, homes.ferry, pinned=homes.pins)
+        return GradOffloader(self.layout.shard_numel, self._dtypes.grad_shard, self.device, engine_storage.copy_streams,
+                             pinned=engine_storage.pin_memory)
 
     @property
-    def updates_on(self) -> torch.device:
-        """Where a step's arithmetic is."""
-        return HOST if self.home.walks_on_host else self.device
+    def update_device(self) -> torch.device:
+        """The device on which the optimizer step computes."""
+        return HOST if self.storage.updates_on_host else self.device
 
-    def join(self, name: str, prefix: str, log: ExchangeLog, turns: Turns) -> None:
-        """Be one of a larger model's, which knows it by another name; before anything has been exchanged."""
+    def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
+        """Become a bucket of a larger model, with new names. Call it before the first collective."""
         self.name, self._log, self.grads.name = name, log, name
-        self.layout.rename(prefix)
-        self.grads.join(log, turns)
+        self.layout.add_prefix(prefix)
+        self.grads.rebind(log, buffer_pool)
 
     @property
-    def log(self) -> ExchangeLog:
+    def log(self) -> CollectiveLog:
         return self._log
 
     @property
-    def nothing(self) -> Tensor:
-        """What is left of parameters whose elements are split: their precision and place."""
-        return self._whole.new_empty(0)
+    def empty_param(self) -> Tensor:
+        """An empty tensor with the dtype and device of the parameters: the data of a sharded parameter."""
+        return self._gathered_params.new_empty(0)
 
     @property
-    def forgets_edits(self) -> bool:
-        """What is written to the parameters now is overwritten by the masters at the next step."""
-        return self.keeps_masters and self._loan is None
+    def overwrites_user_writes(self) -> bool:
+        """The next step would overwrite in-place writes to the parameters with the masters."""
+        return self.has_separate_masters and self._user_session is None
 
     @property
-    def keeps_masters(self) -> bool:
-        """Apart from the weights at work."""
-        return self.kept is not self.work
+    def has_separate_masters(self) -> bool:
+        return self.master_state is not self.param_shard
 
     @property
-    def shard(self) -> Tensor:
-        """This rank's part of the weights at work, where it need not be fetched."""
-        shard = self.work.at_hand(WEIGHT)
+    def device_param_shard(self) -> Tensor:
+        """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
+        shard = self.param_shard.device_view(WEIGHT)
         assert shard is not None, f"the weights of {self.name} are elsewhere"
         return shard
 
     @property
-    def gathered(self) -> Tensor:
-        """All weights at work; without elements while they are split."""
-        return self._whole
+    def gathered_params(self) -> Tensor:
+        """All parameters, flat, of shape [numel]; [0] while they are sharded."""
+        return self._gathered_params
 
     @property
-    def comes_and_goes(self) -> bool:
-        """The parameters are whole only while they are used."""
-        return self._policy.split_params
+    def params_are_sharded(self) -> bool:
+        """The parameters are gathered only while they are used (stage 3)."""
+        return self._policy.params_are_sharded
 
-    def _take_over(self, homes: Homes) -> None:
-        """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
-        never on the device."""
-        work, layout = self._dtypes.work, self.layout
-        self._whole = torch.zeros(0 if self.comes_and_goes else layout.numel, dtype=work, device=self.device)
-        if self.comes_and_goes:
-            self.place = Place.AWAY
-            self.work: Shelf = homes.params.shelf(self.name, layout.shard_numel)
+    def _take_over_params(self, engine_storage: EngineStorage) -> None:
+        """Move the initial values into the flat buffers, one parameter at a time: the full fp32 model is never on the
+        device."""
+        param_dtype, layout = self._dtypes.params, self.layout
+        self._gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel, dtype=param_dtype,
+                                            device=self.device)
+        if self.params_are_sharded:
+            self.shard_state = ShardState.SHARDED
+            self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)
         else:
-            self.work = HereShelf(self._span(self._whole))
-        self.is_at_hand = self.work.at_hand(WEIGHT) is not None
-        apart = (self.trainable or self._dtypes.keeps_frozen) and (
-            work != self._dtypes.master or self._dtypes.apart or self.home.is_elsewhere or not self.is_at_hand)
-        self.kept: Shelf = self.home.shelf(self.name, layout.shard_numel) if apart else self.work
-        sources = sources_of(self.parameters)
+            self.param_shard = DeviceShard(self._shard_of(self._gathered_params))
+        self.is_on_device = self.param_shard.device_view(WEIGHT) is not None
+        masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
+            param_dtype != self._dtypes.master or self._dtypes.masters_are_separate or self.storage.is_offloaded
+            or not self.is_on_device)
+        self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
+                                          if masters_are_separate else self.param_shard)
+        sources = init_sources(self.parameters)
         if sources is not None:
-            self._draw(sources)
+            self._init_from_sources(sources)
         else:
-            self._copy_values()
+            self._copy_initial_values()
         for parameter in self.parameters:
-            hold(parameter, self, for_life=False)
-        if self.is_here:
-            self._fill()
+            set_param_owner(parameter, self, keeps_owner_alive=False)
+        if self.is_unsharded:
+            self._point_params_into_buffer()
         else:
-            self.show_absent()
+            self.show_params_sharded()
 
-    def _draw(self, sources: Sequence[Source]) -> None:
-        """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
-        for part in self.kept.parts:
-            with self.kept.open(part, [WEIGHT], writes=True) as kept:
+    def _init_from_sources(self, sources: Sequence[Initializer]) -> None:
+        """Each rank draws the random values of its own shard. The only collective is the all-gather of the parameters,
+        where they are not sharded."""
+        for chunk in self.master_state.chunks:
+            with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
                 masters = kept[WEIGHT]
-                is_there = self.kept.at_hand(WEIGHT) is not None or self._ferry is None
+                is_there = self.master_state.device_view(WEIGHT) is not None or self._copy_streams is None
                 wide = masters if is_there and masters.dtype == torch.float32 else torch.zeros_like(
                     masters, dtype=torch.float32, device=self.device)
-                draw_run(wide, self.layout, self.shard_group.rank, part, sources)
+                init_chunk(wide, self.layout, self.shard_group.rank, chunk, sources)
                 if masters is not wide:
                     masters.copy_(wide)
-                if self.keeps_masters:
-                    self.work.write(WEIGHT, part.start, wide)
-        if self.is_here:
-            all_gather_into(self._whole, self.shard, self.shard_group).wait()
+                if self.has_separate_masters:
+                    self.param_shard.write(WEIGHT, chunk.start, wide)
+        if self.is_unsharded:
+            all_gather_into(self._gathered_params, self.device_param_shard, self.shard_group).wait()
 
-    def _copy_values(self) -> None:
-        """One parameter at a time, and one part of what this rank keeps."""
-        values = self._values()
+    def _copy_initial_values(self) -> None:
+        """Copy existing values, one parameter and one chunk of the shard at a time."""
+        values = self._initial_values()
         slot, value = next(values)
-        for part in self.kept.parts:
-            with self.kept.open(part, [WEIGHT], writes=True) as kept:
-                for segment in self.layout.segments(self.shard_group.rank, part):
+        for chunk in self.master_state.chunks:
+            with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
+                for segment in self.layout.segments(self.shard_group.rank, chunk):
                     while slot is not segment.slot:
                         slot, value = next(values)
-                    start = segment.shard_offset - part.start
-                    run = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count]
-                    kept[WEIGHT][start : start + segment.count] = run
-                if self.keeps_masters:
-                    self.work.write(WEIGHT, part.start, kept[WEIGHT])
-        for _ in values:  # those of which other ranks keep all
+                    start = segment.shard_offset - chunk.start
+                    segment_values = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count]
+                    kept[WEIGHT][start : start + segment.count] = segment_values
+                if self.has_separate_masters:
+                    self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
+        for _ in values:  # parameters with no element in this rank's shard: their broadcasts are collective
             pass
 
-    def _values(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Each parameter, whole; the weights at work have it as well, where they are whole. Collective."""
+    def _initial_values(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each parameter's full value, and copy it into the gathered buffer if there is one. Collective."""
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            value = whole_value(parameter, self._source, self.device)
-            if self.is_here:
-                self._view(slot).copy_(value)
+            value = full_initial_value(parameter, self._broadcast_group, self.device)
+            if self.is_unsharded:
+                self._param_view(slot).copy_(value)
             yield slot, value
 
-    def _view(self, slot: Slot) -> Tensor:
-        return self._whole.as_strided(slot.shape, slot.stride, slot.offset)
+    def _param_view(self, slot: Slot) -> Tensor:
+        return self._gathered_params.as_strided(slot.shape, slot.stride, slot.offset)
 
-    def _fill(self) -> None:
-        """The parameters are views of the gathered buffer."""
+    def _point_params_into_buffer(self) -> None:
+        """Make each `parameter.data` a view of the gathered buffer."""
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            fill(parameter, self._view(slot))
+            set_param_data(parameter, self._param_view(slot))
 
-    def _span(self, flat: Tensor) -> Tensor:
+    def _shard_of(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
         return flat[start : start + self.layout.shard_numel]
 
-    def _move(self, wanted: Place) -> None:
-        assert (self.place, wanted) in LEGAL_MOVES, f"{self.name} cannot go from {self.place} to {wanted}"
-        self.place = wanted
+    def _set_shard_state(self, wanted: ShardState) -> None:
+        assert (self.shard_state, wanted) in LEGAL_TRANSITIONS, \
+            f"{self.name} cannot go from {self.shard_state} to {wanted}"
+        self.shard_state = wanted
 
     @property
-    def is_here(self) -> bool:
-        """All here, or on their way."""
-        return self.place is not Place.AWAY
+    def is_unsharded(self) -> bool:
+        """The parameters are gathered, or a gather is running."""
+        return self.shard_state is not ShardState.SHARDED
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
-    def prefetch(self) -> None:
-        """Begin to make the parameters whole; `gather` completes it."""
-        if not self.is_here:
-            self._whole = self._whole.new_empty(self.layout.numel)
+    def start_gather(self) -> None:
+        """Start the all-gather of the parameters; `wait_for_param_gather` waits for it."""
+        if not self.is_unsharded:
+            self._gathered_params = self._gathered_params.new_empty(self.layout.numel)
             try:
-                if not self.is_at_hand and self._near_part is None:
-                    self._bring_own(self._span(self._whole))
-                self._start_gather()
-            except BaseException:  # of a drive, say: nobody may take what is there now for weights
-                if self._arrival is None:
-                    if self._ascent is not None:
-                        self._ascent.join()
-                        self._ascent = None
-                    self.place = Place.AWAY
-                    self._vacate()
+                if not self.is_on_device and self._secondary_shard is None:
+                    self._fetch_param_shard(self._shard_of(self._gathered_params))
+                self._launch_gather()
+            except BaseException:  # an NVMe read failed, say: the buffer does not hold weights
+                if self._pending_gather is None:
+                    if self._pending_shard_copy is not None:
+                        self._pending_shard_copy.wait_on_device()
+                        self._pending_shard_copy = None
+                    self.shard_state = ShardState.SHARDED
+                    self._free_gathered_params()
                 raise
 
-    def _bring_own(self, own: Tensor) -> None:
-        if self._ferry is None:
-            self.work.read(WEIGHT, 0, own)
+    def _fetch_param_shard(self, own: Tensor) -> None:
+        if self._copy_streams is None:
+            self.param_shard.read(WEIGHT, 0, own)
         else:
-            self._ascent = self.work.bring(own, self._ferry.up)
+            self._pending_shard_copy = self.param_shard.copy_to_device(own, self._copy_streams.to_device)
 
-    def _start_gather(self) -> None:
-        self._move(Place.ARRIVING)
-        self._number = self._log.note(self.name)
-        if self._near_part is not None:
-            part, self._near_part = self._near_part, None
-            self._arrival = all_gather_into(self._whole, part, self.near, self._wire.parameters_at_a_time)
+    def _launch_gather(self) -> None:
+        self._set_shard_state(ShardState.GATHERING)
+        self._gather_entry = self._log.record_collective(self.name)
+        if self._secondary_shard is not None:
+            # [numel] <- [numel / size of the secondary group] of each of its ranks
+            part, self._secondary_shard = self._secondary_shard, None
+            self._pending_gather = all_gather_into(self._gathered_params, part, self.secondary_shard_group,
+                                                   self._comm.allgather_bucket_size)
             return
-        own = self.shard if self.is_at_hand else self._span(self._whole)
-        with nullcontext() if self._ferry is None or self._ascent is None else self._ferry.up.leading():
-            self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
-        if not self._wire.overlap:
-            self.await_parameters()
+        # [numel] <- [shard_numel] of each rank; an offloaded shard was copied to its place in the output
+        own = self.device_param_shard if self.is_on_device else self._shard_of(self._gathered_params)
+        with nullcontext() if self._copy_streams is None \
+                or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
+            self._pending_gather = all_gather_into(self._gathered_params, own, self.shard_group,
+                                                   self._comm.allgather_bucket_size)
+        if not self._comm.overlap_comm:
+            self.wait_for_param_gather()
 
-    def await_parameters(self) -> None:
-        """Nothing is on its way to the parameters when this returns."""
-        if self._arrival is not None:
-            self._log.entry_awaited = self._number
-            self._arrival.wait()
-            self._log.entry_awaited = NOTHING
-            if self._ascent is not None:
-                self._ascent.join()
-                self._ascent = None
-            if self.place is Place.ARRIVING:  # else Ctrl-C came before the next line
-                self._move(Place.WHOLE)
-            self._arrival = None
-            self._come_back()
+    def wait_for_param_gather(self) -> None:
+        """Wait for the all-gather of the parameters, if one is running, and make the parameters usable."""
+        if self._pending_gather is not None:
+            self._log.awaited_entry = self._gather_entry
+            self._pending_gather.wait()
+            self._log.awaited_entry = NO_ENTRY
+            if self._pending_shard_copy is not None:
+                self._pending_shard_copy.wait_on_device()
+                self._pending_shard_copy = None
+            if self.shard_state is ShardState.GATHERING:  # not after Ctrl-C between the next two lines
+                self._set_shard_state(ShardState.GATHERED)
+            self._pending_gather = None
+            self._restore_params()
 
-    def _come_back(self) -> None:
-        """What has arrived may be used."""
-        if self._is_vacant:
-            self._fill()
-            self._is_vacant = False
-        if self._has_left:
-            self._edits.shift(-1)
-            self._has_left = False
+    def _restore_params(self) -> None:
+        if self._params_are_placeholders:
+            self._point_params_into_buffer()
+            self._params_are_placeholders = False
+        if self._versions_are_shifted:
+            self._write_guard.shift_versions(-1)
+            self._versions_are_shifted = False
 
     def gather(self) -> None:
-        """Parameters are whole when this returns."""
-        self.prefetch()
-        self.await_parameters()
+        self.start_gather()
+        self.wait_for_param_gather()
 
-    def leave(self, *, soon_back: bool = False) -> None:
-        """Where parameters are split: keep the shard only; but what is lent stays. What will be `soon_back` may be kept
-        among neighbours. What Ctrl-C has left half way is completed by the next call."""
-        if not self.comes_and_goes or self._loan is not None:
+    def reshard(self, *, keep_secondary_shard: bool = False) -> None:
+        """Free the gathered parameters and keep only the shard (stage 3). Does nothing while the user has them
+        gathered.
+
+        With `keep_secondary_shard` this rank also keeps its part for `secondary_shard_group`. After an interruption by
+        Ctrl-C the next call completes the reshard."""
+        if not self.params_are_sharded or self._user_session is not None:
             return
-        if not soon_back:
-            self._near_part = None
-        if self.is_here:
-            self.await_parameters()
-            if soon_back and not self.near.is_solo:
-                self._near_part = self._whole.view(self.near.size, -1)[self.near.rank].clone()
-            self._edits.leave()
-            self._has_left = True
-            self._move(Place.AWAY)
-        if self._whole.numel():
-            self._vacate()
+        if not keep_secondary_shard:
+            self._secondary_shard = None
+        if self.is_unsharded:
+            self.wait_for_param_gather()
+            if keep_secondary_shard and not self.secondary_shard_group.is_solo:
+                # [numel] -> [size, numel / size], of which this rank keeps one row
+                self._secondary_shard = self._gathered_params.view(
+                    self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
+            self._write_guard.before_reshard()
+            self._versions_are_shifted = True
+            self._set_shard_state(ShardState.SHARDED)
+        if self._gathered_params.numel():
+            self._free_gathered_params()
 
-    def _vacate(self) -> None:
-        """Make placeholders of the parameters. The buffer goes last: without it, all of them are."""
-        self.show_absent()
-        self._whole = self.nothing
+    def _free_gathered_params(self) -> None:
+        # The buffer goes last: `reshard` takes an empty buffer as a sign that all parameters are placeholders.
+        self.show_params_sharded()
+        self._gathered_params = self.empty_param
 
-    def forget_near(self) -> None:
-        """The weights have changed."""
-        self._near_part = None
+    def drop_secondary_shard(self) -> None:
+        """Call it when the weights have changed: the copy is out of date."""
+        self._secondary_shard = None
 
-    def show_absent(self) -> None:
-        """The parameters become what they are while their elements are split."""
-        self._is_vacant = True
-        self.leaves(self)
+    def show_params_sharded(self) -> None:
+        """Turn the parameters into placeholders."""
+        self._params_are_placeholders = True
+        self.show_sharded(self)
 
     @property
-    def is_vacant(self) -> bool:
-        """The parameters are what they are while their elements are split."""
-        return self._is_vacant
+    def params_are_placeholders(self) -> bool:
+        return self._params_are_placeholders
 
-    def check(self) -> None:
-        """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""
+    def check_params_unchanged(self) -> None:
+        """Raise ConfigError if the user froze, unfroze or replaced a parameter since initialize."""
         for slot, parameter in zip(self.layout.slots, self.parameters):
             if parameter.requires_grad != self.trainable:
                 raise ConfigError(
                     f"{slot.name} was {'frozen' if self.trainable else 'unfrozen'} after zero.initialize, and the "
                     f"engine would {'go on changing it' if self.trainable else 'not train it'}: set requires_grad "
                     "before, or destroy() the engine and initialize again")
-        self.check_places()
+        self.check_params_in_buffer()
 
-    def check_places(self) -> None:
-        """Refuse parameters that are whole, and elsewhere than in the buffers."""
-        for slot, parameter in zip(self.layout.slots, self.parameters) if self.is_here and not self._is_vacant else ():
-            if not self._is_in_place(parameter, slot):
+    def check_params_in_buffer(self) -> None:
+        """Raise ConfigError if a gathered parameter is no longer a view of the engine's buffer. (A sharded one is a
+        placeholder, which refuses new data.)"""
+        for slot, parameter in zip(self.layout.slots,
+                                   self.parameters) if self.is_unsharded and not self._params_are_placeholders else ():
+            if not self._is_in_buffer(parameter, slot):
                 raise ConfigError(
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
                     "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
                     "zero.GatheredParameters")
 
-    def _is_in_place(self, parameter: Tensor, slot: Slot) -> bool:
-        place = self._whole.data_ptr() + slot.offset * self._whole.element_size()
+    def _is_in_buffer(self, parameter: Tensor, slot: Slot) -> bool:
+        place = self._gathered_params.data_ptr() + slot.offset * self._gathered_params.element_size()
         return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
 
-    def has(self, tensor: Tensor) -> bool:
-        """It is a view of the gathered parameters."""
+    def has_view(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of the gathered parameters."""
         return torch._C._has_storage(tensor) and \
-            tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
+            tensor.untyped_storage()._cdata == self._gathered_params.untyped_storage()._cdata
 
     @property
-    def is_written_to(self) -> bool:
-        """A user has written to a gathered parameter."""
-        return self._edits.first_touched() is not None
+    def has_user_writes(self) -> bool:
+        """A parameter was written to in place since the engine last checked."""
+        return self._write_guard.first_written() is not None
 
-    def heed_writes(self) -> bool:
-        """Of parameters that may be written to where their shards are: whether one was, since the last call."""
-        return self._edits.heed()
+    def take_user_writes(self) -> bool:
+        """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call."""
+        return self._write_guard.take_writes()
 
-    def check_edits(self, *, thoroughly: bool) -> None:
-        """Refuse what was written to the parameters, where it would not last (edits.py), or does not count yet."""
-        if self._loan is not None:
-            if self._loan.first_edited() is not None:
-                self.check_not_lent("a save")
-        elif self.comes_and_goes or self.keeps_masters:
-            self._edits.check(None if self.comes_and_goes else self.shard, self.kept, self.of_masters,
-                              thoroughly=thoroughly)
+    def check_user_writes(self, *, compare_values: bool) -> None:
+        """Raise ConfigError for in-place writes that the next step would undo, or that count only after the end of an
+        open GatheredParameters block."""
+        if self._user_session is not None:
+            if self._user_session.first_modified() is not None:
+                self.check_not_gathered_by_user("a save")
+        elif self.params_are_sharded or self.has_separate_masters:
+            self._write_guard.refuse_writes(None if self.params_are_sharded else self.device_param_shard,
+                                            self.master_state, self.round_masters, compare_values=compare_values)
 
-    def of_masters(self, part: slice, masters: Tensor) -> Tensor:
-        """What a part of the masters is at work, in the precision of either."""
-        return masters if self.rounding is None else self.rounding.of_masters(part, masters)
+    def round_masters(self, chunk: slice, masters: Tensor) -> Tensor:
+        """The parameter values of one chunk of the masters; the caller casts."""
+        return masters if self.rounding is None else self.rounding.round_masters(chunk, masters)
 
-    def renew(self) -> None:
-        """The weights at work <- the masters; on this rank, `send` is to follow."""
-        if self.keeps_masters:
-            self.await_parameters()  # of a step before, which come from there
-            for part in self.kept.parts:
-                with self.kept.open(part, [WEIGHT]) as kept:
-                    self.work.write(WEIGHT, part.start, kept[WEIGHT])
+    def copy_masters_to_params(self) -> None:
+        """Copy this rank's masters into its parameter shard; `start_allgather_after_step` sends it to the others."""
+        if self.has_separate_masters:
+            self.wait_for_param_gather()  # the all-gather after an earlier step may still read the shard
+            for chunk in self.master_state.chunks:
+                with self.master_state.open(chunk, [WEIGHT]) as kept:
+                    self.param_shard.write(WEIGHT, chunk.start, kept[WEIGHT])
 
-    def send(self) -> None:
-        """After the optimizer, and once the working copy of the shard is new: bring it to every rank that holds one."""
+    def start_allgather_after_step(self) -> None:
+        """After the optimizer has changed the shard: start its all-gather, unless parameters are sharded."""
         if self.rounding is not None:
             self.rounding()
-        if self.comes_and_goes:
-            assert not self.is_here, f"{self.name} is whole, with values of before the step"
+        if self.params_are_sharded:
+            assert not self.is_unsharded, f"{self.name} is whole, with values of before the step"
         elif self.shard_group.size > 1:
-            self.await_parameters()
-            self._start_gather()
-        self._edits.note()
+            self.wait_for_param_gather()
+            self._launch_gather()
+        self._write_guard.accept_writes()
 
-    # ---- set aside (aside.py) ---------------------------------------------------------------------------------
+    # ---- engine.offload_states() ------------------------------------------------------------------------------
 
-    def check_here(self, what: str, *needed: str) -> None:
-        """Refuse to use what is set aside: these, or anything."""
-        away = sorted(self.set_aside.intersection(needed) if needed else self.set_aside)
+    def check_not_offloaded(self, what: str, *needed: str) -> None:
+        """Raise ConfigError if one of the `needed` states (by default any state) is offloaded."""
+        away = sorted(self.offloaded_states.intersection(needed) if needed else self.offloaded_states)
         if away:
             raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(away)} aside: call "
                               "engine.reload_states() first")
 
-    def clear_out(self) -> None:
-        """The memory of the weights at work is about to go: until `move_in` the parameters are placeholders."""
-        self.is_set_aside = True
-        if not self.comes_and_goes:
-            self._edits.shift(+1)
-            self._has_left = self._is_vacant = True
-            leave_placeholders(self)
+    def begin_param_offload(self) -> None:
+        """Turn the parameters into placeholders until `end_param_offload`; the caller then frees their memory."""
+        self.is_offloaded = True
+        if not self.params_are_sharded:
+            self._write_guard.shift_versions(+1)
+            self._versions_are_shifted = self._params_are_placeholders = True
+            replace_params_by_placeholders(self)
 
-    def move_in(self) -> None:
-        if self.is_set_aside and not self.comes_and_goes:
-            self._come_back()
-        self.is_set_aside = False
+    def end_param_offload(self) -> None:
+        if self.is_offloaded and not self.params_are_sharded:
+            self._restore_params()
+        self.is_offloaded = False
 
-    # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
+    # ---- zero.GatheredParameters (the ParamOwner protocol of partitioned_param.py) -----------------------------
 
-    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         return torch.Size(self.slot_of(parameter).shape)
 
     def describe(self, parameter: Tensor) -> str:
@@ -468,93 +470,95 @@ class FlatBucket:
         return f"parameter {slot.name!r} of shape {slot.shape}"
 
     def slot_of(self, parameter: Tensor) -> Slot:
-        return self.layout.slots[self._index(parameter)]
+        return self.layout.slots[self._param_index(parameter)]
 
-    def _index(self, parameter: Tensor) -> int:
+    def _param_index(self, parameter: Tensor) -> int:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
     @property
     def dp(self) -> Group:
         return self._dp
 
-    def check_before_loan(self) -> None:
-        self.check_here("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
-        self.check_not_lent("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
-        if self.comes_and_goes:
+    def check_before_user_gather(self) -> None:
+        self.check_not_offloaded("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
+        self.check_not_gathered_by_user("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
+        if self.params_are_sharded:
             with torch._C.DisableTorchFunctionSubclass():
-                self.check_edits(thoroughly=False)
+                self.check_user_writes(compare_values=False)
 
-    def lend(self) -> None:
-        comes_for_it, self._log.purpose = not self.is_here, "GatheredParameters"
+    def gather_for_user(self) -> None:
+        was_sharded, self._log.purpose = not self.is_unsharded, "GatheredParameters"
         self.gather()
-        self._loan = Loan(self._whole, self.layout, self.shard_group.rank, came_for_it=comes_for_it)
-        if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
-            for part in self.kept.parts:
-                with self.kept.open(part, [WEIGHT]) as kept:
-                    self._loan.own_before[part] = self.of_masters(part, kept[WEIGHT])
+        self._user_session = GatheredParamsSession(self._gathered_params, self.layout, self.shard_group.rank,
+                                                   was_sharded=was_sharded)
+        if self.has_separate_masters and not self.params_are_sharded:
+            # Compare with the masters later, so that in-place writes from before this block count as its edits.
+            for chunk in self.master_state.chunks:
+                with self.master_state.open(chunk, [WEIGHT]) as kept:
+                    self._user_session.shard_before[chunk] = self.round_masters(chunk, kept[WEIGHT])
 
     def read_master(self, start: int, out: Tensor) -> None:
-        """out <- this rank's masters from `start` on. Edits of a loan count when it ends."""
-        if self._loan is None or self.keeps_masters or self.comes_and_goes:
-            self.kept.read(WEIGHT, start, out)
+        """out <- this rank's masters from `start` on. User edits count when the GatheredParameters block ends."""
+        if self._user_session is None or self.has_separate_masters or self.params_are_sharded:
+            self.master_state.read(WEIGHT, start, out)
         else:
-            out.copy_(self._loan.own_before[start : start + len(out)])
+            out.copy_(self._user_session.shard_before[start : start + len(out)])
 
-    def check_before_return(self, editor: int | None) -> None:
-        assert self._loan is not None, f"bucket {self.name} was not lent"
+    def check_before_user_reshard(self, modifier_rank: int | None) -> None:
+        assert self._user_session is not None, f"bucket {self.name} was not lent"
         for slot, parameter in zip(self.layout.slots, self.parameters):
-            if not self._is_in_place(parameter, slot):
-                bring_home(slot.name, parameter, self._view(slot))
-        if editor is None and (edited := self._loan.first_edited()) is not None:
-            raise ConfigError(f"{edited} was edited inside GatheredParameters without modifier_rank, or by hand before "
-                              "it: the edit would be lost; say which rank's edits count")
+            if not self._is_in_buffer(parameter, slot):
+                copy_into_buffer(slot.name, parameter, self._param_view(slot))
+        if modifier_rank is None and (modified := self._user_session.first_modified()) is not None:
+            raise ConfigError(f"{modified} was edited inside GatheredParameters without modifier_rank, or by hand "
+                              "before it: the edit would be lost; say which rank's edits count")
 
-    def take_back(self, editor: int | None) -> None:
-        assert self._loan is not None, f"bucket {self.name} was not lent"
-        if editor is not None:
-            self._log.note(f"edits of {self.name}")
-            broadcast_into(self._whole, editor, self._dp).wait()
-            self._loan.keep_edits(self.work, self.kept)
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
+        assert self._user_session is not None, f"bucket {self.name} was not lent"
+        if modifier_rank is not None:
+            self._log.record_collective(f"edits of {self.name}")
+            broadcast_into(self._gathered_params, modifier_rank, self._dp).wait()
+            self._user_session.store_modified_shard(self.param_shard, self.master_state)
             if self.rounding is not None:
-                self._round_edits()
-        self._end(self._loan)
+                self._round_modified_params()
+        self._end_user_session(self._user_session)
 
-    def _round_edits(self) -> None:
-        """What is whole is what the edited masters are at work."""
+    def _round_modified_params(self) -> None:
+        """Gather the parameters again, rounded from the edited masters."""
         assert self.rounding is not None
-        self.renew()
+        self.copy_masters_to_params()
         self.rounding()
-        if not self.is_at_hand:
-            self._bring_own(self._span(self._whole))
-        self._start_gather()
-        self.await_parameters()
+        if not self.is_on_device:
+            self._fetch_param_shard(self._shard_of(self._gathered_params))
+        self._launch_gather()
+        self.wait_for_param_gather()
 
-    def check_not_lent(self, what: str) -> None:
-        if self._loan is not None:
+    def check_not_gathered_by_user(self, what: str) -> None:
+        if self._user_session is not None:
             raise ConfigError(f"{what} inside zero.GatheredParameters, which has {self.layout.slots[0].name}: edits "
                               "count when the block ends; leave it first")
 
-    def cancel_loan(self) -> None:
-        if self._loan is not None:
-            self._fill()
-            self._loan.undo()
-            self._end(self._loan)
+    def cancel_user_gather(self) -> None:
+        if self._user_session is not None:
+            self._point_params_into_buffer()
+            self._user_session.undo_modifications()
+            self._end_user_session(self._user_session)
 
-    def _end(self, loan: Loan) -> None:
-        self._loan = None
-        self._edits.note()
-        if loan.came_for_it:
-            self.leave()
+    def _end_user_session(self, session: GatheredParamsSession) -> None:
+        self._user_session = None
+        self._write_guard.accept_writes()
+        if session.was_sharded:
+            self.reshard()
 
-    def give_back(self) -> None:
-        """The parameters are ordinary tensors again, whole, and nobody's."""
+    def release_params(self) -> None:
+        """Gather the parameters and make them ordinary tensors that no engine owns."""
         self.gather()
         for parameter in self.parameters:
-            let_go(parameter)
+            release_param(parameter)
 
 
-def publish(buckets: Sequence[FlatBucket]) -> None:
-    """Bring new masters into the weights at work, on every rank that holds them. Collective."""
+def publish_masters(buckets: Sequence[FlatBucket]) -> None:
+    """Copy new masters into the parameters on every rank. Collective."""
     for bucket in buckets:
-        bucket.renew()
-        bucket.send()
+        bucket.copy_masters_to_params()
+        bucket.start_allgather_after_step()

@@ -1,10 +1,9 @@
-"""ZeroEngine: the data-parallel engine a training loop talks to. `zero.initialize` builds one.
+"""ZeroEngine: the data-parallel engine behind `zero.initialize`. It assembles the parts and counts micro-batches.
 
     loss = engine(batch...);  engine.backward(loss);  engine.step()
 
-It is called once per micro-batch; `step` does something only at the accumulation boundary. What it does is done by its
-parts: passes.py (a forward and a backward), step.py (the optimizer step), state.py (what lasts, and checkpoints). Here
-they are put together, and micro-batches are counted.
+Called once per micro-batch; `step` updates at the accumulation boundary only. backward.py runs the passes, step.py the
+optimizer step, state.py keeps what is saved.
 """
 
 from __future__ import annotations
@@ -19,134 +18,134 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
+from megatron.distributed.collective_log import CollectiveLog, assert_collective_call, register_owning_engine
+from megatron.distributed.rank_status import OPTIMIZER_STEP, STATUS
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
-from megatron.optim.rule import ParamGroup, Rule
-from megatron.whereabouts import HERE, OPTIMIZER_STEP
-from megatron.zero.aside import WEIGHTS, Aside
-from megatron.zero.bucket import publish
-from megatron.zero.buffers import BufferCopy, copy_buffers_from_first
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.forwards import ForwardCheck
-from megatron.zero.homes.here import Here
-from megatron.zero.homes.shelf import HOST, Homes, Run
-from megatron.zero.hooks import attach, guard_loading
+from megatron.optim.rule import ParamGroup, UpdateRule
+from megatron.zero.backward import PassCoordinator, ReductionOrder
+from megatron.zero.bucket import publish_masters
+from megatron.zero.compression import CompressedBucketExchange
+from megatron.zero.flat_buffers import BufferPool, bucket_dtypes, loss_scale_rule
+from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
-from megatron.zero.own_exchange import Line
-from megatron.zero.passes import Passes
-from megatron.zero.policy import policy, wire
-from megatron.zero.precision import dtypes, scale_rule
-from megatron.zero.quantise import Quantisation
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency, Resident, reused_within
-from megatron.zero.roster import Roster
-from megatron.zero.state import State
-from megatron.zero.step import Step, StepReport
-from megatron.zero.together import meet, own
-from megatron.zero.turns import Turns
-from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
+from megatron.zero.moq import MoQState
+from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, StateSegment
+from megatron.zero.param_coordinator import NoopCoordinator, ParamCoordinator, units_reused_within
+from megatron.zero.stages import make_comm_config, stage_policy
+from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
+from megatron.zero.step import OptimizerStep, StepReport
+from megatron.zero.step_result import NoGradForwardChecker
+from megatron.zero.units import (BucketingConfig, ModelParamGuard, attach_main_grad_writers, build_units,
+                                 detach_main_grad_writers)
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
-
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
 
-MOST_RIDERS = 8
-"""Numbers of a caller that travel in the exchange of a step; always so many, so that ranks which give others meet."""
+MAX_EXTRA_SCALARS = 8
+"""Extra scalars in the all-reduce of a step. Fewer are padded, so that its size is equal on all ranks even if their
+callers give different numbers of scalars."""
 
 
 class ZeroEngine:
-    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
-                 param_groups: list[ParamGroup], device: torch.device, homes: Homes | None = None,
-                 clip_grad: float = 0.0, accumulation: int = 1, quantize: QuantizeConfig = QuantizeConfig(),
-                 seed: int = 0) -> None:
-        """`seed` is that of stochastic rounding."""
+    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig,
+                 rule: UpdateRule, param_groups: list[ParamGroup], device: torch.device,
+                 engine_storage: EngineStorage | None = None, clip_grad: float = 0.0, accumulation: int = 1,
+                 quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
+        """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.micro_batch: int | None = None
-        """Samples of a micro-batch, where somebody says; here they are only compared with those of other ranks."""
-        self._policy = policy(zero.zero_stage)
-        self._micro_batches = 0  # of this optimizer step, before the one under way
-        self._boundary: bool | None = None
+        """Samples per micro-batch, if the caller sets it; only compared between ranks."""
+        self._policy = stage_policy(zero.zero_stage)
+        self._micro_batches = 0  # of this optimizer step, before the current one
+        self._is_boundary: bool | None = None
         self._in_no_sync = self.is_detached = False
-        self._failed_backward: str | None = None  # the last one, where nothing has been accumulated since then
+        self._failed_backward: str | None = None  # error class of the last backward, if it failed
         self.last_report: StepReport | None = None
-        self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
-        copy_buffers_from_first(module, groups)
-        forget_gradients(module)
-        self.accumulate(accumulation)
-        travel = wire(zero, groups.dp.size)
+        self.log = CollectiveLog(reductions_in_order=not self._policy.params_are_sharded or on_accelerator(device))
+        broadcast_module_buffers(module, groups)
+        drop_gradients(module)
+        self.set_accumulation_steps(accumulation)
+        comm = make_comm_config(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
-        kinds = dtypes(self._policy, precision, accumulation, apart=quantize.quantize_training)
-        self.homes = homes or Homes(Here(device), Here(device, kinds.work))
-        turns = Turns()
-        self._units = build_units(module, Cut(
-            self._policy, travel, kinds, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes, turns))
-        connect_sinks(self._units)
-        scaling = scale_rule(precision)
-        self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
-        self.buckets, self.frozen = self.state.buckets, self.state.frozen
+        kinds = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
+        self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
+                                                              DeviceStorage(device, kinds.params))
+        turns = BufferPool()
+        self._units = build_units(module, BucketingConfig(
+            self._policy, comm, kinds, groups.dp, device,
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, turns))
+        attach_main_grad_writers(self._units)
+        scaling = loss_scale_rule(precision)
+        self.state = EngineState(self._units, rule, scaling.initial_state(), groups.world,
+                                 loads_masters=zero.load_from_fp32_weights)
+        self.buckets, self.frozen_buckets = self.state.buckets, self.state.frozen_buckets
         if (schedule := quantize.schedule) is not None:
-            self.state.quantisation = Quantisation(quantize, schedule, module, self.buckets, groups, seed)
-            publish(self.buckets)
-        on_host = [bucket.home.walks_on_host for bucket in self.buckets]
-        rule.settle_on(HOST if all(on_host) else device, groups.world)
-        for bucket in (*self.buckets, *self.frozen):
-            own(bucket, self)
-        self._aside = Aside([*self.buckets, *self.frozen], turns, device)
-        self._roster = Roster(module, [*self.buckets, *self.frozen])
-        self._step = Step(self.state, self.homes, groups, rule, param_groups, scaling, self.log,
-                          clip_grad=clip_grad, divisor=groups.dp.size / travel.predivide,
-                          max_skipped=precision.max_skipped_in_a_row)
-        self.residency = Resident() if not self._policy.split_params else Residency(
+            self.state.moq = MoQState(quantize, schedule, module, self.buckets, groups, seed)
+            publish_masters(self.buckets)
+        on_host = [bucket.storage.updates_on_host for bucket in self.buckets]
+        rule.bind_device(HOST if all(on_host) else device, groups.world)
+        for bucket in (*self.buckets, *self.frozen_buckets):
+            register_owning_engine(bucket, self)
+        self._state_offloader = StateOffloader([*self.buckets, *self.frozen_buckets], turns, device)
+        self._param_guard = ModelParamGuard(module, [*self.buckets, *self.frozen_buckets])
+        self._optimizer_step = OptimizerStep(
+            self.state, self.engine_storage, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
+            divisor=groups.dp.size / comm.gradient_predivide_factor, max_skipped=precision.max_skipped_in_a_row)
+        self.param_coordinator = NoopCoordinator() if not self._policy.params_are_sharded else ParamCoordinator(
             self._units, max_live=zero.stage3_max_live_parameters,
-            stays=reused_within(zero.stage3_max_reuse_distance, self._units),
+            kept_for_backward=units_reused_within(zero.stage3_max_reuse_distance, self._units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
-        one_by_one = self._policy.split_optim or kinds.sends_copies(device)
-        at_once = any(on_host) and groups.dp.is_solo  # nothing is on its way but to the host
+        one_by_one = self._policy.optim_is_sharded or kinds.copies_for_reduction(device)
+        # On one data parallel rank there is no collective to overlap, only the copies to the host.
+        at_once = any(on_host) and groups.dp.is_solo
         reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
-        self.passes = Passes(self._units, self.residency, reductions, self.log,
-                             ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,
-                             splits_parameters=self._policy.split_params,
-                             step_under_way=lambda: self.state.counters.global_steps + 1)
-        if self.homes.delays:
-            self.passes.before_evaluation = partial(self.look_at_newest, "a forward of an evaluation")
-        self._handles = guard_loading(self._units) + attach(self._units, self.passes)
+        self.pass_coordinator = PassCoordinator(self._units, self.param_coordinator, reductions, self.log,
+                                                NoGradForwardChecker(groups.dp, device, self.log),
+                                                allows_unused=zero.ignore_unused_parameters,
+                                                params_are_sharded=self._policy.params_are_sharded,
+                                                current_step=lambda: self.state.counters.global_steps + 1)
+        if self.engine_storage.delays_update:
+            self.pass_coordinator.before_evaluation = partial(self.sync_delayed_update, "a forward of an evaluation")
+        self._handles = refuse_state_dict_loads(self._units) + register_unit_hooks(self._units, self.pass_coordinator)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def will_run(self, modules: Sequence[nn.Module]) -> None:
-        """The forward under way calls these units and no others, in this order: whoever leaves some out and says so
-        here gathers nothing in vain, and keeps nobody waiting for their gradients. The same on all ranks."""
-        self.passes.announce(modules)
+    def set_forward_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Declare that the running forward calls exactly these modules, in this order. The engine then does not
+        prefetch the other units, nor wait for their gradients. All ranks must give the same modules."""
+        self.pass_coordinator.set_forward_modules(modules)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
-        quotient."""
-        self._check_trains("engine.backward()")
-        self._aside.check_here("engine.backward()", WEIGHTS)
+        """Compute the gradients of `loss` divided by the number of micro-batches (without `scale_wrt_gas`: of `loss`).
+        Returns the divided loss."""
+        self._check_can_train("engine.backward()")
+        self._state_offloader.check_not_offloaded("engine.backward()", LP_PARAMS)
         _check_loss(loss, self.module)
-        divisor = self.accumulation if scale_wrt_gas else 1
+        divisor = self.accumulation_steps if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
-        self._step.begin_with(part, first=not self.has_gradients, divisor=divisor)
+        self._optimizer_step.before_backward(part, first=not self.has_gradients, divisor=divisor)
         try:
-            self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
-                                 reduces=self._policy.split_grads or self.at_boundary)
-        except BaseException as error:  # what had been accumulated is gone
+            self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
+                                           reduces=self._policy.grads_are_sharded or self.is_at_boundary)
+        except BaseException as error:  # the accumulated gradients of the step were discarded
             self._micro_batches, self._failed_backward = 0, type(error).__name__
             raise
         self._failed_backward = None
         return part
 
-    def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
-             ) -> StepReport | None:
-        """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are at most MOST_RIDERS numbers to be summed over all ranks; those given `aside` come back beside them."""
-        self._check_trains("engine.step()")
-        self._aside.check_here("engine.step()")
+    def step(self, lr: float | None = None, extra_scalars: Sequence[Tensor | float] = (),
+             engine_scalars: Sequence[float] = ()) -> StepReport | None:
+        """At the accumulation boundary: clip and update the weights; otherwise only count, and return None.
+
+        `lr` sets the learning rate of all param groups. `extra_scalars`, at most MAX_EXTRA_SCALARS numbers, and
+        `engine_scalars` are summed over all ranks; the report has the sums."""
+        self._check_can_train("engine.step()")
+        self._state_offloader.check_not_offloaded("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
@@ -154,8 +153,8 @@ class ZeroEngine:
             raise ConfigError(f"step() after a backward that failed ({self._failed_backward}): what had been "
                               "accumulated is gone, and the step begins anew: call backward(loss) for each of its "
                               "micro-batches")
-        boundary = self.at_boundary
-        if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
+        boundary = self.is_at_boundary
+        if boundary and not all(bucket.grads.is_reduced for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
         if not boundary:
@@ -164,174 +163,176 @@ class ZeroEngine:
             return None
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
-        HERE.enter(OPTIMIZER_STEP)
-        self.residency.done_with_all()  # a forward may have run since the backward
-        self.finish_update()
+        STATUS.set_phase(OPTIMIZER_STEP)
+        self.param_coordinator.release_all()  # a forward may have run since the backward
+        self.finish_delayed_update()
         try:
-            unfit = _against(riders)
-            objection = self.passes.objection() or self._roster.objection() or self._set_by_hand() or unfit
-            filled = [*(riders if unfit is None else ()), *(MOST_RIDERS * [0.0])][:MOST_RIDERS]
-            self.last_report = self._step(self.passes.take_trace(), objection, filled, aside, self.accumulation,
-                                          self.micro_batch)
-            self.last_report.given = len(riders)
+            scalars_error = _extra_scalars_error(extra_scalars)
+            veto_error = (self.pass_coordinator.veto_error() or self._param_guard.veto_error()
+                          or self._user_modified_grad_error() or scalars_error)
+            filled = [*(extra_scalars if scalars_error is None
+                        else ()), *(MAX_EXTRA_SCALARS * [0.0])][:MAX_EXTRA_SCALARS]
+            self.last_report = self._optimizer_step(self.pass_coordinator.take_run_digest(), veto_error, filled,
+                                                    engine_scalars, self.accumulation_steps, self.micro_batch)
+            self.last_report.given_scalar_count = len(extra_scalars)
         except BaseException as error:
-            self.passes.note_interruption(error)
-            self.log.explain(error)
+            self.pass_coordinator.record_interruption(error)
+            self.log.raise_root_cause(error)
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
-        self.passes.weights += not self.last_report.is_known or self.last_report.applied
-        HERE.enter("")
+        self.pass_coordinator.weight_version += not self.last_report.is_on_host or self.last_report.applied
+        STATUS.set_phase("")
         return self.last_report
 
-    def _set_by_hand(self) -> str | None:
-        """A gradient that the user has set since the backward, and nobody would look at."""
+    def _user_modified_grad_error(self) -> str | None:
+        """The error if the user has set a gradient since the backward that the engine would ignore, or None."""
         try:
             for bucket in self.buckets:
-                bucket.grads.heed()
+                bucket.grads.check_user_modified_grads()
         except ConfigError as error:
             return str(error)
         return None
 
-    def finish_update(self) -> None:
-        """What runs beside the program is over, and the weights are those of the last step. Collective."""
-        if self._step.has_update_under_way:
-            self.residency.done_with_all()  # a forward that has no backward yet is of the weights before
-            self._step.finish_update()
-            self.count_new_weights()
+    def finish_delayed_update(self) -> None:
+        """Wait for a delayed update, if one is running, and gather its weights. Collective."""
+        if self._optimizer_step.has_delayed_update:
+            self.param_coordinator.release_all()  # a forward without its backward may have gathered the old weights
+            self._optimizer_step.finish_delayed_update()
+            self.increment_weight_version()
 
-    def look_at_newest(self, who: str) -> None:
-        """Somebody is about to look at the weights: they are those of the last step, all here. Every rank comes here
-        where an update runs beside the program."""
-        if self._step.has_update_under_way:
-            self.meet(f"{who}, beside a delayed update")
-            self.finish_update()
-        self.settle()
+    def sync_delayed_update(self, caller: str) -> None:
+        """Finish the last step before `caller` reads the weights. If a delayed update is running, all ranks must call
+        it; the check raises an error if one does not."""
+        if self._optimizer_step.has_delayed_update:
+            self.assert_collective_call(f"{caller}, beside a delayed update")
+            self.finish_delayed_update()
+        self.wait_for_param_gathers()
 
-    def conclude(self) -> None:
-        """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
-        calls it; the counters below may be asked for by one."""
-        self.finish_update()
-        self._step.conclude()
-        self.passes.check_forward.conclude()
+    def finish_step(self) -> None:
+        """Wait for the last step, count it, and raise its error, if any. All ranks must call it; the counters below may
+        be read by a single rank."""
+        self.finish_delayed_update()
+        self._optimizer_step.finish_step()
+        self.pass_coordinator.forward_checker.raise_if_diverged()
 
-    def learn(self) -> StepReport | None:
-        """The last step, counted as what it was, once the device knows. Local: one rank alone may ask."""
-        self._step.learn()
+    def read_step_result(self) -> StepReport | None:
+        """Wait for the device, count the last step, and return its report. Local."""
+        self._optimizer_step.read_step_result()
         return self.last_report
 
     @property
     def is_deferred(self) -> bool:
-        """The host learns of a step after it was taken."""
-        return self._step.is_deferred
+        """The host reads the result of a step later (step.py)."""
+        return self._optimizer_step.is_deferred
 
-    def _check_trains(self, call: str) -> None:
-        """Refuse to go on from what ended half way, and without an optimizer."""
+    def _check_can_train(self, call: str) -> None:
+        """Raise ConfigError without an optimizer, and after an interrupted backward, step or load."""
         if not self.buckets:
             raise ConfigError(f"{call}: this engine only evaluates, for zero.initialize was given {NO_OPTIMIZER}")
-        self.passes.check_whole()
-        self.state.check_whole()
+        self.pass_coordinator.check_not_interrupted()
+        self.state.check_no_unfinished_change()
 
     def zero_grad(self) -> None:
-        """Forget what has been accumulated."""
+        """Discard the accumulated gradients."""
         for bucket in self.buckets:
             bucket.grads.discard()
 
     @property
     def has_gradients(self) -> bool:
-        """A step is under way: something has been accumulated for it."""
+        """Gradients have been accumulated since the last step."""
         return not all(bucket.grads.is_empty for bucket in self.buckets)
 
     @property
-    def at_boundary(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
-        return self._micro_batches + 1 >= self.accumulation if self._boundary is None else self._boundary
+        return self._micro_batches + 1 >= self.accumulation_steps if self._is_boundary is None else self._is_boundary
 
-    def accumulate(self, micro_batches: int) -> None:
-        """So many are a step, from the next one on."""
-        self.accumulation = micro_batches
-        self.log.remark = f"gradient_accumulation_steps {micro_batches}"
+    def set_accumulation_steps(self, micro_batches: int) -> None:
+        """Set the number of micro-batches per optimizer step, from the next step on."""
+        self.accumulation_steps = micro_batches
+        self.log.accumulation_setting = f"gradient_accumulation_steps {micro_batches}"
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""
-        self._boundary = is_boundary
+        self._is_boundary = is_boundary
 
     @contextmanager
-    def without_a_step(self) -> Iterator[Callable[[], None]]:
-        """Between two steps: each backward inside sums its gradients over the ranks. Afterwards gradients are forgotten
-        and buffers as they were, and so they are for a forward before which what is yielded is called."""
-        before, self._boundary = self._boundary, True
-        buffers = BufferCopy(self.module)
+    def backwards_without_step(self) -> Iterator[Callable[[], None]]:
+        """Between two steps: each backward inside reduces its gradients over the ranks. The yielded function discards
+        the gradients and restores the module buffers; so does the end of the block."""
+        before, self._is_boundary = self._is_boundary, True
+        buffers = ModuleBufferSnapshot(self.module)
 
-        def begin_anew() -> None:
+        def reset() -> None:
             self.zero_grad()
             buffers.restore()
-            self.count_new_weights()
+            self.increment_weight_version()
 
         try:
-            with self._step.resting():
-                yield begin_anew
+            with self._optimizer_step.paused():
+                yield reset
         finally:
-            self._boundary = before
-            begin_anew()
-            self.passes.take_trace()
+            self._is_boundary = before
+            reset()
+            self.pass_coordinator.take_run_digest()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside leaves gradients on the rank, to be summed over ranks by the first backward outside."""
-        if self._policy.split_grads:
+        """Backward passes inside do not reduce gradients; the first backward after the block does."""
+        if self._policy.grads_are_sharded:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
-        before = self._boundary, self._in_no_sync
-        self._boundary, self._in_no_sync = False, True
+        before = self._is_boundary, self._in_no_sync
+        self._is_boundary, self._in_no_sync = False, True
         try:
             yield
         finally:
-            self._boundary, self._in_no_sync = before
+            self._is_boundary, self._in_no_sync = before
 
-    def settle(self) -> None:
-        """Wait for what is still on its way between ranks, so that this one may leave."""
-        for bucket in (*self.buckets, *self.frozen):
-            bucket.await_parameters()
+    def wait_for_param_gathers(self) -> None:
+        """Wait for the running all-gathers of parameters, so that this rank may exit."""
+        for bucket in (*self.buckets, *self.frozen_buckets):
+            bucket.wait_for_param_gather()
 
     def offload_states(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> bool:
-        """Set these aside on the host (aside.py), between two steps; whether that wins memory. Every rank calls it."""
+        """Move the states to the host between two steps. Returns whether that frees device memory. Collective."""
         if self.has_gradients:
             raise ConfigError("engine.offload_states() within a step, whose gradients are accumulated: call it after "
                               "the engine.step() that ends the step, or after engine.zero_grad()")
-        for bucket in (*self.buckets, *self.frozen):
-            bucket.check_not_lent("engine.offload_states()")
-        if not self._aside.wins_memory:
+        for bucket in (*self.buckets, *self.frozen_buckets):
+            bucket.check_not_gathered_by_user("engine.offload_states()")
+        if not self._state_offloader.frees_memory:
             return False
-        self._roster.check_places()
-        self.conclude()
-        self.residency.done_with_all()
-        self.settle()
-        self.zero_grad()  # a forward without a backward may have begun some
-        self._aside.take(states, pinned=pinned, non_blocking=non_blocking)
+        self._param_guard.check_params_in_buffers()
+        self.finish_step()
+        self.param_coordinator.release_all()
+        self.wait_for_param_gathers()
+        self.zero_grad()  # a forward without a backward may have written weight gradients early
+        self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
         return True
 
     def reload_states(self, *, non_blocking: bool = False) -> None:
-        self._aside.bring(non_blocking=non_blocking)
+        self._state_offloader.reload(non_blocking=non_blocking)
 
     def detach(self) -> None:
-        """Leave the module to itself: no hooks, and whole parameters. Once: another engine may have it afterwards."""
+        """Remove all hooks and leave full parameters in the module, once; another engine may take it afterwards."""
         self.reload_states()
-        self.conclude()
+        self.finish_step()
         self.is_detached = True
         for handle in self._handles:
             handle.remove()
-        disconnect_sinks(self._units)
+        detach_main_grad_writers(self._units)
         try:
-            for bucket in (*self.buckets, *self.frozen):
-                bucket.give_back()
-        finally:  # of a drive that fails as well
-            self.homes.close()
+            for bucket in (*self.buckets, *self.frozen_buckets):
+                bucket.release_params()
+        finally:  # also if NVMe fails
+            self.engine_storage.close()
 
     def unit_modules(self) -> list[nn.Module]:
-        """The modules whose parameters come and go together, the whole model first."""
+        """The modules of all units, the whole model first."""
         return [unit.module for unit in self._units]
 
-    # ---- things to ask ------------------------------------------------------------------------------------------
+    # ---- counters -----------------------------------------------------------------------------------------------
 
     @property
     def scaler(self) -> LossScaleState:
@@ -339,8 +340,8 @@ class ZeroEngine:
 
     @property
     def backward_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
-        return self.scaler.scale / self.accumulation
+        """The factor that `backward` applies to the loss."""
+        return self.scaler.scale / self.accumulation_steps
 
     @property
     def global_steps(self) -> int:
@@ -348,7 +349,7 @@ class ZeroEngine:
 
     @property
     def skipped_steps(self) -> int:
-        self._step.learn()
+        self._optimizer_step.read_step_result()
         return self.state.counters.skipped_steps
 
     @property
@@ -357,93 +358,96 @@ class ZeroEngine:
 
     @property
     def optimizer_steps(self) -> int:
-        self._step.learn()
+        self._optimizer_step.read_step_result()
         return self.state.counters.optimizer_steps
 
     @property
     def applied_steps(self) -> int:
-        self._step.learn()
+        self._optimizer_step.read_step_result()
         return self.state.counters.applied_steps
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
-    def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
-        """(slot, offset in the slot, run of the state) for everything this rank is to write."""
-        return self.state.runs(kinds, frozen)
+    def state_segments(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
+        """(slot, offset in the slot, segment of the state) for each segment that this rank writes."""
+        return self.state.segments_to_save(kinds, frozen)
 
-    def meet(self, where: str) -> None:
-        """Every rank comes here, whatever it exchanges then; one that is elsewhere is an error (together.py)."""
-        meet(self.log, self.groups.world, where)
+    def assert_collective_call(self, where: str) -> None:
+        """Raise an error if a rank makes another call than `where` (collective_log.py). Collective."""
+        assert_collective_call(self.log, self.groups.world, where)
 
-    def change(self, what: str) -> AbstractContextManager[None]:
-        """Where what is inside ends half way, steps and saves are refused until a load."""
-        return self.state.change(what)
+    def guard_state_change(self, what: str) -> AbstractContextManager[None]:
+        """If an error ends the block, steps and saves are refused until a load."""
+        return self.state.guard_state_change(what)
 
-    def count_new_weights(self) -> None:
-        """A backward of a forward that ran before now would mix old and new weights."""
-        self.passes.weights += 1
+    def increment_weight_version(self) -> None:
+        """The weights have changed: refuse the backward of any forward that ran before this call."""
+        self.pass_coordinator.weight_version += 1
 
     def check_before_save(self) -> None:
-        """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
-        must agree on this before they save."""
-        self._aside.check_here("a save")
-        self.conclude()
-        self.state.check_whole()
-        self._roster.check_edits(thoroughly=True)
+        """Raise ConfigError if the state is incomplete, offloaded, or written to by the user. Some ranks may see no
+        error: the caller makes all ranks agree before they save."""
+        self._state_offloader.check_not_offloaded("a save")
+        self.finish_step()
+        self.state.check_no_unfinished_change()
+        self._param_guard.check_user_writes(compare_values=True)
 
     def check_before_load(self) -> None:
-        """Refuse where new weights would not reach the model; to be agreed on as well."""
-        self._aside.check_here("a load")
-        self._roster.check_before_load()
+        """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
+        self._state_offloader.check_not_offloaded("a load")
+        self._param_guard.check_before_load()
 
-    def load_runs(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
-                  agreed: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
-        """Fill what this rank holds of the parameters named for each kind: `read(kind, slot, offset, out)` for every
-        run. Then publish the weights, which is collective: `agreed` runs an action, and raises on every rank where it
-        failed on one. What has been accumulated is discarded: the next micro-batch begins a step."""
-        self.conclude()
-        self.residency.done_with_all()
-        self._roster.begin_load()
+    def load_segments(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
+                      all_succeed_or_raise: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
+        """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective.
+
+        `read(kind, slot, offset, out)` fills each segment. `all_succeed_or_raise` runs an action and raises on every
+        rank if it failed on one. Accumulated gradients are discarded: the next micro-batch begins a step."""
+        self.finish_step()
+        self.param_coordinator.release_all()
+        self._param_guard.begin_load()
         self.zero_grad()
         self._micro_batches = 0
-        agreed(lambda: self.state.fill(names, read))
-        self.state.publish()
-        self._follow_rule()
-        self.count_new_weights()
+        all_succeed_or_raise(lambda: self.state.load_segments(names, read))
+        self.state.publish_loaded()
+        self._sync_exchange_with_rule()
+        self.increment_weight_version()
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state beside the weight."""
         return self.rule.states
 
-    def counters(self) -> dict[str, Any]:
-        """Everything of the engine that a resumed run must know besides tensors."""
-        self.conclude()
-        return self.state.numbers()
+    def scalar_state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides tensors, as JSON values. Collective."""
+        self.finish_step()
+        return self.state.scalar_state()
 
-    def forget_optimizer_steps(self) -> None:
-        self.conclude()  # a step that the host has not heard of is one of those
-        self.state.forget_optimizer_steps()
-        self._follow_rule()
+    def reset_optimizer_state(self) -> None:
+        self.finish_step()  # a deferred step still has to be counted before the counter is reset
+        self.state.reset_optimizer_state()
+        self._sync_exchange_with_rule()
 
-    def restore_counters(self, saved: dict[str, Any]) -> None:
-        self.state.restore(saved)
-        self._follow_rule()
+    def restore_scalar_state(self, saved: dict[str, Any]) -> None:
+        self.state.restore_scalar_state(saved)
+        self._sync_exchange_with_rule()
 
     @property
-    def exchanged(self) -> Sequence[Line]:
-        """What travels in the place of gradients, bucket by bucket, while something does (own_exchange.py)."""
-        return () if self._step.exchange is None else self._step.exchange.lines
+    def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
+        """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
+        return (() if self._optimizer_step.compressed_exchange is None
+                else self._optimizer_step.compressed_exchange.bucket_exchanges)
 
-    def count_new_states(self, bucket: object) -> None:
-        """What was known of them from what travelled is out of date. Collective where they are split."""
-        for line in self.exchanged:
+    def invalidate_communicated_states(self, bucket: object) -> None:
+        """The user has changed optimizer states of the bucket: drop what other ranks derived from communication.
+        Collective if states are sharded."""
+        for line in self.compressed_exchanges:
             if line.bucket is bucket:
-                line.look_again(self.rule)
+                line.states_were_modified(self.rule)
 
-    def _follow_rule(self) -> None:
-        if self._step.exchange is not None:
-            self._step.exchange.follow()
+    def _sync_exchange_with_rule(self) -> None:
+        if self._optimizer_step.compressed_exchange is not None:
+            self._optimizer_step.compressed_exchange.sync_with_rule()
 
 
 def _check_loss(loss: object, module: nn.Module) -> None:
@@ -459,17 +463,17 @@ def _check_loss(loss: object, module: nn.Module) -> None:
         raise ConfigError(f"engine.backward() was given a loss that requires no gradient: {advice}")
 
 
-def _against(riders: Sequence[Tensor | float]) -> str | None:
-    """Why these cannot travel. Each rank's caller chooses them, and the exchange has one length."""
-    if len(riders) > MOST_RIDERS:
-        return f"step(riders=...) has {len(riders)} numbers: give at most {MOST_RIDERS}"
-    shapes = (list(value.shape) for value in riders if isinstance(value, Tensor) and value.dim())
-    return next((f"step(riders=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
+def _extra_scalars_error(extra_scalars: Sequence[Tensor | float]) -> str | None:
+    """Why the extra scalars are not valid, or None."""
+    if len(extra_scalars) > MAX_EXTRA_SCALARS:
+        return f"step(extra_scalars=...) has {len(extra_scalars)} numbers: give at most {MAX_EXTRA_SCALARS}"
+    shapes = (list(value.shape) for value in extra_scalars if isinstance(value, Tensor) and value.dim())
+    return next((f"step(extra_scalars=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
                  for shape in shapes), None)
 
 
-def forget_gradients(module: nn.Module) -> None:
-    """Those of a backward before the engine was there belong to no step of it."""
+def drop_gradients(module: nn.Module) -> None:
+    """Drop the gradients from before the engine was built, with a warning."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             warnings.warn(f"{name}.grad, made before zero.initialize, is dropped, and so are others", stacklevel=2)

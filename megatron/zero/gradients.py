@@ -1,15 +1,13 @@
-"""FlatGradients: the gradients of one bucket, from autograd to the sum over data parallel.
+"""Gradients of one bucket: from autograd into a flat buffer, and reduced into this rank's shard.
 
-    whole    gradients of all parameters of the bucket, in slots of one flat buffer; made with the first one
-    shard    this rank's part of their sum over data parallel: what its optimizer needs
+The *full buffer* has the gradients of all parameters, in the bucket's slots. The *shard* is this rank's part of their
+sum over data parallel, which the optimizer reads. Gradients arrive one by one (`accept_grad`), or the operation that
+computes them writes into the slot (`main_grad_writer`). A CPU copies each when it arrives, an accelerator all of them
+with one kernel. `start_reduction` launches the reduce-scatter or all-reduce, `wait_for_reduction` waits for it.
 
-They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). On a CPU each is
-poured into the buffer as it comes, while it is in the cache; on an accelerator all of them at once, by one operation.
-Once all have arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard
-accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
-accumulates, and is sent at the accumulation boundary. A shard that the host needs goes down as soon as it is there
-(homes/descent.py), and the whole is given back. Until the sum is taken `parameter.grad` is a view of the whole, where
-autograd can add to that: in equal precision. What the user makes of it counts (`heed`).
+Where gradients are sharded the shard accumulates over micro-batches, and the full buffer goes back to the pool;
+otherwise the full buffer accumulates until the boundary. Where the host updates, the shard is offloaded as soon as
+it is reduced. Until then `parameter.grad` is a view of the buffer if dtypes are equal, and user changes to it count.
 """
 
 from __future__ import annotations
@@ -22,456 +20,454 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.distributed.collective_log import NO_REDUCTION, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.exchanges import NO_SUM, ExchangeLog
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.ferry import Mark
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool, FlatBuffer
 from megatron.zero.layout import FlatLayout
-from megatron.zero.policy import Policy, Wire
-from megatron.zero.precision import Dtypes
-from megatron.zero.turns import Buffer, Turns
-from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
+from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
+from megatron.zero.stages import CommConfig, StagePolicy
+from mpu.collectives import CollectiveWork, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
-from mpu.grads import row_norms
+from mpu.grads import MainGrad, MainGradReservation, row_norms
 from mpu.groups import Group
-from mpu.sinks import Claim, GradSink
 
-
-UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
-          "dataclasses of them), not as an attribute that is read later or inside another object, and its parameters "
-          "are used in its forward alone; return it, or use stage 2")
+STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, "
+                      "dicts or dataclasses of them), not as an attribute that is read later or inside another object, "
+                      "and its parameters are used in its forward alone; return it, or use stage 2")
 
 
 class FlatGradients:
-    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
-                 turns: Turns, log: ExchangeLog, descent: Descent | None = None) -> None:
+    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
+                 shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
+                 buffer_pool: BufferPool, log: CollectiveLog, offloader: GradOffloader | None = None) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
-        self._accumulates_shard, self._leaves_when_complete = policy.split_grads, policy.split_params
-        self._owners, self._replicas = owners, replicas
-        self._device, self._dtypes, self._wire = device, dtypes, wire
-        self._turns, self._log, self._descent = turns, log, descent
-        self._pours_each = wire.contiguous and not on_accelerator(device)
-        self._lends_views = not policy.split_grads and dtypes.grads == dtypes.work
-        self._lent: set[int] = set()  # slots that `parameter.grad` is a view of
-        self._arrived: set[int] = set()  # parameters whose gradient of this backward is here
-        self._reached: set[int] = set()  # parameters that got a gradient since the last `discard`
-        self.filled: set[int] = set()  # slots that hold something to add to
-        self._has_left = False  # reduced in this backward
-        self.is_final = False
+        self._accumulates_shard, self._reduces_when_complete = policy.grads_are_sharded, policy.params_are_sharded
+        self._shard_group, self._replica_group = shard_group, replica_group
+        self._device, self._dtypes, self._comm = device, dtypes, comm
+        self._buffer_pool, self._log, self._offloader = buffer_pool, log, offloader
+        self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
+        self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
+        self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
+        self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
+        self._params_with_grad: set[int] = set()  # parameters that got a gradient since the last `discard`
+        self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
+        self._is_reduced_in_backward = False  # this backward has started the reduction
+        self.has_all_step_grads = False
         """The backward that ends a step has run, and the shard holds all gradients of the step."""
-        self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
-        self.stays = False
-        """What another exchange than this one is to send: each rank keeps its own, whole."""
-        self.predivide, self.per_sum = wire.predivide, 1.0
-        """What a sum over data parallel is multiplied by before it counts."""
-        self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
-        self._departure: Pending | None = None  # the reduction under way
-        self._sum: Tensor | None = None  # where it puts this rank's part
-        self.hooks: list[RemovableHandle] = []
-        """By which gradients are reported to `accept`, which takes them away."""
-        self._whole: Buffer | None = None
-        self._kind = dtypes.grads
-        """Of the whole."""
+        self._adds_to_shard = policy.grads_are_sharded  # the next reduction is added to the shard
+        self.skip_reduction = False
+        """Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py)."""
+        self.predivide_factor, self.sum_multiplier = comm.gradient_predivide_factor, 1.0
+        """`sum_multiplier` is applied to the reduced sum."""
+        self._reservations: dict[int, ReferenceType[WgradReservation]] = {}  # slots that a forward has written to
+        self._pending_reduction: CollectiveWork | None = None
+        self._reduction_output: Tensor | None = None  # this rank's part of the sum, [shard_numel]
+        self.grad_hooks: list[RemovableHandle] = []
+        """The hooks, one per parameter, that call `accept_grad`."""
+        self._full_buffer: FlatBuffer | None = None
+        self._full_dtype = dtypes.grads  # of the full buffer
         self._shard: Tensor | None = None
 
-    def join(self, log: ExchangeLog, turns: Turns) -> None:
-        """Be one of an engine's; before anything has been sent."""
-        self._log, self._turns = log, turns
+    def rebind(self, log: CollectiveLog, buffer_pool: BufferPool) -> None:
+        """Use the log and the pool of another engine. Call it before the first reduction."""
+        self._log, self._buffer_pool = log, buffer_pool
 
-    # ---- arriving -----------------------------------------------------------------------------------------------
+    # ---- from autograd ------------------------------------------------------------------------------------------
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """All gradients of this backward have arrived."""
-        return len(self._arrived) == len(self.parameters)
+        return len(self._arrived_in_backward) == len(self.parameters)
 
-    def accept(self, index: int) -> bool:
+    def accept_grad(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
-        self._reach(index)
-        self._arrived.add(index)
-        complete = self.complete
-        if self._pours_each:
-            self._pour([index])
+        self._mark_grad_received(index)
+        self._arrived_in_backward.add(index)
+        complete = self.is_complete
+        if self._copies_each_grad:
+            self._copy_grads_into_buffer([index])
         elif complete:
-            self._pour(self._arrived)
+            self._copy_grads_into_buffer(self._arrived_in_backward)
         return complete
 
-    def _reach(self, index: int) -> None:
-        """Note a gradient of the parameter; an error where it would miss the sum."""
-        if index in self._arrived and (self._has_left or self._leaves_when_complete and self.complete):
+    def _mark_grad_received(self, index: int) -> None:
+        """Record that the parameter got a gradient. Raises ConfigError if its bucket has been reduced already."""
+        if index in self._arrived_in_backward and (self._is_reduced_in_backward
+                                                   or self._reduces_when_complete and self.is_complete):
             raise ConfigError(
                 f"{self.layout.slots[index].name} got a second gradient in one backward, after those of its "
                 "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
-        if self._has_left:
-            raise ConfigError(
-                f"{self.layout.slots[index].name} got its gradient after the backward of its block, whose gradients "
-                f"had been summed over the ranks: {UNSEEN}")
-        self._reached.add(index)
+        if self._is_reduced_in_backward:
+            raise ConfigError(f"{self.layout.slots[index].name} got its gradient after the backward of its block, "
+                              f"whose gradients had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
+        self._params_with_grad.add(index)
 
-    def _pour(self, indices: Iterable[int]) -> None:
+    def _copy_grads_into_buffer(self, indices: Iterable[int]) -> None:
         """Move gradients that autograd left into the flat buffer."""
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index in indices:
             parameter = self.parameters[index]
             grad = parameter.grad
-            if grad is None:  # a sink has it already
+            if grad is None:  # already written in place by a MainGradWriter
                 continue
-            self._free(index)
-            if grad.is_sparse:  # of an embedding with sparse=True
+            self._evict_reservation(index)
+            if grad.is_sparse:  # nn.Embedding(sparse=True)
                 grad = grad.to_dense()
-            view = self._buffer().views[index]
-            if grad is not view:  # autograd has added to it where it is
-                views, grads = more if index in self.filled else fresh
+            view = self._get_full_buffer().views[index]
+            if grad is not view:  # else autograd has accumulated into the view in place
+                views, grads = more if index in self.filled_slots else fresh
                 views.append(view)
                 grads.append(grad)
-                self.filled.add(index)
+                self.filled_slots.add(index)
                 parameter.grad = None
-                self._lend(index)
+                self._set_grad_view(index)
         if fresh[0]:
             torch._foreach_copy_(*fresh)
         if more[0]:
             torch._foreach_add_(*more)
 
-    def _pour_rest(self) -> None:
-        """Of a backward that did not reach all parameters."""
-        if not self._pours_each and not self.complete:
-            self._pour(self._arrived)
+    def _copy_remaining_grads(self) -> None:
+        """Copy the gradients of a backward that did not reach all parameters."""
+        if not self._copies_each_grad and not self.is_complete:
+            self._copy_grads_into_buffer(self._arrived_in_backward)
 
-    def _lend(self, index: int) -> None:
-        if self._lends_views:
-            self.parameters[index].grad = self.view(index)
-            self._lent.add(index)
+    def _set_grad_view(self, index: int) -> None:
+        if self._grads_are_views:
+            self.parameters[index].grad = self.grad_view(index)
+            self._slots_with_grad_view.add(index)
 
-    def heed(self) -> None:
-        """Between backwards: what the user did to `parameter.grad` counts where it is a view, and is refused where it
-        is not, since nobody would look at it."""
-        with torch._C.DisableTorchFunctionSubclass():  # placeholders have gradients too
+    def check_user_modified_grads(self) -> None:
+        """Before a backward: apply the user's changes to a `parameter.grad` that is a view of the buffer. Raises
+        ConfigError for any other `parameter.grad`, because the engine would ignore it."""
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders have `.grad` too
             for index, parameter in enumerate(self.parameters):
                 grad = parameter.grad
-                if index in self._lent:
-                    if grad is not self.view(index):
-                        self._replace(index, grad)
+                if index in self._slots_with_grad_view:
+                    if grad is not self.grad_view(index):
+                        self._apply_user_grad(index, grad)
                 elif grad is not None:
                     raise ConfigError(
                         f"{self.layout.slots[index].name}.grad was set by hand, where the engine does not look: call "
                         "safe_set_full_grad(parameter, value) of megatron.zero.utils after the last backward of a "
                         "step, or engine.zero_grad() to forget it")
 
-    def _replace(self, index: int, grad: Tensor | None) -> None:
+    def _apply_user_grad(self, index: int, grad: Tensor | None) -> None:
         if grad is None:
-            self.view(index).zero_()
+            self.grad_view(index).zero_()
         else:
-            self.view(index).copy_(grad)
-        self._lend(index)
+            self.grad_view(index).copy_(grad)
+        self._set_grad_view(index)
 
-    def _take_back(self) -> None:
-        """What is in the buffer is no longer the gradients of this rank, and what autograd still has is not needed."""
-        if self._lent or self._arrived and not (self._pours_each or self.complete):
-            self._clear()
+    def _drop_grad_views(self) -> None:
+        """Clear `parameter.grad` before a reduction, which overwrites this rank's gradients in the buffer."""
+        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
+            self._clear_param_grads()
 
-    def _clear(self) -> None:
+    def _clear_param_grads(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.grad = None
-        self._lent.clear()
+        self._slots_with_grad_view.clear()
 
-    def sink(self, index: int) -> GradSink:
-        """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
-        return SlotSink(self, index)
+    def main_grad_writer(self, index: int) -> MainGrad:
+        """Lets the operation that computes one parameter's gradient write it in place (mpu/grads.py)."""
+        return MainGradWriter(self, index)
 
-    def claim(self, index: int) -> SlotClaim | None:
-        """The slot for a forward to write to, where there is no gradient yet."""
-        self._free(index)
-        if index in self.filled or self._is_summed_in_place:
+    def reserve_slot(self, index: int) -> WgradReservation | None:
+        """Let a forward write to the slot early; None if the slot already holds a gradient."""
+        self._evict_reservation(index)
+        if index in self.filled_slots or self._is_reduced_in_place:
             return None
-        claim = SlotClaim(self, index, self.view(index))
-        self._claims[index] = ref(claim)
+        claim = WgradReservation(self, index, self.grad_view(index))
+        self._reservations[index] = ref(claim)
         return claim
 
-    def keep_claim(self, index: int) -> None:
-        """What was written to the claimed slot is its gradient so far."""
-        self._reach(index)
-        del self._claims[index]
-        self.filled.add(index)
-        self._show(index)
+    def commit_reservation(self, index: int) -> None:
+        """Count the content of the reserved slot as its gradient."""
+        self._mark_grad_received(index)
+        del self._reservations[index]
+        self.filled_slots.add(index)
+        self._show_to_user_hooks(index)
 
-    def total(self, index: int) -> Tensor:
-        """The gradient so far, zeros if there is none."""
-        self._reach(index)
-        self._free(index)
-        view = self.view(index)
-        if index not in self.filled:
+    def accumulated_grad(self, index: int) -> Tensor:
+        """A view of the gradient so far (zeros if there is none), to add to."""
+        self._mark_grad_received(index)
+        self._evict_reservation(index)
+        view = self.grad_view(index)
+        if index not in self.filled_slots:
             view.zero_()
-            self.filled.add(index)
-        self._show(index)
+            self.filled_slots.add(index)
+        self._show_to_user_hooks(index)
         return view
 
-    def _show(self, index: int) -> None:
-        """What an operation writes in place, to hooks of a user: autograd sees no gradient."""
-        hooks = self.hooks[index].hooks_dict_ref()
-        if hooks is not None and len(hooks) > 1 and self._kind == self._dtypes.work:
-            self.parameters[index].grad = self.view(index)
-            self._lent.add(index)
+    def _show_to_user_hooks(self, index: int) -> None:
+        """Set `parameter.grad` for post-accumulate hooks of the user: autograd does not see gradients written in
+        place."""
+        hooks = self.grad_hooks[index].hooks_dict_ref()
+        if hooks is not None and len(hooks) > 1 and self._full_dtype == self._dtypes.params:
+            self.parameters[index].grad = self.grad_view(index)
+            self._slots_with_grad_view.add(index)
 
-    def _free(self, index: int) -> None:
-        """The slot is needed: the numbers of a claim whose backward has not run yet, but may, are moved out of it."""
-        claim = self._claims.pop(index, None)
-        if claim is not None and (alive := claim()) is not None:
-            alive.move_away()
+    def _evict_reservation(self, index: int) -> None:
+        """Free the slot: move the values of a reservation whose backward may still run to another tensor."""
+        reservation = self._reservations.pop(index, None)
+        if reservation is not None and (alive := reservation()) is not None:
+            alive.move_out_of_slot()
 
-    def _free_all(self) -> None:
-        for index in [*self._claims]:
-            self._free(index)
+    def _evict_all_reservations(self) -> None:
+        for index in [*self._reservations]:
+            self._evict_reservation(index)
 
-    def _own(self, flat: Tensor) -> Tensor:
-        start = self._owners.rank * self.layout.shard_numel
+    def _shard_of(self, flat: Tensor) -> Tensor:
+        start = self._shard_group.rank * self.layout.shard_numel
         return flat[start : start + self.layout.shard_numel]
 
-    def view(self, index: int) -> Tensor:
-        return self._buffer().views[index]
+    def grad_view(self, index: int) -> Tensor:
+        return self._get_full_buffer().views[index]
 
-    def _buffer(self) -> Buffer:
-        if self._whole is None:
-            new = self._turns.take if self._accumulates_shard else Buffer.of
-            self._whole = new(self.layout, self._kind, self._device)
-        return self._whole
+    def _get_full_buffer(self) -> FlatBuffer:
+        if self._full_buffer is None:
+            new = self._buffer_pool.acquire if self._accumulates_shard else FlatBuffer.allocate
+            self._full_buffer = new(self.layout, self._full_dtype, self._device)
+        return self._full_buffer
 
-    def _drop_buffer(self, leaves: Mark | None = None) -> None:
-        """The whole is not needed any more, but for the copy that `leaves`."""
-        if self._whole is not None and self._accumulates_shard:
-            self._turns.give(self.layout, self._whole, leaves)
-        self._whole = None
+    def _release_buffer(self, pending_copy: CopyEvent | None = None) -> None:
+        """Give the full buffer back to the pool; `pending_copy` may still read from it."""
+        if self._full_buffer is not None and self._accumulates_shard:
+            self._buffer_pool.release(self.layout, self._full_buffer, pending_copy)
+        self._full_buffer = None
 
     @property
     def is_empty(self) -> bool:
         """No gradient has reached the bucket since the last step."""
-        return not self._reached
+        return not self._params_with_grad
 
-    def unused(self) -> list[str]:
+    def params_without_grad(self) -> list[str]:
         """Names of the parameters that no gradient has reached since the last step."""
-        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._reached]
+        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._params_with_grad]
 
-    # ---- leaving ------------------------------------------------------------------------------------------------
+    # ---- reduction ----------------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Send the gradients to their owners; parameters nobody used count as zero."""
-        assert self._departure is None, f"the gradients of {self.name} are on their way already"
-        self._pour_rest()
-        self._take_back()
-        self._has_left = True
-        self._free_all()
-        grads = self._buffer().flat
+    def start_reduction(self) -> None:
+        """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
+        assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
+        self._copy_remaining_grads()
+        self._drop_grad_views()
+        self._is_reduced_in_backward = True
+        self._evict_all_reservations()
+        grads = self._get_full_buffer().flat
         for index, slot in enumerate(self.layout.slots):
-            if index not in self.filled:
+            if index not in self.filled_slots:
                 grads[slot.offset : slot.end].zero_()
-        if self.stays:
+        if self.skip_reduction:
             self._shard = grads
             return
-        if self._wire.predivide != 1:
-            grads.mul_(1 / self._wire.predivide)
-        if self._descent is not None and self._shard is not None:
-            self._descent.expect()
-        self._number = self._log.begin_sum(self.name)
-        mine = self._own(grads)
-        stays = self._keeps_shard and self._shard is None and self._descent is None  # when the whole gradient goes
-        if stays and self._owners.size > 1 or self._dtypes.grad_shard != grads.dtype:
-            mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
-        self._sum, self._departure = mine, self._send(grads.to(self._dtypes.sent or grads.dtype), mine)
-        if not self._wire.overlap:
-            self._await(self._departure)
+        if self._comm.gradient_predivide_factor != 1:
+            grads.mul_(1 / self._comm.gradient_predivide_factor)
+        if self._offloader is not None and self._shard is not None:
+            self._offloader.prefetch_sums()
+        self._reduction_number = self._log.record_reduction(self.name)
+        output = self._shard_of(grads)
+        # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
+        keeps_output = self._adds_to_shard and self._shard is None and self._offloader is None
+        if keeps_output and self._shard_group.size > 1 or self._dtypes.grad_shard != grads.dtype:
+            output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
+        self._reduction_output, self._pending_reduction = output, self._launch_reduction(
+            grads.to(self._dtypes.communication or grads.dtype), output)
+        if not self._comm.overlap_comm:
+            self._wait_for(self._pending_reduction)
 
-    def _await(self, departure: Pending) -> None:
-        self._log.sum_awaited = self._number, self.name
-        departure.wait()
-        self._log.sum_awaited = NO_SUM
+    def _wait_for(self, pending: CollectiveWork) -> None:
+        self._log.awaited_reduction = self._reduction_number, self.name
+        pending.wait()
+        self._log.awaited_reduction = NO_REDUCTION
 
-    def _send(self, grads: Tensor, mine: Tensor) -> Pending:
-        """mine <- this rank's part of the sum of every rank's `grads`."""
-        at_a_time = self._wire.gradients_at_a_time
-        if self._owners.size > 1 and self._wire.scatter:
-            return reduce_scatter_into(mine, grads, self._owners, at_a_time, self._dtypes.summed)
-        group = self._replicas if self._owners.size == 1 else self._owners
-        own, everything = self._own(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.summed)
-        if own.data_ptr() == mine.data_ptr():
+    def _launch_reduction(self, grads: Tensor, output: Tensor) -> CollectiveWork:
+        """output, [shard_numel] <- this rank's part of the sum over ranks of `grads`, [numel]."""
+        at_a_time = self._comm.reduce_bucket_size
+        if self._shard_group.size > 1 and self._comm.reduce_scatter:
+            return reduce_scatter_into(output, grads, self._shard_group, at_a_time, self._dtypes.reduction)
+        group = self._replica_group if self._shard_group.size == 1 else self._shard_group
+        own, everything = self._shard_of(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.reduction)
+        if own.data_ptr() == output.data_ptr():
             return everything
-        return Pending([everything], partial(mine.copy_, own))
+        return CollectiveWork([everything], partial(output.copy_, own))
 
-    def finish_reduce(self) -> None:
-        """The sum over data parallel is in `shard` when this returns."""
-        if self._departure is None or self._sum is None:
+    def wait_for_reduction(self) -> None:
+        """Wait for the reduction, if one is running, and put its result into `shard`."""
+        if self._pending_reduction is None or self._reduction_output is None:
             return
-        self._await(self._departure)
-        part, self._departure, self._sum = self._sum, None, None  # frees what the others sent before more is allocated
-        if self.per_sum != 1.0:
-            part.mul_(self.per_sum)
-        if self._descent is not None:
-            self._bring_down(part, self._descent)
-        elif self._keeps_shard:
-            self._keep_shard(part)
+        self._wait_for(self._pending_reduction)
+        # Dropping the work here frees its communication buffers before more memory is allocated.
+        reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
+        if self.sum_multiplier != 1.0:
+            reduced.mul_(self.sum_multiplier)
+        if self._offloader is not None:
+            self._offload_shard(reduced, self._offloader)
+        elif self._adds_to_shard:
+            self._accumulate_shard(reduced)
         else:
-            self._shard = part
+            self._shard = reduced
 
-    def _keep_shard(self, part: Tensor) -> None:
-        """Add up the shard and give the whole gradient's memory back."""
+    def _accumulate_shard(self, reduced: Tensor) -> None:
+        """Add to the shard and release the full buffer."""
         if self._shard is not None:
-            self._shard.add_(part)
-            self._drop_buffer()
-        elif self._is_in_buffer(part):  # which is the shard's from now on
-            self._shard, self._whole = part, None
+            self._shard.add_(reduced)
+            self._release_buffer()
+        elif self._is_in_buffer(reduced):  # the shard keeps this memory; the pool does not get it back
+            self._shard, self._full_buffer = reduced, None
         else:
-            self._shard = part
-            self._drop_buffer()
-        self.filled.clear()
+            self._shard = reduced
+            self._release_buffer()
+        self.filled_slots.clear()
 
-    def _bring_down(self, part: Tensor, descent: Descent) -> None:
-        leaves = descent.bring(part)
-        self._drop_buffer(leaves if self._is_in_buffer(part) else None)
-        self._shard, self._keeps_shard = part.new_empty(0), True  # it is where the descent has it
-        self.filled.clear()
+    def _offload_shard(self, reduced: Tensor, offloader: GradOffloader) -> None:
+        copy = offloader.offload(reduced)
+        self._release_buffer(copy if self._is_in_buffer(reduced) else None)
+        self._shard, self._adds_to_shard = reduced.new_empty(0), True  # empty: the sums are in the offloader
+        self.filled_slots.clear()
 
-    def _is_in_buffer(self, part: Tensor) -> bool:
-        return self._whole is not None and \
-            part.untyped_storage().data_ptr() == self._whole.flat.untyped_storage().data_ptr()
+    def _is_in_buffer(self, tensor: Tensor) -> bool:
+        return self._full_buffer is not None and \
+            tensor.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
 
     @property
-    def reached(self) -> frozenset[int]:
-        """The parameters that got a gradient since the last step."""
-        return frozenset(self._reached)
+    def params_with_grad(self) -> frozenset[int]:
+        """Indices of the parameters that got a gradient since the last step."""
+        return frozenset(self._params_with_grad)
 
-    def forget(self, index: int) -> None:
-        """This parameter has no gradient: neither in the sums so far, nor in what is still to be summed."""
+    def zero_param_grad(self, index: int) -> None:
+        """Set the parameter's gradient to zero, in the shard and in the full buffer."""
         slot = self.layout.slots[index]
         if self._shard is not None:
-            for segment in self.layout.segments(self._owners.rank):
+            for segment in self.layout.segments(self._shard_group.rank):
                 if segment.slot is slot:
                     self.shard[segment.shard_offset : segment.shard_offset + segment.count].zero_()
-        if index in self.filled:
-            self.view(index).zero_()
-        self._reached.discard(index)
+        if index in self.filled_slots:
+            self.grad_view(index).zero_()
+        self._params_with_grad.discard(index)
 
     @property
     def shard(self) -> Tensor:
-        """On the side where the weights are updated."""
+        """This rank's part of the sum, [shard_numel], on the device that updates the weights."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
-        return self._shard if self._descent is None else self._descent.sums
+        return self._shard if self._offloader is None else self._offloader.sums
 
     @property
-    def sums(self) -> Tensor:
-        """`shard`, for whoever wants sums over the ranks and nothing else."""
-        assert not self.stays, f"the gradients of {self.name} are each rank's own"
+    def reduced_shard(self) -> Tensor:
+        """`shard`, with an assertion that it is a sum over ranks."""
+        assert not self.skip_reduction, f"the gradients of {self.name} are each rank's own"
         return self.shard
 
-    def put(self, shard: Tensor) -> None:
-        """What has come of the gradients that stayed: the owner's part, for the update."""
-        self._clear()
+    def set_reduced_shard(self, shard: Tensor) -> None:
+        """With `skip_reduction`: the shard that the optimizer's own communication has computed, for the update."""
+        self._clear_param_grads()
         self._shard = shard
 
-    def hand_over(self) -> Tensor:
-        """The shard on the host, for an update that goes on beside the next backward."""
-        assert self._descent is not None, "the device updates"
-        return self._descent.hand_over()
+    def detach_host_grads(self) -> Tensor:
+        """The shard on the host, for a delayed update that runs beside the next backward."""
+        assert self._offloader is not None, "the device updates"
+        return self._offloader.detach_sums()
 
     def row_norms(self, out: Tensor) -> None:
-        """As mpu.grads.row_norms of the shard, on the device."""
-        if self._descent is None:
+        """out <- mpu.grads.row_norms of the shard, on the device."""
+        if self._offloader is None:
             row_norms(self.shard, out)
         else:
-            self._descent.row_norms(out)
+            self._offloader.row_norms(out)
 
-    def settle_reduce(self) -> None:
-        """Let a reduction under way end without using its result."""
-        if self._departure is not None:
-            self._departure.wait()
-            self._departure = self._sum = None
-        if self._descent is not None:
-            self._descent.forget()
+    def cancel_reduction(self) -> None:
+        """Wait for a running reduction and drop its result."""
+        if self._pending_reduction is not None:
+            self._pending_reduction.wait()
+            self._pending_reduction = self._reduction_output = None
+        if self._offloader is not None:
+            self._offloader.cancel_prefetch()
 
     # ---- from backward to backward ------------------------------------------------------------------------------
 
     @property
-    def _is_summed_in_place(self) -> bool:
-        """The whole gradients, or this rank's part of them, have become sums over ranks."""
-        return self._shard is not None and not self._keeps_shard
+    def _is_reduced_in_place(self) -> bool:
+        """The full buffer, or this rank's part of it, holds sums over ranks."""
+        return self._shard is not None and not self._adds_to_shard
 
     @property
-    def is_summed(self) -> bool:
-        """There are gradients, and all of them are in the shard."""
-        return self._shard is not None and not (self._keeps_shard and self.filled)
+    def is_reduced(self) -> bool:
+        """The shard holds all gradients there are, and there are some."""
+        return self._shard is not None and not (self._adds_to_shard and self.filled_slots)
 
-    def collect(self, *, widely: bool) -> None:
-        """The backward that begins is followed by others before a sum (or not): those are added up in the precision of
-        the shard."""
-        if self._whole is None:
-            self._kind = self._dtypes.grad_shard if widely else self._dtypes.grads
+    def set_accumulation_dtype(self, *, in_shard_dtype: bool) -> None:
+        """Before a backward, while the full buffer is free: choose its dtype. The dtype of the shard is for a backward
+        that others follow before the reduction."""
+        if self._full_buffer is None:
+            self._full_dtype = self._dtypes.grad_shard if in_shard_dtype else self._dtypes.grads
 
     def begin_backward(self) -> None:
-        """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
-        kept apart, and the next sum is added to it."""
-        for hook in self.hooks:
+        for hook in self.grad_hooks:
             hooks = hook.hooks_dict_ref()
             if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
-                hooks[hook.id] = hooks.pop(hook.id)  # hooks that a user has registered since come first
-        if self._is_summed_in_place and self.stays:  # nothing was summed
+                hooks[hook.id] = hooks.pop(hook.id)  # run the user's newer hooks before the engine's
+        if self._is_reduced_in_place and self.skip_reduction:  # the shard was not summed over ranks
             self._shard = None
-        elif self._is_summed_in_place:
-            self._shard, self._keeps_shard = self.shard.clone(), True
-            self._drop_buffer()
-            self.filled.clear()
+        elif self._is_reduced_in_place:
+            # Another backward after the reduction and before a step: keep the sums apart, so that they are not
+            # reduced twice, and add the next reduction to them.
+            self._shard, self._adds_to_shard = self.shard.clone(), True
+            self._release_buffer()
+            self.filled_slots.clear()
 
     def end_backward(self, ends_step: bool) -> None:
-        """Forget who has arrived; what was accumulated stays."""
-        self._pour_rest()
-        self.finish_reduce()
-        if self._lends_views and not self._is_summed_in_place:
-            for index in self.filled - self._lent:
-                self._lend(index)  # what an operation wrote in place
-        self._arrived.clear()
-        self._has_left = False
-        self.is_final = ends_step and self.is_summed
+        self._copy_remaining_grads()
+        self.wait_for_reduction()
+        if self._grads_are_views and not self._is_reduced_in_place:
+            for index in self.filled_slots - self._slots_with_grad_view:
+                self._set_grad_view(index)  # gradients that an operation wrote in place
+        self._arrived_in_backward.clear()
+        self._is_reduced_in_backward = False
+        self.has_all_step_grads = ends_step and self.is_reduced
 
     def discard(self) -> None:
-        """The next backward starts from nothing."""
-        self._clear()
-        self._free_all()
-        for marks in (self._arrived, self._reached, self.filled):
+        """Drop all gradients."""
+        self._clear_param_grads()
+        self._evict_all_reservations()
+        for marks in (self._arrived_in_backward, self._params_with_grad, self.filled_slots):
             marks.clear()
-        self._drop_buffer()
+        self._release_buffer()
         self._shard = None
-        self._has_left, self._keeps_shard = False, self._accumulates_shard
-        self.is_final = False
+        self._is_reduced_in_backward, self._adds_to_shard = False, self._accumulates_shard
+        self.has_all_step_grads = False
 
 
-class SlotSink:
-    """The place of one parameter's gradient in its bucket."""
+class MainGradWriter:
+    """Implements `mpu.grads.MainGrad` for one parameter."""
 
     def __init__(self, grads: FlatGradients, index: int) -> None:
         self._grads, self._index = grads, index
 
-    def claim(self) -> Claim | None:
-        return self._grads.claim(self._index)
+    def reserve(self) -> MainGradReservation | None:
+        return self._grads.reserve_slot(self._index)
 
-    def total(self) -> Tensor:
-        return self._grads.total(self._index)
+    def accumulated(self) -> Tensor:
+        return self._grads.accumulated_grad(self._index)
 
 
-class SlotClaim:
-    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
-    was written moves to a tensor of its own."""
+class WgradReservation:
+    """A slot into which a forward has written a weight gradient early. The gradient moves to a separate tensor if
+    something else needs the slot before the backward of that forward."""
 
     def __init__(self, grads: FlatGradients, index: int, place: Tensor) -> None:
-        self._grads, self._index, self.place = grads, index, place
+        self._grads, self._index, self.buffer = grads, index, place
         self._has_moved = False
 
-    def move_away(self) -> None:
-        self.place, self._has_moved = self.place.clone(), True
+    def move_out_of_slot(self) -> None:
+        self.buffer, self._has_moved = self.buffer.clone(), True
 
-    def keep(self, factor: Tensor | None = None) -> None:
-        if factor is not None:
-            self.place.mul_(factor)
+    def commit(self, scale: Tensor | None = None) -> None:
+        if scale is not None:
+            self.buffer.mul_(scale)
         if self._has_moved:
-            self._grads.total(self._index).add_(self.place)
+            self._grads.accumulated_grad(self._index).add_(self.buffer)
         else:
-            self._grads.keep_claim(self._index)
+            self._grads.commit_reservation(self._index)

@@ -1,32 +1,157 @@
-"""The only file that registers hooks: module and gradient events become calls of an `Events` object.
+"""Module, gradient and saved-tensor hooks: the only file that registers hooks. It reports to a `UnitEvents` object.
 
-A *unit* is a module whose parameters come and go together. The root unit is the whole model: it has what no other unit
-has. Recomputation needs nothing here: the receiver knows whether a forward runs inside a backward.
+A *unit* is a module whose parameters are gathered and resharded together; the root unit is the whole model and has
+the parameters that no other unit has. Recomputed forwards need no extra hooks: the receiver knows whether a backward
+is running.
+
+Autograd may save views of gathered weights, which would keep the gathered buffer alive until the backward. After the
+forward of a unit each such view in its graph is replaced by a reference (`SavedParamView`), which is resolved in
+the buffer that the backward gathers. Gradients do not depend on this search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.nested import mapped, tensors_in
-from megatron.zero.saved_weights import save_by_reference
+from megatron.zero.gradients import STAGE3_OUTPUT_RULE
+
+
+def iter_tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from iter_tensors(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from iter_tensors(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from iter_tensors(getattr(value, item.name))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the nested `value` with `change` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict | UserDict):
+        changed = copy(value)  # keeps the class: some subclasses are dataclasses too
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
+        return changed
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: map_tensors(getattr(value, item.name), change)
+                                 for item in fields(value) if item.init})
+    return value
+
+
+INPLACE_CHANGE_TEXT = "has been modified by an inplace operation"
+"""Part of autograd's message when a saved tensor has another version."""
+
+_SEARCHED_KEY = "zero_searched"
+"""Marks the graph nodes of a unit's outputs; a later search stops at them."""
+
+_saved_fields: dict[type[Node], list[str]] = {}
+"""Node class -> the attributes that hold its saved tensors."""
+
+
+class SavedParamView(NamedTuple):
+    """A view of a gathered parameter, without its memory."""
+
+    bucket: FlatBucket
+    parameter: Tensor
+    version: int
+    dtype: torch.dtype
+    offset: int
+    """Into the storage of the gathered buffer, in elements of `dtype`."""
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def resolve(self) -> Tensor:
+        if self.parameter._version != self.version:
+            raise ConfigError(f"a backward came to {self.bucket.describe(self.parameter)} while it was split over the "
+                              f"ranks, or after it was written to: {STAGE3_OUTPUT_RULE}")
+        storage = self.bucket.gathered_params.untyped_storage()
+        nothing = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return nothing.set_(storage, self.offset, self.size, self.stride)
+
+
+def save_params_by_reference(outputs: Iterable[Tensor], buckets: Sequence[FlatBucket]) -> None:
+    """Replace views of gathered parameters by references in a unit's graph, from its `outputs` back to the outputs of
+    the units before it."""
+    # Buckets written to inside the forward keep their saved tensors: autograd knows the saved versions and refuses.
+    of_storage = {bucket.gathered_params.untyped_storage()._cdata: bucket for bucket in buckets
+                  if not bucket.has_user_writes}
+    ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes, seen = [*ends], set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or _SEARCHED_KEY in _metadata(node):
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+        for saved in _iter_saved_tensors(node):
+            if saved.unpack_hook is None and (weight := _find_param_view(saved.data, of_storage)) is not None:
+                saved.register_hooks(partial(_pack, weight), SavedParamView.resolve)
+    for node in ends:
+        _metadata(node)[_SEARCHED_KEY] = True
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    found: Any = node.metadata  # torch's annotation says that it is a function
+    return found  # type: ignore[no-any-return]
+
+
+def _pack(saved: SavedParamView, tensor: Tensor) -> SavedParamView:
+    return saved
+
+
+def _iter_saved_tensors(node: Node) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _saved_fields:
+        _saved_fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    for name in _saved_fields[kind]:
+        found = getattr(node, name)
+        yield from found if isinstance(found, tuple | list) else () if found is None else (found,)
+
+
+def _find_param_view(saved: object, of_storage: Mapping[int, FlatBucket]) -> SavedParamView | None:
+    """`saved` is what autograd holds: a tensor, or the result of another saved-tensor hook."""
+    # type(): a Parameter has no memory while it is sharded. Lazy negation and conjugation are lost in size and strides.
+    if type(saved) is not Tensor or not torch._C._has_storage(saved) or saved.is_neg() or saved.is_conj():
+        return None
+    bucket = of_storage.get(saved.untyped_storage()._cdata)
+    if bucket is None:
+        return None
+    place = saved.storage_offset() * saved.element_size() // bucket.gathered_params.element_size()
+    index = bisect_right(bucket.layout.slots, place, key=lambda slot: slot.offset) - 1
+    parameter = bucket.parameters[index]
+    return SavedParamView(bucket, parameter, parameter._version, saved.dtype, int(saved.storage_offset()), saved.shape,
+                          saved.stride())
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module and the buckets of its parameters; `index` counts in forward order, the root is 0."""
+    """A module and the buckets of its parameters. `index` counts units in forward order; the root is 0."""
 
     index: int
     name: str
@@ -38,57 +163,56 @@ class Unit:
         return self.index == 0
 
     @cached_property
-    def shown(self) -> str:
-        """What a person reads of it; nothing of the root."""
+    def display_name(self) -> str:
+        """The name in messages; empty for the root."""
         return "" if self.is_root else self.name
 
     @cached_property
-    def split_buckets(self) -> list[FlatBucket]:
-        """Those whose parameters are gathered for each use."""
-        return [bucket for bucket in self.buckets if bucket.comes_and_goes]
+    def sharded_buckets(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.buckets if bucket.params_are_sharded]
 
     @cached_property
     def numel(self) -> int:
-        """Elements that come and go."""
-        return sum(bucket.layout.numel for bucket in self.split_buckets)
+        """Elements that are sharded between uses."""
+        return sum(bucket.layout.numel for bucket in self.sharded_buckets)
 
     @property
-    def is_here(self) -> bool:
-        """Those elements are here, or on their way."""
-        return any(bucket.is_here for bucket in self.split_buckets)
+    def is_unsharded(self) -> bool:
+        """Those elements are gathered, or a gather is running."""
+        return any(bucket.is_unsharded for bucket in self.sharded_buckets)
 
-    def lends(self, tensor: Tensor) -> bool:
-        """It is a view of parameters that come and go."""
-        return any(bucket.has(tensor) for bucket in self.split_buckets)
+    def has_view(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of gathered parameters that will be resharded."""
+        return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
 
     @cached_property
     def has_frozen(self) -> bool:
         return any(not bucket.trainable for bucket in self.buckets)
 
 
-class Events(Protocol):
-    """What is reported (passes.py receives it)."""
+class UnitEvents(Protocol):
+    """The receiver of the events (`PassCoordinator` of backward.py)."""
 
     @property
-    def weights(self) -> int:
-        """Counts the changes of the weights: a backward belongs to those of its forward."""
+    def weight_version(self) -> int:
+        """Counts changes of the weights; a backward must run with the version of its forward."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
     def after_forward(self, unit: Unit) -> None: ...
 
-    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
-        """Of one `call` of the unit, once for each of its outputs; `weights` is what the count was in that forward."""
+    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
+        """Called for each output of one `call` of the unit. `weight_version` is that of its forward."""
 
-    def inputs_done(self, unit: Unit) -> None:
+    def input_grads_ready(self, unit: Unit) -> None:
         """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
 
-    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
+    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
 
 
 class EngineHook:
-    """A hook of a module, which torch.compile leaves as it is where it compiles calls of modules and so comes by. In a
-    copy of the module, or a file that has it, it does nothing: the engine has no part in those."""
+    """A module hook that torch.compile does not trace. In a copied or pickled module it does nothing, because the
+    engine does not own that module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -106,44 +230,43 @@ def _do_nothing(*given: Any) -> None:
     pass
 
 
-def guard_loading(units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Refuse the load of a state dict that the next step would undo."""
+def refuse_state_dict_loads(units: Sequence[Unit]) -> list[RemovableHandle]:
+    """Register hooks that raise ConfigError on a load_state_dict that the next step would undo."""
     bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
     handles: list[RemovableHandle] = []
     for module in units[0].module.modules():
         buckets = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
         if buckets:
-            handles.append(module.register_load_state_dict_pre_hook(EngineHook(partial(_before_loading, buckets))))
+            handles.append(module.register_load_state_dict_pre_hook(EngineHook(partial(_refuse_load, buckets))))
     return handles
 
 
-def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
-    """Report the events of every unit; the handles remove the hooks."""
+def register_unit_hooks(units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
+    """Report the events of every unit to `events`. Returns the handles that remove the hooks."""
     handles: list[RemovableHandle] = []
     for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
-            EngineHook(partial(_before, events, unit)), with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after, events, unit))))
+        handles.append(unit.module.register_forward_pre_hook(  # first, so that hooks of users see gathered parameters
+            EngineHook(partial(_before_forward, events, unit)), with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(EngineHook(partial(_after_forward, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
-                ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
+                ready = partial(_param_grad_ready, ref(events), ref(unit), ref(bucket), index)
                 is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # who freezes it later may unfreeze it again
-                bucket.grads.hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+                parameter.requires_grad_(True)  # the hook needs it; a user may freeze and unfreeze parameters later
+                bucket.grads.grad_hooks.append(parameter.register_post_accumulate_grad_hook(ready))
                 parameter.requires_grad_(is_trained)
-            handles.extend(bucket.grads.hooks)
+            handles.extend(bucket.grads.grad_hooks)
     return handles
 
 
-def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
-    """Everything that the module is called with goes through `change` first."""
+def map_module_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
+    """Apply `change` to the positional and keyword arguments of every call of the module."""
     return module.register_forward_pre_hook(lambda module, args, kwargs: (change(args), change(kwargs)), prepend=True,
                                             with_kwargs=True)
 
 
-class _Scaled(torch.autograd.Function):
-    """The same in fp32, where small gradients are still there when they are multiplied. What comes by way of another
-    output of the module does not pass here."""
+class _ScaleGradient(torch.autograd.Function):
+    """Identity, cast to fp32 in the forward, so that small gradients are scaled before they are cast to 16 bits."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, scale: Callable[[], float]) -> Tensor:
@@ -155,90 +278,92 @@ class _Scaled(torch.autograd.Function):
         return (gradient * context.scale()).to(context.dtype), None
 
 
-def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
-    """The gradients of its outputs, which become fp32, are multiplied as they come in."""
+def scale_output_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
+    """Multiply the gradients of the module's outputs by `scale()`. The outputs become fp32."""
     def scaled(tensor: Tensor) -> Tensor:
         narrow = tensor.is_floating_point() and tensor.element_size() <= 4
-        return _Scaled.apply(tensor, scale) if narrow else tensor  # type: ignore[no-untyped-call]
+        return _ScaleGradient.apply(tensor, scale) if narrow else tensor  # type: ignore[no-untyped-call]
 
-    return change_outputs(module, lambda output: mapped(output, scaled))
+    return map_module_outputs(module, lambda output: map_tensors(output, scaled))
 
 
-def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    """Whether it returned or raised, and after what else is to happen then."""
+def on_forward_end(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call `call` when a forward returns or raises, after the hooks registered so far."""
     return module.register_forward_hook(EngineHook(lambda module, args, output: call()), always_call=True)
 
 
-def before_every_step(call: Callable[[list[Tensor], bool], None]) -> None:
-    """Of any optimizer of torch: `call(parameters, has_closure)`."""
+def before_optimizer_steps(call: Callable[[list[Tensor], bool], None]) -> None:
+    """Call `call(parameters, has_closure)` before every step of any torch optimizer in the process."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: call(
         [one for group in optimizer.param_groups for one in group["params"]], any((*args[1:], *kwargs.values()))))
 
 
-def before_state(module: nn.Module, call: Callable[[bool | None], None]) -> None:
-    """`call(None)` before a state dict is taken of the module, `call(assigns)` before one is loaded into it."""
+def before_state_dict(module: nn.Module, call: Callable[[bool | None], None]) -> None:
+    """Call `call(None)` before `state_dict()` of the module, and `call(assign)` before `load_state_dict()`."""
     module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call(None))
-    module.register_load_state_dict_pre_hook(  # torch keeps the mark in the metadata of the state dict
+    module.register_load_state_dict_pre_hook(  # torch passes assign= in the metadata of the state dict
         lambda module, state, prefix, metadata, *more: call(metadata.pop("assign_to_params_buffers", False)))
 
 
-def when_autograd_is_through(call: Callable[[], None]) -> Callable[[], bool]:
-    """At the end of the backward under way, before `backward()` returns. Gives a way to ask whether that will still
-    come: a backward that raises forgets what was to be called after it, and tells nobody."""
+def on_backward_end(call: Callable[[], None]) -> Callable[[], bool]:
+    """Run `call` at the end of the running backward, before `backward()` returns.
+
+    The returned function tells whether the call is still to come: a backward that raises drops its callbacks
+    silently."""
     def once() -> None:
         call()
 
     torch.autograd.Variable._execution_engine.queue_callback(once)
-    still_held = ref(once)
-    return lambda: still_held() is not None
+    callback_ref = ref(once)
+    return lambda: callback_ref() is not None
 
 
-def change_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
+def map_module_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
     return module.register_forward_hook(lambda module, args, output: change(output))
 
 
-def _before_loading(buckets: set[FlatBucket], module: nn.Module, *arguments: object) -> None:
-    if any(bucket.forgets_edits for bucket in buckets):
+def _refuse_load(buckets: set[FlatBucket], module: nn.Module, *arguments: object) -> None:
+    if any(bucket.overwrites_user_writes for bucket in buckets):
         raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it with "
                           "the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
                           "zero.GatheredParameters(parameters, modifier_rank=0)")
 
 
-def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before_forward(events: UnitEvents, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
     events.before_forward(unit)
     if unit.has_frozen and torch.is_grad_enabled():
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
+        inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
         if inputs:
-            register_multi_grad_hook(inputs, lambda gradients: events.inputs_done(unit))
+            register_multi_grad_hook(inputs, lambda gradients: events.input_grads_ready(unit))
 
 
-class Call:
-    """One forward of a unit. The backward of another one that returned the same tensor begins together with its."""
+class UnitCall:
+    """One forward call of a unit. Calls that return the same tensor begin their backward at the same time."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._marks = {_mark_of(x) for x in outputs}
+        self._output_ids = {_output_id(x) for x in outputs}
 
-    def begins_with(self, other: Call) -> bool:
-        return not self._marks.isdisjoint(other._marks)
+    def shares_output_with(self, other: UnitCall) -> bool:
+        return not self._output_ids.isdisjoint(other._output_ids)
 
 
-def _mark_of(output: Tensor) -> object:
-    """The same for whatever calls have returned this tensor."""
+def _output_id(output: Tensor) -> object:
     mark = output.__dict__.setdefault("zero_mark", object())
     return mark
 
 
-def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
-    if any(map(unit.lends, tensors_in(output))):  # a view would keep all of the gathered buffer
-        output = mapped(output, lambda tensor: tensor.clone() if unit.lends(tensor) else tensor)
-    seen = list(tensors_in(output))
-    made = [tensor for tensor in seen if tensor.requires_grad and not tensor.is_leaf]  # leaves come out of order
-    if made and unit.split_buckets and not unit.is_root:  # the root is gathered until its backward is over
-        save_by_reference(made, unit.split_buckets)
-    call = Call(made)
-    for tensor in made:
-        tensor.register_hook(partial(_backward, events, unit, events.weights, call))
-    if not seen and output is not None and unit.numel:
+def _after_forward(events: UnitEvents, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
+    if any(map(unit.has_view, iter_tensors(output))):  # a view would keep the whole gathered buffer alive
+        output = map_tensors(output, lambda tensor: tensor.clone() if unit.has_view(tensor) else tensor)
+    output_tensors = list(iter_tensors(output))
+    grad_outputs = [tensor for tensor in output_tensors
+                    if tensor.requires_grad and not tensor.is_leaf]  # leaves get gradients in no fixed order
+    if grad_outputs and unit.sharded_buckets and not unit.is_root:  # the root stays gathered for its backward
+        save_params_by_reference(grad_outputs, unit.sharded_buckets)
+    call = UnitCall(grad_outputs)
+    for tensor in grad_outputs:
+        tensor.register_hook(partial(_before_backward, events, unit, events.weight_version, call))
+    if not output_tensors and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
                           "them")
@@ -246,14 +371,14 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
     return output
 
 
-def _backward(events: Events, unit: Unit, weights: int, call: Call, gradient: Tensor) -> None:
-    events.before_backward(unit, weights, call)
+def _before_backward(events: UnitEvents, unit: Unit, weight_version: int, call: UnitCall, gradient: Tensor) -> None:
+    events.before_backward(unit, weight_version, call)
 
 
-def _ready(events_of: ref[Events], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
-           parameter: Tensor) -> None:
-    """The hook of a parameter, which torch's C++ has: a circle that goes through there is never collected. The hooks of
-    the modules keep the three."""
+def _param_grad_ready(events_of: ref[UnitEvents], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
+                      parameter: Tensor) -> None:
+    # Weak references: torch's C++ holds this hook, and a reference cycle through C++ is never collected. The module
+    # hooks keep the three objects alive.
     events, unit, bucket = events_of(), unit_of(), bucket_of()
     if events is not None and unit is not None and bucket is not None:
-        events.gradient_ready(unit, bucket, index)
+        events.param_grad_ready(unit, bucket, index)

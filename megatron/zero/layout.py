@@ -1,10 +1,9 @@
-"""Which slice of which parameter lives where: pure arithmetic, no torch.
+"""Layout of flat buffers: where each parameter is in its bucket's buffer and shards. Pure arithmetic, no torch.
 
-A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into `shards`
-equal shards; the tail of the last one is padding. A *segment* is the part of one slot that falls into one shard.
-Norms, checkpoint pieces and resharding are all loops over `segments(rank)`.
-
-Slots are ordered by hyper-parameter group, so each group is one contiguous span of every shard.
+A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into equal
+shards, one per rank; the last one ends in padding. A *segment* is the part of one slot that lies in one shard.
+Norms, checkpoint pieces and resharding are loops over `segments(rank)`. Slots are sorted by param group, so each
+group is one contiguous range of every shard.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from math import prod
 from mpu.split import Partition
 
 ALIGNMENT = 128
-"""Slots and shards start at multiples of this many elements: views are aligned for vector loads and the wire, and sums
-over rows of this length (mpu/grads.py) are the same however a buffer is cut."""
+"""Slots and shards start at multiples of this many elements. Views are then aligned for vector loads and collectives,
+and sums over rows of this length (mpu/grads.py) do not depend on how a buffer is sharded."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Slot:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the parameter, which is contiguous."""
+        """Of the contiguous parameter."""
         return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
@@ -59,37 +58,37 @@ class FlatLayout:
     """The slots of one bucket in one flat buffer of `shards` equal shards."""
 
     def __init__(self, slots: Sequence[Slot], shards: int = 1) -> None:
-        self.slots = _place(slots)
+        self.slots = _assign_offsets(slots)
         self.shards = shards
         used = self.slots[-1].end if self.slots else 0
         self.shard_numel = align(-(-used // shards))
         self.numel = self.shard_numel * shards
-        self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
+        self.buffer_key = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
         """Equal for layouts that can use each other's buffers."""
 
-    def rename(self, prefix: str) -> None:
-        """What was the whole model has become a part of another one, which knows it by `prefix`."""
+    def add_prefix(self, prefix: str) -> None:
+        """The model has become a submodule of another: add its path to all names."""
         self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
 
-    def segments(self, rank: int, part: slice | None = None) -> Iterator[Segment]:
-        """The parts of every slot that fall into shard `rank`, or into this part of the shard, in order."""
+    def segments(self, rank: int, chunk: slice | None = None) -> Iterator[Segment]:
+        """The segments of shard `rank`, in order; with `chunk`, of this slice of the shard."""
         start = rank * self.shard_numel
-        first, last = (0, self.shard_numel) if part is None else (part.start, part.stop)
+        first, last = (0, self.shard_numel) if chunk is None else (chunk.start, chunk.stop)
         for slot in self.slots:
             low, high = max(start + first, slot.offset), min(start + last, slot.end)
             if low < high:
                 yield Segment(slot, low - slot.offset, low - start, high - low)
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    def padding_ranges(self) -> Iterator[tuple[int, int]]:
         """The padding behind every slot, as (start, stop) in the buffer."""
         ends = [*(slot.offset for slot in self.slots[1:]), self.numel]
         yield from ((slot.end, end) for slot, end in zip(self.slots, ends) if slot.end < end)
 
-    def group_span(self, rank: int, group: int) -> tuple[int, int]:
-        """(start, stop) in shard `rank` of a hyper-parameter group: one contiguous span, maybe empty.
+    def group_range(self, rank: int, group: int) -> tuple[int, int]:
+        """(start, stop) of a param group in shard `rank`: one contiguous range, maybe empty.
 
-        Spans begin and end at multiples of ALIGNMENT (padding belongs to the group before it): then a vectorised kernel
-        treats every element alike, however the bucket is cut, and shards give the same bits as the whole.
+        Ranges begin and end at multiples of ALIGNMENT (padding belongs to the group before it). A vectorised kernel
+        then treats every element alike, and a sharded update gives the same bits as an unsharded one.
         """
         low = next((slot.offset for slot in self.slots if slot.group >= group), self.numel)
         high = next((slot.offset for slot in self.slots if slot.group > group), self.numel)
@@ -97,15 +96,15 @@ class FlatLayout:
         low, high = max(low, start) - start, min(high, stop) - start
         return (low, high) if low < high else (0, 0)
 
-    def slot_spans(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """(number of the slot, start, stop) in shard `rank`."""
+    def slot_ranges(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(index of the slot, start, stop) of each segment of shard `rank`."""
         number = {slot.name: index for index, slot in enumerate(self.slots)}
         for segment in self.segments(rank):
             yield number[segment.slot.name], segment.shard_offset, segment.shard_offset + segment.count
 
 
-def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Give each slot its offset: grouped by hyper-parameters, otherwise in the order given."""
+def _assign_offsets(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Give each slot its offset: sorted by param group, otherwise in the given order."""
     placed, offset = [], 0
     for slot in sorted(slots, key=lambda s: s.group):
         placed.append(replace(slot, offset=offset))

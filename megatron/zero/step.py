@@ -1,14 +1,11 @@
-"""Step: the optimizer step. Norm and overflow, clipping, and an update (update.py), or what is wrong.
+"""The optimizer step: gradient norm, clipping, overflow check, and the update or a skipped step.
 
-Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor, together
-with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
-of modules, passes or micro-batches.
+Gradients arrive as sums over data parallel with the loss scale on them; unscaling, averaging and clipping are one
+factor. The norm counts each element of the model once; row norms also tell which parameter is not finite.
 
-A *deferred* step is taken on the device by its own verdict (verdict.py), and the host learns of it later, in two ways.
-Whoever asks its report or `learn`s of it reads the verdict: one rank alone may. `conclude`, to which all ranks come
-(the next step, a save, a load), also says what was wrong with it: which gradient of which rank was not finite, in what
-the ranks disagree. It has changed no weight, and is raised there. Steps are deferred where waiting would cost
-something, on an accelerator, and where nothing on the host depends on them: a loss scale that moves does.
+A *deferred* step takes the step result on the device (step_result.py), and the host reads the result later:
+`read_step_result` is local, `finish_step` is collective and raises the errors of the step. Steps are deferred on an
+accelerator, unless the loss scale is dynamic or the rule needs numbers on the host.
 """
 
 from __future__ import annotations
@@ -21,299 +18,355 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.distributed.collective_log import AFTER_STEP, STEP, CollectiveLog
+from megatron.distributed.rank_text import format_ranks
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, Rule, StepScalars
-from megatron.ranges import ranges
-from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
-from megatron.zero.forwards import different_blocks
-from megatron.zero.homes.shelf import Homes
-from megatron.zero.norm import GradNorm
-from megatron.zero.own_exchange import OwnExchange
-from megatron.zero.settings import GroupReader, StepSettings, different_settings, settings_of_a_step
-from megatron.zero.state import State
-from megatron.zero.update import DelayedUpdate, Update
-from megatron.zero.verdict import Found, Verdict, exchange
+from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.compression import CompressedGradExchange
+from megatron.zero.layout import FlatLayout
+from megatron.zero.offload.storage import EngineStorage
+from megatron.zero.state import EngineState
+from megatron.zero.step_result import (HostStepResult, HyperparamDigest, StepResult, StepSettings,
+                                       all_reduce_step_scalars, different_settings_error, diverged_blocks_error,
+                                       make_step_settings)
+from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_gather_json
+from mpu.grads import NORM_ROW
 from mpu.groups import Groups
 
-OVERFLOWS_IN_A_ROW = 20
-"""How many steps in a row may be skipped at a loss scale that cannot shrink; after that the run ends, since it would
-never train again."""
 
-STRICT_STEPS, SKIPS_IN_A_ROW = 10, 3
-"""Without a loss scale a gradient that is not finite is a fault. In the first steps of a run the settings are to blame,
-and it ends. Later it may be one chip in a thousand, or one batch: so many steps in a row are skipped."""
+class GradNorm:
+    """The norm of the reduced gradients in this rank's shards; with `unreduced`, of its full local gradients."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, unreduced: bool = False) -> None:
+        self._buckets, self._unreduced = buckets, unreduced
+        device = buckets[0].device if buckets else None  # an engine without optimizer has no trainable buckets
+        shards = {bucket: range(bucket.layout.shards) if unreduced else [bucket.shard_group.rank] for bucket in buckets}
+        self._shards = shards
+        lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        self._row_norms = torch.zeros(sum(lengths), device=device)
+        """The norm of each row of NORM_ROW elements of each shard, from the last `norm_squared`."""
+        self._row_norms_by_bucket = self._row_norms.split(lengths)
+        self._row_is_counted = None if groups.tp.rank == 0 or not buckets else torch.cat(
+            [_rows_counted_here(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
+
+    def norm_squared(self) -> Tensor:
+        """The squared norm of the rows that this rank counts, a 0-dimensional fp64 tensor. It is not finite if any
+        gradient on this rank is not."""
+        for bucket, rows in zip(self._buckets, self._row_norms_by_bucket, strict=True):
+            assert bucket.grads.skip_reduction == self._unreduced, f"the gradients of {bucket.name} are of another kind"
+            bucket.grads.row_norms(rows)
+        # Rows that another rank counts are multiplied by 0, not dropped: 0 * inf is nan, so overflows still show.
+        counted = self._row_norms if self._row_is_counted is None else self._row_norms * self._row_is_counted
+        norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
+        return norm.square()
+
+    def first_nonfinite_param(self) -> str | None:
+        """The first parameter whose gradient on this rank was not finite at the last `norm_squared`."""
+        on_host = self._row_norms.cpu().split([len(rows) for rows in self._row_norms_by_bucket])
+        for bucket, rows in zip(self._buckets, on_host, strict=True):
+            for rank, of_shard in zip(self._shards[bucket], rows.view(len(self._shards[bucket]), -1), strict=True):
+                for segment in bucket.layout.segments(rank):
+                    stop = segment.shard_offset + segment.count
+                    if not of_shard[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():
+                        return segment.slot.name
+        return None
+
+
+def _rows_counted_here(layout: FlatLayout, rank: int) -> Tensor:
+    """[rows of the shard]: 1 for slices of tensor-parallel parameters, 0 for replicated ones, which tp rank 0
+    counts."""
+    counts = torch.zeros(layout.shard_numel // NORM_ROW)
+    for segment in layout.segments(rank):
+        if segment.slot.partition is not None:
+            counts[segment.shard_offset // NORM_ROW : -(-(segment.shard_offset + segment.count) // NORM_ROW)] = 1.0
+    return counts
+
+
+MAX_OVERFLOWS_IN_A_ROW = 20
+"""Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never
+train again."""
+
+STRICT_FIRST_STEPS, MAX_SKIPS_IN_A_ROW = 10, 3
+"""Without a loss scale a non-finite gradient is a fault. In the first STRICT_FIRST_STEPS the settings are to blame, and
+the run ends. Later the cause may be one chip in a thousand or one batch: up to MAX_SKIPS_IN_A_ROW steps are skipped."""
 
 
 class StepReport:
-    """What one optimizer step did. Asking waits for the device where the verdict is not known yet, never for a rank."""
+    """What one optimizer step did. Reading it may wait for the device, but never for another rank."""
 
-    def __init__(self, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float, lr: float,
-                 riders: int, settings: StepSettings | None = None) -> None:
+    def __init__(self, result: StepResult, veto_error: str | None, *, number: int, loss_scale: float, lr: float,
+                 extra_scalar_count: int, settings: StepSettings | None = None) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
-        """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
-        self.remark: str | None = None
+        """The index of the step, the loss scale of its gradients, and the learning rate of the first param group."""
+        self.note: str | None = None
         """What changes from this step on."""
-        self.complaint: str | None = None
-        """Why the step was skipped, where that is unusual. Known once the step is concluded."""
-        self.verdict, self.objection, self._riders = verdict, objection, riders
+        self.skip_warning: str | None = None
+        """Why the step was skipped, if that is unusual. Set by `finish_step`."""
+        self.result, self.veto_error, self._extra_scalar_count = result, veto_error, extra_scalar_count
         self.settings = settings
-        """What this rank took it with; None where there is no other rank."""
+        """The settings of this rank for the step; None on a single rank."""
         self.losses: Sequence[Tensor] = ()
-        """Of this rank's micro-batches. Looked at only where a gradient is not finite."""
-        self.given = riders
-        """How many riders this rank gave; what fills them up to `riders` is nobody's."""
-        self._found: Found | None = None
+        """Of this rank's micro-batches. Read only if a gradient is not finite."""
+        self.given_scalar_count = extra_scalar_count
+        """How many extra scalars this rank gave; the rest of `extra_scalars` is padding."""
+        self._host_result: HostStepResult | None = None
 
     @property
-    def found(self) -> Found:
-        if self._found is None:
-            self._found = self.verdict.read()
-        return self._found
+    def host_result(self) -> HostStepResult:
+        if self._host_result is None:
+            self._host_result = self.result.to_host()
+        return self._host_result
 
     @property
-    def is_known(self) -> bool:
-        return self._found is not None
+    def is_on_host(self) -> bool:
+        return self._host_result is not None
 
     @property
     def applied(self) -> bool:
-        return self.found.applied
+        return self.host_result.applied
 
     @property
     def grad_norm(self) -> float:
-        """Of the mean gradient, or of what an exchange of the rule's own has in its place, before clipping; not finite
-        when the step was skipped."""
-        return self.found.norm
+        """The norm of the mean gradient before clipping, or of the optimizer's compressed gradient. Not finite if the
+        step was skipped."""
+        return self.host_result.norm
 
-    def note_norm(self, norm: float) -> None:
-        """Of what is applied, where it is not the mean gradient."""
-        self._found = self.found._replace(norm=norm)
-
-    @property
-    def riders(self) -> tuple[float, ...]:
-        """Sums over the world of the numbers that travelled along, as many as this rank gave."""
-        return self.found.riders[:self.given]
+    def set_grad_norm(self, norm: float) -> None:
+        """Replace the norm by that of the compressed gradient."""
+        self._host_result = self.host_result._replace(norm=norm)
 
     @property
-    def aside(self) -> tuple[float, ...]:
-        """The same of the numbers that the engine gave, beside its caller's."""
-        return self.found.riders[self._riders:]
+    def extra_scalars(self) -> tuple[float, ...]:
+        """The caller's extra scalars, summed over the world; as many as this rank gave."""
+        return self.host_result.scalars[:self.given_scalar_count]
+
+    @property
+    def engine_scalars(self) -> tuple[float, ...]:
+        """The engine's extra scalars, summed over the world."""
+        return self.host_result.scalars[self._extra_scalar_count:]
 
 
-class Step:
-    """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
+class OptimizerStep:
+    """Takes optimizer steps. Call it when the gradients of all buckets have been reduced."""
 
-    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
-                 scale_rule: LossScaleRule, log: ExchangeLog, *, clip_grad: float, divisor: float,
-                 max_skipped: int | None) -> None:
+    def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
+                 param_groups: Sequence[ParamGroup], scale_rule: LossScaleRule, log: CollectiveLog, *, clip_grad: float,
+                 divisor: float, max_skipped: int | None) -> None:
         self._state, self._groups, self._param_groups = state, groups, param_groups
         self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        self._update = (DelayedUpdate if homes.delays else Update)(state, homes, groups, rule, param_groups)
-        self.exchange = OwnExchange(state, groups, rule, param_groups) if rule.has_exchange else None
-        """Of the rule's own, in the place of the sum of gradients."""
-        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic and \
-            self.exchange is None and state.quantisation is None  # whose bits the host counts
-        self._own_norm: GradNorm | None = None  # of gradients that stay
-        self._remark: str | None = None  # for the next report
-        self._losses: list[Tensor] = []  # of the step under way, or the last one
-        self._parts = Counter[str]()  # what each of them is of its micro-batch's
-        self._hyper_parameters = GroupReader(param_groups)
-        self._open: StepReport | None = None  # the last step, while the host has not learned of it
-        self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._taken = torch.zeros((), device=state.device)
-        self._taken_is = 0  # as the host last knew it
-        self._rests = False
+        self._update = (DelayedOptimizerUpdate if engine_storage.delays_update
+                        else OptimizerUpdate)(state, engine_storage, groups, rule, param_groups)
+        self.compressed_exchange = CompressedGradExchange(state, groups, rule,
+                                                          param_groups) if rule.supports_compression else None
+        """The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like)."""
+        self.is_deferred = self._update.is_batched and not rule.needs_host_scalars and not scale_rule.dynamic and \
+            self.compressed_exchange is None and state.moq is None  # MoQ counts bits on the host
+        self._unreduced_norm: GradNorm | None = None  # for compressed communication
+        self._next_note: str | None = None  # for the next report
+        self._losses: list[Tensor] = []  # of the current step, or the last one
+        self._loss_divisors = Counter[str]()  # "1/divisor" of each loss -> how many
+        self._hyperparam_digest = HyperparamDigest(param_groups)
+        self._unread_report: StepReport | None = None  # the last step, until the host has read its result
+        self._report_to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
+        self._steps_on_device = torch.zeros((), device=state.device)
+        self._steps_on_host = 0  # as the host last read it
+        self._is_paused = False
         for bucket in state.buckets:
-            bucket.gradient_unit = self._unit
+            bucket.grad_mean_factor = self._mean_factor
 
-    def begin_with(self, loss: Tensor, *, first: bool, divisor: int = 1) -> None:
-        """A backward of `loss`, which was divided, is about to add to the gradients of the next step, or to begin
-        them."""
-        if self._rests:
+    def before_backward(self, loss: Tensor, *, first: bool, divisor: int = 1) -> None:
+        """Record `loss`, already divided by `divisor`, before its backward. `first` begins the gradients of a step."""
+        if self._is_paused:
             return
         if first:
             self._losses = []
-            self._parts.clear()
-            if self.exchange is not None:
-                self._begin_exchange(self.exchange)
+            self._loss_divisors.clear()
+            if self.compressed_exchange is not None:
+                self._begin_compressed_step(self.compressed_exchange)
         self._losses.append(loss.detach())
-        self._parts[f"1/{divisor}"] += 1
+        self._loss_divisors[f"1/{divisor}"] += 1
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Backwards inside belong to no step."""
-        self._rests = True
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside this context do not count for a step."""
+        self._is_paused = True
         try:
-            with nullcontext() if self.exchange is None else self.exchange.resting():
+            with nullcontext() if self.compressed_exchange is None else self.compressed_exchange.paused():
                 yield
         finally:
-            self._rests = False
+            self._is_paused = False
 
-    def _begin_exchange(self, exchange: OwnExchange) -> None:
-        self._remark = exchange.begin_step() or self._remark
-        if exchange.is_on and self._own_norm is None:
-            self._own_norm = GradNorm(self._state.buckets, self._groups, whole=True)
+    def _begin_compressed_step(self, exchange: CompressedGradExchange) -> None:
+        self._next_note = exchange.begin_step() or self._next_note
+        if exchange.is_compressed and self._unreduced_norm is None:
+            self._unreduced_norm = GradNorm(self._state.buckets, self._groups, unreduced=True)
 
-    def __call__(self, trace: int, objection: str | None = None, riders: Sequence[Tensor | float] = (),
-                 aside: Sequence[float] = (), accumulation: int = 1, micro_batch: int | None = None) -> StepReport:
-        """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
-        digest of what this rank ran, which all ranks must agree on, as on hyper-parameters and the sizes of batches; an
-        `objection` of one rank is an error of all.
-        `riders` travel along, and so do those given `aside`."""
-        self.conclude()
-        self._log.meet(STEP)
-        self._log.purpose = AFTER_A_STEP
-        square = self._gradient_norm.square()  # first: the device works at it while the host looks at the settings
+    def __call__(self, run_digest: int, veto_error: str | None = None, extra_scalars: Sequence[Tensor | float] = (),
+                 engine_scalars: Sequence[float] = (), accumulation: int = 1,
+                 micro_batch: int | None = None) -> StepReport:
+        """Update the weights, or skip the step if a gradient is not finite, and discard the gradients. Collective.
+
+        All ranks must agree on `run_digest` (what a rank ran), the hyper-parameters and the batch sizes. A `veto_error`
+        of one rank raises on all. `extra_scalars` and `engine_scalars` are summed over the world in the same
+        all-reduce as the norm."""
+        self.finish_step()
+        self._log.record_barrier(STEP)
+        self._log.purpose = AFTER_STEP
+        square = self._norm_in_use.norm_squared()  # first: the device computes it while the host digests the settings
         counters, world = self._state.counters, self._groups.world
-        settings = None if world.is_solo else settings_of_a_step(
-            counters.global_steps + 1, self._parts, accumulation, micro_batch, self._hyper_parameters())
-        sums = exchange(square, world, digest=0 if settings is None else settings.digest(trace, world.size),
-                        counts=self._gradients_stay or self._state.buckets[0].replicas.rank == 0,
-                        objects=objection is not None, riders=(*riders, *aside))
-        verdict = Verdict(sums, world.size, per_unit=self._unit(), limit=self._clip_grad)
-        report = StepReport(verdict, objection, number=counters.global_steps + 1, settings=settings,
-                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
-        report.remark, self._remark = self._remark, None
-        report.losses = self._losses  # and a step that is refused may be called again
+        settings = None if world.is_solo else make_step_settings(
+            counters.global_steps + 1, self._loss_divisors, accumulation, micro_batch, self._hyperparam_digest())
+        sums = all_reduce_step_scalars(
+            square, world, digest=0 if settings is None else settings.digest(run_digest, world.size),
+            counts_norm=self._is_compressed or self._state.buckets[0].replica_group.rank == 0,
+            has_veto=veto_error is not None, scalars=(*extra_scalars, *engine_scalars))
+        verdict = StepResult(sums, world.size, mean_factor=self._mean_factor(), max_norm=self._clip_grad)
+        report = StepReport(verdict, veto_error, number=counters.global_steps + 1, settings=settings,
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"],
+                            extra_scalar_count=len(extra_scalars))
+        report.note, self._next_note = self._next_note, None
+        report.losses = self._losses  # not reset: a refused step may be called again
         if self.is_deferred:
-            self._update(lambda device: self._scalars(verdict))
-        elif self._undisputed(report).applied:
-            factor = self._exchanged(report) if self._gradients_stay else report.found.factor
-            if self._state.quantisation is not None:
-                self._state.quantisation.advance(counters.applied_steps + 1)
-            self._update(partial(StepScalars.of, factor, counters.optimizer_steps), factor)
+            self._update(lambda device: self._device_scalars(verdict))
+        elif self._result_or_raise(report).applied:
+            factor = self._exchange_compressed(report) if self._is_compressed else report.host_result.grad_multiplier
+            if self._state.moq is not None:
+                self._state.moq.advance(counters.applied_steps + 1)
+            self._update(partial(StepScalars.for_applied_step, factor, counters.optimizer_steps), factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
-        self._open = report
+        self._unread_report = report
         if not self.is_deferred:
-            self.conclude()
+            self.finish_step()
         return report
 
     @property
-    def _gradients_stay(self) -> bool:
-        return self.exchange is not None and self.exchange.is_on
+    def _is_compressed(self) -> bool:
+        return self.compressed_exchange is not None and self.compressed_exchange.is_compressed
 
     @property
-    def _gradient_norm(self) -> GradNorm:
-        return self._own_norm if self._gradients_stay and self._own_norm is not None else self._norm
+    def _norm_in_use(self) -> GradNorm:
+        return self._unreduced_norm if self._is_compressed and self._unreduced_norm is not None else self._norm
 
-    def _exchanged(self, report: StepReport) -> float:
-        """What came of gradients that stayed is where the update looks, once it is multiplied by this."""
-        assert self.exchange is not None
-        factor, norm = self.exchange(self._unit() * self._divisor, self._clip_grad)
-        report.note_norm(norm)
+    def _exchange_compressed(self, report: StepReport) -> float:
+        """Run the compressed communication. Returns the factor for the gradients that it left for the update."""
+        assert self.compressed_exchange is not None
+        factor, norm = self.compressed_exchange(self._mean_factor() * self._divisor, self._clip_grad)
+        report.set_grad_norm(norm)
         return factor
 
-    def _unit(self) -> float:
-        """What a sum of gradients is multiplied by to be their mean."""
+    def _mean_factor(self) -> float:
+        """The factor that turns a sum of scaled gradients into their mean."""
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
 
-    def _scalars(self, verdict: Verdict) -> StepScalars:
-        """The count of steps is kept on the device: the host does not know yet whether this one is taken."""
-        if self._taken_is != self._state.counters.optimizer_steps:  # another state was loaded
-            self._taken.fill_(self._state.counters.optimizer_steps)
-        self._taken += verdict.applies
-        return StepScalars(self._taken, verdict.divisor(), verdict.applies.logical_not().float())
+    def _device_scalars(self, result: StepResult) -> StepScalars:
+        """The step count stays on the device: the host does not know yet whether this step is applied."""
+        if self._steps_on_host != self._state.counters.optimizer_steps:  # another state was loaded
+            self._steps_on_device.fill_(self._state.counters.optimizer_steps)
+        self._steps_on_device += result.is_applied
+        return StepScalars(self._steps_on_device, result.grad_divisor(), result.is_applied.logical_not().float())
 
-    # ---- what became of it --------------------------------------------------------------------------------------
+    # ---- the result ---------------------------------------------------------------------------------------------
 
     @property
-    def has_update_under_way(self) -> bool:
-        """Beside the program; the same on all ranks."""
-        return self._update.is_under_way
+    def has_delayed_update(self) -> bool:
+        """A delayed update is running; the same on all ranks."""
+        return self._update.is_running
 
-    def finish_update(self) -> None:
-        """Wait for it, and publish its weights. Collective."""
+    def finish_delayed_update(self) -> None:
+        """Wait for the delayed update and copy its masters to the parameters. Collective."""
         self._update.finish()
 
-    def learn(self) -> None:
-        """Wait for the last step and count it, taken or skipped. Local: nothing is exchanged or raised."""
-        report, self._open = self._open, None
+    def read_step_result(self) -> None:
+        """Wait for the last step, and count it as applied or skipped. Local; raises nothing."""
+        report, self._unread_report = self._unread_report, None
         if report is None:
             return
-        counters, found = self._state.counters, report.found
-        if found.disputed:
-            self._unexplained = report
+        counters, found = self._state.counters, report.host_result
+        if found.ranks_disagree:
+            self._report_to_explain = report
             return
         if found.applied:
             counters.optimizer_steps += 1
-            self._taken_is = counters.optimizer_steps
+            self._steps_on_host = counters.optimizer_steps
             self._skips_in_a_row = 0
         else:
             counters.skipped_steps += 1
-            if not self._scale_rule.scales or self._scale_rule.exhausted(counters.scaler):
+            if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
                 self._skips_in_a_row += 1
-                self._unexplained = report
-        counters.scaler = self._scale_rule.after(counters.scaler, overflow=not found.applied)
+                self._report_to_explain = report
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not found.applied)
 
-    def conclude(self) -> None:
-        """Learn of the last step, and raise what was wrong with it. Collective where something was: all ranks call
-        it at the same place."""
-        self.learn()
-        report, self._unexplained = self._unexplained, None
+    def finish_step(self) -> None:
+        """Read the result of the last step and raise its error, if any. All ranks must call it at the same place: it
+        is collective if there was an error."""
+        self.read_step_result()
+        report, self._report_to_explain = self._report_to_explain, None
         if report is not None:
-            self._explain_skip(report, self._undisputed(report).norm)
+            self._raise_or_warn_of_skip(report, self._result_or_raise(report).norm)
 
-    def _undisputed(self, report: StepReport) -> Found:
-        """The verdict on the host; an error where the ranks disagree. Collective then."""
-        found = report.found
-        if found.objections:
-            texts = all_gather_json(report.objection, self._groups.world)
+    def _result_or_raise(self, report: StepReport) -> HostStepResult:
+        """The result on the host. Raises ConfigError if the ranks disagree, and is collective then."""
+        found = report.host_result
+        if found.has_veto:
+            texts = all_gather_json(report.veto_error, self._groups.world)
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
-        if not found.alike:
+        if not found.digests_match:
             assert report.settings is not None
-            raise different_settings(report.settings, self._groups.world) or \
-                different_blocks(self._log, self._groups.world)
+            raise different_settings_error(report.settings, self._groups.world) or \
+                diverged_blocks_error(self._log, self._groups.world)
         return found
 
-    def _explain_skip(self, report: StepReport, norm: float) -> None:
-        """Everything is as it was; end the run where skipping cannot help."""
-        scaled = self._scale_rule.scales
+    def _raise_or_warn_of_skip(self, report: StepReport, norm: float) -> None:
+        """After a skipped step: raise NumericsError if too many were skipped, or set the report's warning."""
+        scaled = self._scale_rule.is_enabled
         too_many = self._skips_in_a_row > self._skips_allowed(report.number)
         if scaled and too_many:
             raise NumericsError(
-                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot "
-                f"shrink, last at step {report.number}: {self._first_bad_parameter(report)}; resume from the last "
+                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot shrink, "
+                f"last at step {report.number}: {self._describe_first_nonfinite_param(report)}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
         if not scaled:
-            what = f"gradient norm is {norm} at step {report.number}: {self._first_bad_parameter(report)}"
+            what = f"gradient norm is {norm} at step {report.number}: {self._describe_first_nonfinite_param(report)}"
             if too_many:
                 raise NumericsError(f"{what}; weights are unchanged; {self._why_not_skipped(report.number)}; resume "
                                     "from the last checkpoint with a lower --lr or other data")
-            report.complaint = f"{what}; the step was skipped, weights are unchanged"
+            report.skip_warning = f"{what}; the step was skipped, weights are unchanged"
 
     def _why_not_skipped(self, step: int) -> str:
         allowed = self._skips_allowed(step)
         if self._max_skipped is None and not allowed:
-            return f"in the first {STRICT_STEPS} steps this ends the run, unless --max-skipped-in-a-row allows it"
+            return f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped-in-a-row allows it"
         return f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
 
     def _skips_allowed(self, step: int) -> int:
-        if self._scale_rule.scales:
-            return OVERFLOWS_IN_A_ROW
+        if self._scale_rule.is_enabled:
+            return MAX_OVERFLOWS_IN_A_ROW
         if self._max_skipped is not None:
             return self._max_skipped
-        return SKIPS_IN_A_ROW if step > STRICT_STEPS else 0
+        return MAX_SKIPS_IN_A_ROW if step > STRICT_FIRST_STEPS else 0
 
-    def _first_bad_parameter(self, report: StepReport) -> str:
-        """Agreed by all ranks, so that every one of them ends with the same message. Gradients that are sums by now do
-        not tell whose was bad; the losses do, where a forward made it."""
+    def _describe_first_nonfinite_param(self, report: StepReport) -> str:
+        """Gathered over all ranks, so that all raise the same message. Reduced gradients do not tell which rank had the
+        bad one; the losses do, if the forward was at fault."""
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
-        known = all_gather_json([self._gradient_norm.first_bad(), tp.rank, finite], self._groups.world)
+        known = all_gather_json([self._norm_in_use.first_nonfinite_param(), tp.rank, finite], self._groups.world)
         bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
-        where = f" on {ranges(bad)}" if len(known) > 1 else ""
+        where = f" on {format_ranks(bad)}" if len(known) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"
         for number, (name, rank, _) in enumerate(known):
             if name is not None:
                 whose = "" if self._groups.dp.is_solo else \
-                    f", in the gradient of rank {number}" if self._gradients_stay else ", in the sum over the ranks"
+                    f", in the gradient of rank {number}" if self._is_compressed else ", in the sum over the ranks"
                 return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
                     f"{whose} ({loss})"
         return f"the sum of finite gradients overflowed ({loss})"

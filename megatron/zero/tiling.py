@@ -1,13 +1,10 @@
-"""A linear layer in tiles: so large a matrix that it never has to exist whole, not even for one operation.
+"""TiledLinear: a linear layer in tiles, so that no operation needs the full weight matrix (memory-centric tiling).
 
-    y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi  + b_o,  y = [y_0 y_1 ...]
+    y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi + b_o,  y = [y_0 y_1 ...]
 
-Each tile is a layer of its own (`linear_cls`), so what gathers parameters module by module gathers one tile at a time
-(ZeRO's "memory-centric tiling"). Parts are as even as they can be: their sizes differ by at most one. The result is
-that of one layer but for the rounding of the sum over i, one more for each further input split.
-
-With a tensor parallel `linear_cls` each tile is cut over the ranks as a whole layer would be; where its output stays
-split, a rank then holds its share of every tile, and not one share of the whole.
+Each tile is a separate layer (`linear_cls`), so stage 3 gathers one tile at a time. Sizes of tiles differ by at most
+one. Each further input split rounds the sum once more. With a tensor parallel `linear_cls` every tile is sharded over
+the ranks: if the output stays sharded, a rank holds its part of every tile.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ from megatron.errors import ConfigError
 from mpu.collectives import all_gather
 from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
-from mpu.partition import join_slices, local_slice, partition_of
+from mpu.partition import join_local_slices, local_slice, partition_of
 
 LinearClass = Callable[..., nn.Module]
 """(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
 
 
-class Tiled(nn.Module, ABC):
-    """The tiles, and their walk; what a tile returns is the business of the two classes below."""
+class TiledLinearBase(nn.Module, ABC):
+    """The tiles and their order; the two subclasses differ in what a tile returns."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
@@ -58,19 +55,19 @@ class Tiled(nn.Module, ABC):
 
     def tiles(self) -> Iterator[nn.Module]:
         """Every tile, in the order of use."""
-        for row in self._rows():
+        for row in self._tile_rows():
             yield from row
 
-    def _rows(self) -> Iterator[list[nn.Module]]:
+    def _tile_rows(self) -> Iterator[list[nn.Module]]:
         """The tiles that make one part of the output."""
         for row in self.linears:
             assert isinstance(row, nn.ModuleList)
             yield list(row)
 
-    def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _split_input(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """[..., in] -> in_splits times [..., part of in]."""
         if isinstance(x, Tensor) and not (self.input_is_already_split and self.in_splits > 1):
-            # A row parallel tile takes this rank's share of its features: the sizes are those of what comes in.
+            # x.shape[-1], not in_features: a row parallel tile takes only this rank's part of the features.
             parts: Sequence[Tensor] = x.split(even_sizes(x.shape[-1], self.in_splits, "in_splits"), dim=-1)
             return parts
         if isinstance(x, Tensor) or len(x) != self.in_splits:
@@ -80,39 +77,38 @@ class Tiled(nn.Module, ABC):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the values of one whole layer. Collective where its parameters are cut over tensor parallel."""
-        weight, bias = _whole(other, "weight"), _whole(other, "bias")
+        """Copy the values of an untiled layer. Collective if its parameters are sharded over tensor parallel."""
+        weight, bias = _full_param(other, "weight"), _full_param(other, "bias")
         if weight is None or weight.shape != (self.out_features, self.in_features):
             raise ConfigError(f"copy_params_from: expected a weight of {(self.out_features, self.in_features)}, found "
                               f"{None if weight is None else tuple(weight.shape)}")
         if (bias is not None) != self.use_bias:
             raise ConfigError(f"copy_params_from: this layer has bias={self.use_bias}, the other {bias is not None}")
-        for row, rows in zip(self._rows(), weight.split(self.out_sizes), strict=True):
+        for row, rows in zip(self._tile_rows(), weight.split(self.out_sizes), strict=True):
             for tile, values in zip(row, rows.split(self.in_sizes, dim=1), strict=True):
-                _set(tile, "weight", values)
-        for row, values in zip(self._rows(), () if bias is None else bias.split(self.out_sizes)):
-            _set(row[-1], "bias", values)
+                _set_tile_param(tile, "weight", values)
+        for row, values in zip(self._tile_rows(), () if bias is None else bias.split(self.out_sizes)):
+            _set_tile_param(row[-1], "bias", values)
 
 
-class TiledLinear(Tiled):
+class TiledLinear(TiledLinearBase):
     """A linear layer whose tiles return their output."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """[..., in], or its parts where `input_is_already_split` -> [..., out], or its parts without
-        `combine_out_splits`."""
-        parts = self._parts(x)
-        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._rows()]
+        """[..., in] -> [..., out]; lists of parts with `input_is_already_split` and without `combine_out_splits`."""
+        parts = self._split_input(x)
+        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._tile_rows()]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
 
-class TiledLinearReturnBias(Tiled):
+class TiledLinearReturnBias(TiledLinearBase):
     """A linear layer whose tiles return (output, bias or None), for a caller that adds the bias."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, Any]:
-        """As `TiledLinear`, and beside the output its bias, whole or in parts as well."""
-        parts = self._parts(x)
+        """Like `TiledLinear`, but returns (output, bias); without `combine_out_splits` both are lists of parts."""
+        parts = self._split_input(x)
         outputs, biases = [], []
-        for row in self._rows():
+        for row in self._tile_rows():
             pairs = [tile(part) for tile, part in zip(row, parts, strict=True)]
             outputs.append(_sum(output for output, _ in pairs))
             biases.append(pairs[-1][1])
@@ -122,9 +118,9 @@ class TiledLinearReturnBias(Tiled):
 
 
 def tile_linears(module: nn.Module, factor: int, hidden_size: int, deferred: bool = False) -> None:
-    """Replace every mpu linear inside `module` by tiles of about hidden / factor squared, with the same values, or
-    (`deferred`) without any: on the meta device, for another parameter to take their place. For one tensor parallel
-    rank: tiles make splitting over ranks unnecessary."""
+    """Replace every mpu linear inside `module` by tiles of about (hidden / factor)^2, with the same values.
+
+    With `deferred` the tiles are on the meta device, without values. Needs a tensor parallel size of 1."""
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -133,7 +129,7 @@ def tile_linears(module: nn.Module, factor: int, hidden_size: int, deferred: boo
                 setattr(parent, name, TiledLinear(
                     width, height, layer.bias is not None, max(1, factor * width // hidden_size),
                     max(1, factor * height // hidden_size), init_linear=None if deferred else layer,
-                    linear_cls=partial(skip_init, nn.Linear),  # drawn once already: no random number is used up
+                    linear_cls=partial(skip_init, nn.Linear),  # the values exist: do not advance the RNG
                     device="meta" if deferred else layer.weight.device, dtype=layer.weight.dtype))
 
 
@@ -151,21 +147,21 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
     return total
 
 
-def _group(layer: nn.Module) -> Group:
+def _tp_group(layer: nn.Module) -> Group:
     return layer.tp if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else SOLO
 
 
-def _whole(layer: nn.Module, name: str) -> Tensor | None:
-    """A parameter as an unsplit layer would hold it."""
+def _full_param(layer: nn.Module, name: str) -> Tensor | None:
+    """A parameter as a layer without tensor parallelism would hold it. Collective if it is sharded."""
     parameter: Tensor | None = getattr(layer, name)
-    partition, tp = None if parameter is None else partition_of(parameter), _group(layer)
+    partition, tp = None if parameter is None else partition_of(parameter), _tp_group(layer)
     if parameter is None or partition is None or tp.is_solo:
         return parameter
-    return join_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
+    return join_local_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
 
 
-def _set(layer: nn.Module, name: str, values: Tensor) -> None:
-    """The inverse of `_whole` for one tile."""
-    parameter, tp = getattr(layer, name), _group(layer)
+def _set_tile_param(layer: nn.Module, name: str, values: Tensor) -> None:
+    """The inverse of `_full_param` for one tile."""
+    parameter, tp = getattr(layer, name), _tp_group(layer)
     partition = partition_of(parameter)
     parameter.copy_(values if partition is None else local_slice(values, partition, tp.rank, tp.size))

@@ -1,137 +1,144 @@
-"""Cuts a model into units: which parameters travel together.
+"""Cuts a model into units, checks that it keeps their parameters, and finds the hidden matrices that Muon updates.
 
-Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
-inside it. So is a module that a user marks as a leaf (utils.py), with everything in it. The root takes what is left:
-what is outside of them, or shared between them, or registered as external.
-Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
-persistence threshold stay whole: they share one bucket of the root.
+A unit is an element of an outermost `ModuleList` (a transformer block), a tile of a tiled linear inside one, or a
+module marked as a leaf (`set_z3_leaf_modules`). The root has the rest: parameters outside of units, shared between
+them, registered as external, and small ones (`stage3_param_persistence_threshold`). Trainable and frozen
+parameters of a unit have a bucket each.
+
+`ModelParamGuard` refuses a step if a parameter was replaced, added, moved or unfrozen after `zero.initialize`.
+A *hidden matrix* has two dimensions, lies in a unit (not the root), and belongs to no embedding; `use_muon` in a
+param group overrides this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.zero.bucket import FlatBucket, leave_placeholders
-from megatron.zero.exchanges import ExchangeLog
-from megatron.zero.holders import external_parameters, shape_of
-from megatron.zero.homes.shelf import Homes
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.errors import ConfigError
+from megatron.optim.rule import ParamGroup
+from megatron.zero.bucket import FlatBucket, replace_params_by_placeholders
+from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
-from megatron.zero.policy import Policy, Wire
-from megatron.zero.precision import Dtypes
-from megatron.zero.tiling import Tiled
-from megatron.zero.turns import Turns
+from megatron.zero.offload.storage import EngineStorage
+from megatron.zero.partitioned_param import external_parameters, full_shape
+from megatron.zero.stages import CommConfig, StagePolicy
+from megatron.zero.tiling import TiledLinearBase
 from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
 
 ROOT = "root"
-LEAF = "_z3_leaf"
-"""What is set on a module that `set_z3_leaf_modules` has marked."""
+LEAF_ATTRIBUTE = "_z3_leaf"
+"""The attribute that `set_z3_leaf_modules` sets on a module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: they cannot be gathered for it."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How parameters become buckets: everything `build_units` must know but the model."""
+class BucketingConfig:
+    """The arguments of `build_units` besides the model."""
 
-    policy: Policy
-    wire: Wire
-    dtypes: Dtypes
+    policy: StagePolicy
+    comm: CommConfig
+    dtypes: BucketDtypes
     dp: Group
     device: torch.device
     persistence_threshold: int
-    group_of: Callable[[nn.Parameter], int]
-    """The number of a parameter's hyper-parameter group."""
-    log: ExchangeLog
-    homes: Homes
-    turns: Turns = field(default_factory=Turns)
-    leaves: Callable[[FlatBucket], None] = leave_placeholders
-    """What parameters are while their elements are split."""
-    alike: bool = False
-    """All ranks have the same values: none are sent."""
+    param_group_of: Callable[[nn.Parameter], int]
+    """Parameter -> index of its param group."""
+    log: CollectiveLog
+    engine_storage: EngineStorage
+    buffer_pool: BufferPool = field(default_factory=BufferPool)
+    show_sharded: Callable[[FlatBucket], None] = replace_params_by_placeholders
+    """Changes the parameters of a bucket when it is resharded."""
+    values_are_equal: bool = False
+    """All ranks have the same initial values, so none are broadcast."""
 
-    def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
-        slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
+    def make_bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: StagePolicy) -> FlatBucket:
+        slots = [Slot(path, tuple(full_shape(p)), self.param_group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
-                          dtypes=self.dtypes, wire=self.wire, turns=self.turns, log=self.log,
-                          homes=self.homes, leaves=self.leaves, alike=self.alike)
+                          dtypes=self.dtypes, comm=self.comm, buffer_pool=self.buffer_pool, log=self.log,
+                          engine_storage=self.engine_storage, show_sharded=self.show_sharded,
+                          values_are_equal=self.values_are_equal)
 
-    def persists(self, parameter: nn.Parameter) -> bool:
-        return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold
+    def is_persistent(self, parameter: nn.Parameter) -> bool:
+        return self.policy.params_are_sharded and full_shape(parameter).numel() < self.persistence_threshold
 
 
-def build_units(model: nn.Module, cut: Cut) -> list[Unit]:
-    """The units of a model in forward order, the root first. Their buckets take the parameters over."""
-    modules, homes = _modules(model), units_of(model)
+def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
+    """Cut the model into units, in forward order after the root. Their buckets take over the parameters."""
+    modules, unit_names = _unit_modules_by_name(model), unit_name_by_param(model)
     members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {}
     for path, parameter in model.named_parameters():
-        kind, home = "" if parameter.requires_grad else ".frozen", homes[parameter]
-        if cut.persists(parameter):
-            kind, home = kind + ".persistent", ROOT
-        members.setdefault((home, kind), []).append((path, parameter))
+        kind, unit_name = "" if parameter.requires_grad else ".frozen", unit_names[parameter]
+        if config.is_persistent(parameter):
+            kind, unit_name = kind + ".persistent", ROOT
+        members.setdefault((unit_name, kind), []).append((path, parameter))
     units: list[Unit] = []
     for name, module in modules.items():
-        buckets = tuple(cut.bucket(name + kind, members[home, kind], _row(cut.policy, kind))
+        buckets = tuple(config.make_bucket(name + kind, members[home, kind], _bucket_policy(config.policy, kind))
                         for home, kind in members if home == name)
         if buckets or name == ROOT:
             units.append(Unit(len(units), name, module, buckets))
     return units
 
 
-def units_of(model: nn.Module) -> dict[nn.Parameter, str]:
+def unit_name_by_param(model: nn.Module) -> dict[nn.Parameter, str]:
     """Parameter -> name of its unit."""
-    return _homes(model, _modules(model))
+    return _assign_params_to_units(model, _unit_modules_by_name(model))
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
+def _unit_modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Name of a unit -> its module."""
-    return {ROOT: model, **dict(() if getattr(model, LEAF, False) else _unit_modules(model))}
+    return {ROOT: model, **dict(() if getattr(model, LEAF_ATTRIBUTE, False) else _iter_unit_modules(model))}
 
 
-def _row(policy: Policy, kind: str) -> Policy:
-    row = policy.persistent if kind.endswith(".persistent") else policy
-    return row.frozen if kind.startswith(".frozen") else row
+def _bucket_policy(policy: StagePolicy, kind: str) -> StagePolicy:
+    row = policy.for_persistent_params if kind.endswith(".persistent") else policy
+    return row.for_frozen_params if kind.startswith(".frozen") else row
 
 
-def connect_sinks(units: list[Unit]) -> None:
-    """Let token tables add their gradients in place: they are the largest tensors of a step."""
+def attach_main_grad_writers(units: list[Unit]) -> None:
+    """Let token embeddings add their gradients in place: they are the largest tensors of a step."""
     places = {p: (bucket, index) for unit in units for bucket in unit.buckets if bucket.trainable
               for index, p in enumerate(bucket.parameters)}
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
-            module.grad_sink = bucket.grads.sink(index)
+            module.weight_main_grad = bucket.grads.main_grad_writer(index)
 
 
-def disconnect_sinks(units: list[Unit]) -> None:
+def detach_main_grad_writers(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding):
-            module.grad_sink = None
+            module.weight_main_grad = None
 
 
-def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of outermost lists, and leaves; inside of them the tiles of tiled linears."""
-    if isinstance(module, Tiled):
+def _iter_unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield elements of outermost ModuleLists, leaf modules, and the tiles of tiled linears, inside blocks too."""
+    if isinstance(module, TiledLinearBase):
         yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        is_block = (isinstance(module, nn.ModuleList) or getattr(child, LEAF, False)) and not inside and \
+        is_block = (isinstance(module, nn.ModuleList) or getattr(child, LEAF_ATTRIBUTE, False)) and not inside and \
             not isinstance(child, _CONTAINERS)
         if is_block:
             yield where, child
-        yield from _unit_modules(child, where, inside or is_block)
+        yield from _iter_unit_modules(child, where, inside or is_block)
 
 
-def _homes(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
-    """Parameter -> name of its unit. One that several units use belongs to the root."""
+def _assign_params_to_units(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """Parameter -> name of its unit; the root if several units use it."""
     name_of = {id(module): name for name, module in reversed(modules.items())}
     users: dict[nn.Parameter, set[str]] = {}
     seen: set[tuple[int, str]] = set()
@@ -147,3 +154,167 @@ def _homes(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter
 
     walk(model, ROOT)
     return {parameter: units.pop() if len(units) == 1 else ROOT for parameter, units in users.items()}
+
+
+_HOW_TO_CHANGE_PARAMS = "do it before zero.initialize, or destroy() the engine and initialize again"
+
+
+class ModelParamGuard:
+    def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
+        self._model, self._buckets = model, buckets
+        self._trained_names = {id(p): slot.name for bucket in buckets
+                               for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}
+        self._param_ids = _collect_param_ids(model)
+        self._steps = 0  # since the weights were loaded
+
+    def veto_error(self) -> str | None:
+        """The message of `check_before_step` on this rank, or None. Other ranks may find nothing."""
+        try:
+            self.check_before_step()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def check_before_step(self) -> None:
+        """Raise ConfigError if a step would not train a parameter of the model, or would undo a write to one. Takes
+        1 ms for 1,200 parameters on a CPU core."""
+        param_ids = _collect_param_ids(self._model)
+        if param_ids != self._param_ids:
+            self._raise_if_trained_params_changed(param_ids)
+            self._param_ids = param_ids
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                bucket.check_not_gathered_by_user("engine.step()")
+                bucket.check_params_unchanged()
+        self._steps += 1
+        self.check_user_writes(compare_values=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
+
+    def check_user_writes(self, *, compare_values: bool) -> None:
+        """Raise ConfigError for in-place writes that the next step would undo."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                bucket.check_user_writes(compare_values=compare_values)
+
+    def begin_load(self) -> None:
+        self.check_before_load()
+        self._steps = 0
+
+    def check_before_load(self) -> None:
+        """Raise ConfigError if loaded weights would not reach a parameter of the model."""
+        for bucket in self._buckets:
+            bucket.check_not_gathered_by_user("a load")
+        self.check_params_in_buffers()
+
+    def check_params_in_buffers(self) -> None:
+        """Raise ConfigError if a parameter has left the engine's buffers."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                if not bucket.is_offloaded:
+                    bucket.check_params_in_buffer()
+
+    def _raise_if_trained_params_changed(self, param_ids: list[int]) -> None:
+        gone = self._trained_names.keys() - param_ids
+        if gone:
+            name = next(name for key, name in self._trained_names.items() if key in gone)
+            raise ConfigError(f"{name} is another Parameter than at zero.initialize, or is gone: the engine trains the "
+                              "old one (load_state_dict(assign=True) does this; engine.load_module_state_dict() loads "
+                              f"weights); {_HOW_TO_CHANGE_PARAMS}")
+        new = [name for name, p in self._model.named_parameters() if id(p) not in self._trained_names and
+               p.requires_grad]
+        if new:
+            raise ConfigError(f"{new[0]} came to the model after zero.initialize: the engine does not train it; add "
+                              "it before, freeze it, or destroy() the engine and initialize again")
+
+
+def _collect_param_ids(model: nn.Module) -> list[int]:
+    """The id() of each parameter of the model, in a fixed order. (`model.parameters()` is ten times slower.)"""
+    found: list[int] = []
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            found.extend(map(id, module._parameters.values()))
+            waiting.extend(module._modules.values())
+    return found
+
+
+EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
+HEAD_NAMES = ("embed", "head", "output", "classifier", "score")
+"""A module whose name contains one of these is taken for the output layer, which makes logits."""
+
+MUON_KEYS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "split_qkv")
+ADAM_KEYS = ("betas", "eps")
+LR_KEYS = {True: "muon_lr", False: "adam_lr"}
+
+
+def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float) -> list[ParamGroup]:
+    """Split each group into one for Muon (hidden matrices) and one for AdamW, without empty ones.
+
+    Each new group has the hyper-parameters of its optimizer, and `lr_scale`, the factor from the common `lr` to the
+    learning rate of that optimizer. Raises ConfigError if Muon would get no matrix."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    hidden = hidden_matrices(model)
+    found = []
+    for group in groups:
+        for use_muon in (True, False):
+            members = [p for p in group["params"] if bool(group.get("use_muon", p in hidden)) == use_muon]
+            if use_muon:
+                _check_matrices(members, names)
+            if members:
+                found.append(_make_param_group(group, members, use_muon, lr))
+    if not any(group["use_muon"] for group in found):
+        raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
+                          "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
+    _check_tiles(model, found)
+    return found
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    units = unit_name_by_param(model)
+    has_blocks = any(unit != ROOT for unit in units.values())
+    embeddings = {p for module in model.modules() if isinstance(module, EMBEDDING_CLASSES)
+                  for p in module.parameters(recurse=False)}
+    return {p for name, p in model.named_parameters() if len(full_shape(p)) == 2 and p not in embeddings
+            and (units[p] != ROOT if has_blocks else not _is_head(name))}
+
+
+def _is_head(name: str) -> bool:
+    *_, module = ["", *name.lower().split(".")[:-1]]
+    return any(word in module for word in HEAD_NAMES)
+
+
+def _make_param_group(group: Mapping[str, Any], members: list[nn.Parameter], use_muon: bool, lr: float) -> ParamGroup:
+    left_out = {*(ADAM_KEYS if use_muon else MUON_KEYS), *LR_KEYS.values()}
+    rate = group[LR_KEYS[use_muon]]
+    return {**{name: value for name, value in group.items() if name not in left_out}, "params": members,
+            "use_muon": use_muon, "lr_scale": 1.0 if rate is None else rate / lr}
+
+
+def muon_split_note(groups: Sequence[ParamGroup]) -> str:
+    """One line: how many parameters Muon and AdamW update."""
+    count, numbers = Counter[bool](), Counter[bool]()
+    for group in groups:
+        count[group["use_muon"]] += len(group["params"])
+        numbers[group["use_muon"]] += sum(full_shape(p).numel() for p in group["params"])
+    return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW "
+            f"updates the {count[False]} other parameters, {numbers[False]} numbers")
+
+
+def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    for parameter in members:
+        shape = tuple(full_shape(parameter))
+        if len(shape) != 2:
+            raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param group that "
+                              "says \"use_muon\": true: only a matrix, of two dimensions, can be made orthogonal; "
+                              "leave it out")
+
+
+def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Refuse tiled linears in Muon groups: their matrix never exists as one tensor."""
+    of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
+            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose matrix never exists whole: give its "
+                              "parameters in a group that says \"use_muon\": false, or leave tiling out")

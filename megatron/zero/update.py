@@ -1,9 +1,12 @@
-"""Update: the rule over the tiles of all shards, and new weights published.
+"""Applies the optimizer rule to all shards, and copies the new masters into the 16-bit parameters.
 
-    Update           the weights are new when the call returns
-    DelayedUpdate    the host updates beside the next forward and backward, which use the weights of before; those the
-                     call made are published when the one after it begins (or when something has to be whole). Inexact:
-                     a step's gradients are of weights that lack the step before
+    OptimizerUpdate          the weights are new when the call returns
+    DelayedOptimizerUpdate   the host updates during the next forward and backward, which use the old weights;
+                             gradients are one step old
+
+Where the new parameters go: on the device of the update, the rule writes them (`lp_out`) or one copy does; across
+devices they go through a staging buffer while the next tile is updated; to NVMe through its storage.
+`gather_full_params` gathers full parameters for a rule that needs them (Muon): each rank gets those it has a part of.
 """
 
 from __future__ import annotations
@@ -17,100 +20,252 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
+from megatron.optim.rule import FullParam, ParamGroup, SlotRange, StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.homes.ferry import Mark
-from megatron.zero.homes.host import HostShelf
-from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.shelf import HOST, WEIGHT, Home, Homes, Walk
-from megatron.zero.renewal import Renewal, Tile
-from megatron.zero.state import State
-from megatron.zero.wholes import wholes
-from mpu.collectives import all_reduce
+from megatron.zero.layout import FlatLayout, Segment, Slot, align
+from megatron.zero.offload.copy_streams import CopyEvent, StagingDoubleBuffer
+from megatron.zero.offload.direct_io import page_aligned_zeros
+from megatron.zero.offload.host import HostShard
+from megatron.zero.offload.storage import HOST, WEIGHT, ChunkIterator, EngineStorage, StateTensors, StorageBackend
+from megatron.zero.state import EngineState
+from mpu.backends import Op
+from mpu.collectives import all_gather_into, all_reduce
 from mpu.device import on_accelerator
-from mpu.groups import Groups
-from mpu.wire.interface import Op
-
-Hypers = Sequence[Mapping[str, Any]]
-"""The hyper-parameters of each group, as they are at this step."""
+from mpu.groups import Group, Groups
+from mpu.partition import join_local_slices, local_slice
 
 
-Scalars = Callable[[torch.device], StepScalars]
-"""The numbers of a step, for one side."""
+def gather_full_params(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[FullParam]:
+    """Yield the full parameters of a param group that this rank has a part of. Collective.
+
+    `values` is this rank's part of the group: a 1-dimensional tensor, in the order of the shard."""
+    layout, shard_group = bucket.layout, bucket.shard_group
+    members = [slot for slot in layout.slots if slot.group == group and slot.numel]
+    if not members:
+        return iter(())
+    end = layout.numel if members[-1] is layout.slots[-1] else align(members[-1].end)
+    longest = min(layout.shard_numel, end - members[0].offset)  # no rank has more of the group: all-gather this length
+    is_tp_sharded = any(slot.partition is not None for slot in members)
+    padded = pad(values.to(bucket.device), (0, longest - len(values)))
+    gathered = _all_gather(_all_gather(padded, shard_group),
+                           tp if is_tp_sharded else None)  # [tp or 1, shards, longest]
+    return _iter_full_params(bucket, tp, group, gathered.view(-1, layout.shards, longest), values.device)
+
+
+def _all_gather(own: Tensor, group: Group | None) -> Tensor:
+    """[n] -> [size * n], in rank order."""
+    if group is None or group.is_solo:
+        return own
+    everything = own.new_empty(group.size * len(own))
+    all_gather_into(everything, own, group).wait()
+    return everything
+
+
+def _iter_full_params(bucket: FlatBucket, tp: Group, group: int, gathered: Tensor,
+                      device: torch.device) -> Iterator[FullParam]:
+    layout, rank = bucket.layout, bucket.shard_group.rank
+    first, last = layout.group_range(rank, group)
+    for segment in layout.segments(rank, slice(first, last)):
+        slices = torch.cat([*_slot_segments(layout, segment.slot, gathered)], 1).unflatten(1, segment.slot.shape)
+        start = segment.shard_offset - first
+        yield _make_full_param(segment.slot, segment, slice(start, start + segment.count), slices, tp, device)
+
+
+def _slot_segments(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator[Tensor]:
+    """Yield the part of a slot on each rank that has one: [tp or 1, n]."""
+    size = layout.shard_numel
+    for rank in range(slot.offset // size, -(-slot.end // size)):
+        start, stop = (place - rank * size for place in (slot.offset, slot.end))
+        first, last = layout.group_range(rank, slot.group)
+        yield gathered[:, rank, max(start, first) - first : min(stop, last) - first]
+
+
+def _make_full_param(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group,
+                     device: torch.device) -> FullParam:
+    partition = slot.partition
+    if partition is None:
+        return FullParam(slot.name, part, slices[0], 1, 0, partial(_take_segment, slices[0], segment, device))
+    joined = join_local_slices(list(slices.unbind()), partition)
+    values = joined if partition.size is None else joined.narrow(partition.dim, 0, partition.size)
+
+    def own_segment() -> Tensor:
+        return _take_segment(local_slice(joined, partition, tp.rank, tp.size), segment, device)
+
+    return FullParam(slot.name, part, values, partition.stride, partition.dim, own_segment)
+
+
+def _take_segment(values: Tensor, segment: Segment, device: torch.device) -> Tensor:
+    return values.flatten()[segment.slot_offset : segment.slot_offset + segment.count].to(device)
 
 
 @dataclass(frozen=True)
-class _Round:
-    """Of a step through one home."""
+class UpdateTile:
+    """One chunk of a bucket's shard, with the tensors that the update reads and writes."""
 
-    home: Home
+    bucket: FlatBucket
+    chunk: slice
+    master_state: StateTensors
+    grads: Tensor
+    lp_out: Tensor | None
+    """Output for the new parameters in working precision, on the device of the update. None if there are no separate
+    masters, or if the copier writes through the storage (NVMe)."""
+
+
+class MasterToParamCopier:
+    def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
+        self._copy_streams = engine_storage.copy_streams
+        across = [bucket for bucket in buckets if self.crosses_devices(bucket)]
+        self._staging = {on_host: self._make_staging(
+            [bucket for bucket in across if bucket.storage.updates_on_host == on_host],
+            engine_storage.pin_memory) for on_host in {one.storage.updates_on_host for one in across}}
+        self._last_copy: CopyEvent | None = None
+
+    def _make_staging(self, buckets: Sequence[FlatBucket], pinned: bool) -> StagingDoubleBuffer:
+        size, first = max(part.stop - part.start for bucket in buckets
+                          for part in bucket.master_state.chunks), buckets[0]
+        return StagingDoubleBuffer(size, first.param_shard.dtype,
+                                   None if first.storage.updates_on_host else first.device, pinned=pinned)
+
+    def make_tile(self, bucket: FlatBucket, chunk: slice, master_state: StateTensors, grads: Tensor) -> UpdateTile:
+        return UpdateTile(bucket, chunk, master_state, grads, self._lp_out_for(bucket, chunk))
+
+    def _lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
+        if not bucket.has_separate_masters:
+            return None
+        if self.crosses_devices(bucket):
+            return self._staging[bucket.storage.updates_on_host].acquire(chunk.stop - chunk.start)
+        weights = bucket.param_shard.memory_view(WEIGHT)
+        return None if weights is None else weights[chunk]
+
+    def crosses_devices(self, bucket: FlatBucket) -> bool:
+        """The parameter shard is in the memory of another device than the one that updates."""
+        return self._copy_streams is not None and bucket.is_on_device == bucket.storage.updates_on_host \
+            and not bucket.param_shard.is_on_nvme
+
+    def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
+        """Copy the new parameters to their shards. Unless `lp_is_written`, first cast the masters into `lp_out`."""
+        to_fill = [(tile.lp_out, tile.master_state[WEIGHT]) for tile in tiles
+                   if tile.lp_out is not None and not lp_is_written]
+        if to_fill:
+            narrow, masters = zip(*to_fill)
+            torch._foreach_copy_(narrow, masters)
+        for tile in tiles:
+            bucket = tile.bucket
+            if tile.lp_out is None and bucket.has_separate_masters:
+                bucket.param_shard.write(WEIGHT, tile.chunk.start,
+                                         tile.master_state[WEIGHT].to(bucket.param_shard.dtype))
+            elif tile.lp_out is not None and self.crosses_devices(bucket):
+                self._copy_across(bucket, tile.chunk, tile.lp_out)
+
+    def _copy_across(self, bucket: FlatBucket, chunk: slice, lp_out: Tensor) -> None:
+        assert self._copy_streams is not None
+        if isinstance(bucket.param_shard, HostShard):
+            mark = bucket.param_shard.copy_chunk_from_device({WEIGHT: lp_out}, chunk, self._copy_streams.to_host)
+        else:
+            mark = self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard[chunk], lp_out)
+        self._staging[bucket.storage.updates_on_host].mark_sent(mark)
+
+    def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
+        """Copy a bucket's parameter shard from the host. `weights` must not change before the returned event."""
+        if self._copy_streams is not None and bucket.is_on_device:
+            self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard, weights)
+            return self._last_copy
+        bucket.param_shard.write(WEIGHT, 0, weights)
+        return None
+
+    def join_copies(self) -> None:
+        """Make the current stream wait for the copies to the device so far."""
+        if self._last_copy is not None:
+            self._last_copy.wait_on_device()
+            self._last_copy = None
+
+
+GroupHyperparams = Sequence[Mapping[str, Any]]
+"""The hyper-parameters of each param group at this step."""
+
+
+ScalarsForDevice = Callable[[torch.device], StepScalars]
+"""Returns the scalars of a step on a device."""
+
+
+@dataclass(frozen=True)
+class _StorageUpdate:
+    """The part of an update whose masters are in one storage."""
+
+    storage: StorageBackend
     device: torch.device
-    """Where its arithmetic is."""
-    is_together: bool
+    """The device that computes."""
+    is_batched: bool
     tiles: Sequence[Sequence[tuple[FlatBucket, slice]]]
-    """What is updated at a time: everything where launches count, one part where it stays in the cache."""
+    """Chunks to update at a time: all at once on an accelerator, which saves launches; one by one on the host, so that
+    a chunk stays in the cache."""
 
-    def walk(self) -> Walk:
-        return self.home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self.tiles)
+    def iter_tiles(self) -> ChunkIterator:
+        return self.storage.iter_chunks([(bucket.master_state, part) for bucket, part in tiles] for tiles in self.tiles)
 
 
-class Update:
-    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule,
+class OptimizerUpdate:
+    def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
-        self._renewal = Renewal(homes, state.buckets)
-        self._rounds = [self._round(home, [bucket for bucket in state.buckets if bucket.home is home])
-                        for home in sorted({bucket.home for bucket in state.buckets}, key=lambda it: it.is_elsewhere)]
-        """What is on the device comes first: it works at that beside the host."""
-        self.is_together = all(each.is_together for each in self._rounds)
-        self._is_split = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
-                                               device=bucket.device) for bucket in state.buckets}
+        self._copier = MasterToParamCopier(engine_storage, state.buckets)
+        self._storage_updates = [
+            self._make_storage_update(home, [bucket for bucket in state.buckets if bucket.storage is home])
+            for home in sorted({bucket.storage for bucket in state.buckets}, key=lambda it: it.is_offloaded)]
+        """Device storage first: the device then computes while the host updates its part."""
+        self.is_batched = all(each.is_batched for each in self._storage_updates)
+        self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
+                                                    device=bucket.device) for bucket in state.buckets}
 
-    def _round(self, home: Home, buckets: Sequence[FlatBucket]) -> _Round:
-        together = on_accelerator(buckets[0].device) and not home.is_elsewhere and \
-            not any(map(self._renewal.crosses, buckets))
-        parts = [(bucket, part) for bucket in buckets for part in bucket.kept.parts]
-        return _Round(home, buckets[0].updates_on, together, [parts] if together else [[part] for part in parts])
+    def _make_storage_update(self, storage: StorageBackend, buckets: Sequence[FlatBucket]) -> _StorageUpdate:
+        is_batched = on_accelerator(buckets[0].device) and not storage.is_offloaded and \
+            not any(map(self._copier.crosses_devices, buckets))
+        chunks = [(bucket, part) for bucket in buckets for part in bucket.master_state.chunks]
+        return _StorageUpdate(storage, buckets[0].update_device, is_batched,
+                              [chunks] if is_batched else [[part] for part in chunks])
 
-    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
-        """`factor` is 1 / divisor, where the host knows it: a rule that waits needs it."""
-        self._state.changing = "step"
+    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
+        """Update all shards and start the all-gathers. `grad_multiplier` is for rules that need it on the host."""
+        self._state.unfinished_change = "step"
         for bucket in self._state.buckets:
-            bucket.await_parameters()  # of a step before, in blocks that no forward has used since
-        hypers, taken = self._hypers(), self._state.counters.optimizer_steps
-        for each in self._rounds:
-            at = scalars(each.device)
-            with closing(each.walk()) as walk:
-                for tiles, kept in zip(each.tiles, walk, strict=True):
-                    new = [self._renewal.tile(bucket, part, numbers, bucket.grads.shard[part])
-                           for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-                    self._renewal(new, written=self._step(new, hypers, at, factor, taken))
-                    self._send([tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel])
-        self._state.changing = None
+            bucket.wait_for_param_gather()  # from an earlier step, if no forward has used the bucket since
+        hypers, taken = self._current_hyperparams(), self._state.counters.optimizer_steps
+        for storage_update in self._storage_updates:
+            at = scalars(storage_update.device)
+            with closing(storage_update.iter_tiles()) as chunk_iterator:
+                for tiles, chunk_states in zip(storage_update.tiles, chunk_iterator, strict=True):
+                    new = [self._copier.make_tile(bucket, part, numbers, bucket.grads.shard[part])
+                           for (bucket, part), numbers in zip(tiles, chunk_states, strict=True)]
+                    self._copier(new, lp_is_written=self._apply_rule(new, hypers, at, grad_multiplier, taken))
+                    self._start_allgathers(
+                        [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel])
+        self._state.unfinished_change = None
 
-    def _send(self, done: Sequence[FlatBucket]) -> None:
-        if done:
-            self._renewal.settle()
-        for bucket in done:
-            bucket.send()
+    def _start_allgathers(self, updated: Sequence[FlatBucket]) -> None:
+        if updated:
+            self._copier.join_copies()
+        for bucket in updated:
+            bucket.start_allgather_after_step()
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         return False
 
     def finish(self) -> None:
-        """It has."""
+        """Wait for a delayed update and copy its result to the parameters."""
 
-    def _hypers(self) -> Hypers:
+    def _current_hyperparams(self) -> GroupHyperparams:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
 
-    def _step(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> bool:
-        """True: the new weights are where the tiles want them, too."""
-        written = not self._rule.waits
+    def _apply_rule(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars, factor: float | None,
+                    taken: int) -> bool:
+        """Run the rule on the tiles. True if it has also written every `lp_out`."""
+        written = not self._rule.needs_host_scalars
         for number, hyper in enumerate(hypers):
             spans = [span for tile in tiles for span in self._spans(tile, number)]
-            if not self._rule.waits:
+            if not self._rule.needs_host_scalars:
                 written &= not spans or self._rule.step_many(spans, hyper, at)
                 continue
             assert factor is not None, "the step of a rule that waits is not deferred"
@@ -118,92 +273,95 @@ class Update:
                 self._rule.step(span, hyper, factor=factor, steps_taken=taken)
         return written
 
-    def _spans(self, tile: Tile, group: int) -> Iterator[Span]:
-        """The work of a rule on a tile for one hyper-parameter group: a span, or none."""
-        start, stop = tile.bucket.layout.group_span(tile.bucket.shard_group.rank, group)
-        start, stop = max(start, tile.part.start), min(stop, tile.part.stop)
+    def _spans(self, tile: UpdateTile, group: int) -> Iterator[UpdateSegment]:
+        """The segment of a tile with the hyper-parameters of one group, if there is one. A rule that is not elementwise
+        also gets empty segments: its reductions are collective."""
+        start, stop = tile.bucket.layout.group_range(tile.bucket.shard_group.rank, group)
+        start, stop = max(start, tile.chunk.start), min(stop, tile.chunk.stop)
         if start < stop:
             yield self._span(tile, group, slice(start, stop))
         elif not self._rule.elementwise:
-            yield self._span(tile, group, slice(tile.part.start, tile.part.start))
+            yield self._span(tile, group, slice(tile.chunk.start, tile.chunk.start))
 
-    def _span(self, tile: Tile, group: int, span: slice) -> Span:
+    def _span(self, tile: UpdateTile, group: int, span: slice) -> UpdateSegment:
         bucket = tile.bucket
         parts = [] if self._rule.elementwise else [
-            Part(index, start - span.start, stop - span.start)
-            for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
+            SlotRange(index, start - span.start, stop - span.start)
+            for index, start, stop in bucket.layout.slot_ranges(bucket.shard_group.rank)
             if span.start <= start < span.stop]
         names = () if self._rule.elementwise else tuple(slot.name for slot in bucket.layout.slots)
-        here = slice(span.start - tile.part.start, span.stop - tile.part.start)
-        states = {kind: values[here] for kind, values in tile.kept.items() if kind != WEIGHT}
-        narrow = None if tile.narrow is None else tile.narrow[here]
-        return Span(group, tile.kept[WEIGHT][here], tile.grads[here], states, parts, len(bucket.layout.slots),
-                    partial(self._of_slots, bucket, "sum"), narrow, partial(self._of_slots, bucket, "max"), names,
-                    partial(wholes, bucket, self._groups.tp, group))
+        here = slice(span.start - tile.chunk.start, span.stop - tile.chunk.start)
+        states = {kind: values[here] for kind, values in tile.master_state.items() if kind != WEIGHT}
+        narrow = None if tile.lp_out is None else tile.lp_out[here]
+        return UpdateSegment(group, tile.master_state[WEIGHT][here], tile.grads[here], states, parts,
+                             len(bucket.layout.slots), partial(self._reduce_slot_values, bucket, "sum"), narrow,
+                             partial(self._reduce_slot_values, bucket, "max"), names,
+                             partial(gather_full_params, bucket, self._groups.tp, group))
 
-    def _of_slots(self, bucket: FlatBucket, op: Op, of_parts: Tensor) -> Tensor:
-        """Sums or maxima over this rank's part of each parameter -> over the whole parameter."""
+    def _reduce_slot_values(self, bucket: FlatBucket, op: Op, values: Tensor) -> Tensor:
+        """[parameters of the bucket]: sums or maxima over this rank's part of each parameter -> over all of it."""
         if bucket.shard_group.is_solo and self._groups.tp.is_solo:
-            return of_parts
-        here = all_reduce(of_parts.to(bucket.device), bucket.shard_group, op)
-        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp, op), here).to(of_parts.device)
+            return values
+        here = all_reduce(values.to(bucket.device), bucket.shard_group, op)
+        return torch.where(self._is_tp_sharded[bucket], all_reduce(here, self._groups.tp, op), here).to(values.device)
 
 
-class DelayedUpdate(Update):
-    """Of state on the host beside the device, by a rule that looks at one weight at a time."""
+class DelayedOptimizerUpdate(OptimizerUpdate):
+    """Updates masters on the host in a background thread. For elementwise rules only."""
 
-    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule,
+    def __init__(self, state: EngineState, engine_storage: EngineStorage, groups: Groups, rule: UpdateRule,
                  param_groups: Sequence[ParamGroup]) -> None:
-        super().__init__(state, homes, groups, rule, param_groups)
+        super().__init__(state, engine_storage, groups, rule, param_groups)
         self._worker = ThreadPoolExecutor(1, "update")
-        self._under_way: Future[None] | None = None
-        self._fresh = {bucket: numbers(bucket.kept.numel, bucket.work.dtype, pinned=homes.pins)
-                       for bucket in state.buckets}
-        """New weights, until nobody uses the ones before."""
-        self._leaving: list[Mark] = []
-        """On their way to the device."""
+        self._running: Future[None] | None = None
+        self._new_params = {bucket: page_aligned_zeros(bucket.master_state.numel, bucket.param_shard.dtype,
+                                                       pinned=engine_storage.pin_memory) for bucket in state.buckets}
+        """New parameters on the host, [shard_numel], until the old ones are no longer used."""
+        self._pending_copies: list[CopyEvent] = []
+        """Running copies of `_new_params` to the device."""
 
-    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
-        assert self._under_way is None, "an update is under way"
-        shelves = [bucket.kept for bucket in self._state.buckets if isinstance(bucket.kept, HostShelf)]
-        for mark in self._leaving:
-            mark.wait()
+    def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
+        assert self._running is None, "an update is under way"
+        shelves = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
+        for mark in self._pending_copies:
+            mark.wait_on_host()
         tiles = []
         for bucket, shelf in zip(self._state.buckets, shelves, strict=True):
-            grads = bucket.grads.hand_over()
-            tiles += [Tile(bucket, part, shelf.taken(part), grads[part], self._fresh[bucket][part])
-                      for part in shelf.parts]
-        self._under_way = self._worker.submit(self._run, tiles, _kept(self._hypers()), scalars(HOST), factor,
-                                              self._state.counters.optimizer_steps)
+            grads = bucket.grads.detach_host_grads()
+            tiles += [UpdateTile(bucket, part, shelf.lend_chunk(part), grads[part], self._new_params[bucket][part])
+                      for part in shelf.chunks]
+        self._running = self._worker.submit(self._update_tiles, tiles, _copy_hyperparams(self._current_hyperparams()),
+                                            scalars(HOST), grad_multiplier, self._state.counters.optimizer_steps)
         for shelf in shelves:
-            shelf.wait_for(self._under_way)
+            shelf.set_pending_update(self._running)
 
-    def _run(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> None:
+    def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars,
+                      factor: float | None, taken: int) -> None:
         for tile in tiles:
-            if not self._step([tile], hypers, at, factor, taken):
-                assert tile.narrow is not None
-                tile.narrow.copy_(tile.kept[WEIGHT])
+            if not self._apply_rule([tile], hypers, at, factor, taken):
+                assert tile.lp_out is not None
+                tile.lp_out.copy_(tile.master_state[WEIGHT])
 
     @property
-    def is_under_way(self) -> bool:
-        return self._under_way is not None
+    def is_running(self) -> bool:
+        return self._running is not None
 
     def finish(self) -> None:
-        if self._under_way is None:
+        if self._running is None:
             return
-        self._state.changing = "step"
-        under_way, self._under_way = self._under_way, None
+        self._state.unfinished_change = "step"
+        under_way, self._running = self._running, None
         under_way.result()
         marks = []
         for bucket in self._state.buckets:
-            bucket.await_parameters()  # of the update before, if no forward came between
-            marks.append(self._renewal.bring(bucket, self._fresh[bucket]))
-            self._send([bucket])
-        self._leaving = [mark for mark in marks if mark is not None]
-        self._state.changing = None
+            bucket.wait_for_param_gather()  # from the last update, if no forward has come since
+            marks.append(self._copier.copy_all_params(bucket, self._new_params[bucket]))
+            self._start_allgathers([bucket])
+        self._pending_copies = [mark for mark in marks if mark is not None]
+        self._state.unfinished_change = None
 
 
-def _kept(hypers: Hypers) -> Hypers:
-    """As they are now: a learning rate may be a tensor, which schedulers change in place."""
+def _copy_hyperparams(hypers: GroupHyperparams) -> GroupHyperparams:
+    """A copy for the background thread: a learning rate may be a tensor that schedulers change in place."""
     return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
             for hyper in hypers]

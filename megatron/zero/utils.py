@@ -1,16 +1,12 @@
-"""DeepSpeed's utilities: what an engine holds of one parameter, whole or this rank's part (weights in fp32, gradient,
-optimizer states), which modules stage 3 gathers in one piece, and lines of a log.
+"""`deepspeed.utils`: read and set the fp32 weight, gradient or optimizer state of one parameter; mark leaf modules.
 
-    from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
+    from megatron.zero.utils import safe_get_full_grad
+    gradient = safe_get_full_grad(model.fc.weight)     # between backward and step; every rank calls it
 
-    engine.backward(loss)
-    gradient = safe_get_full_grad(model.fc.weight)          # every rank calls it; the mean over ranks and micro-batches
-    engine.step()
-
-*full* functions are called by every data parallel rank, and take or return the whole parameter (of this rank's tensor
-parallel slice). *local* ones look at the run that this rank holds, which is flat, and may be empty. Getters return fp32
-copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient before the backward that
-ends a step. A rank that makes an exchanging call alone, and ranks that set different values, are errors (together.py).
+*full* functions are collective over data parallel, and take or return the full parameter (of this tensor parallel
+rank). *local* functions use the flat segment that this rank holds, which may be empty. Getters return fp32 copies, or
+None if there is nothing: no engine, a frozen parameter, no reduced gradient. A call on one rank only, and different
+values on different ranks, are errors.
 """
 
 from __future__ import annotations
@@ -26,19 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.distributed.collective_log import assert_collective_call, owning_engine
 from megatron.errors import ConfigError
-from megatron.zero.bucket import FlatBucket, publish
-from megatron.zero.holders import holder_of, shape_of
-from megatron.zero.homes.shelf import WEIGHT
-from megatron.zero.together import meet, owner_of
-from megatron.zero.units import LEAF
+from megatron.zero.bucket import FlatBucket, publish_masters
+from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.partitioned_param import full_shape, param_owner
+from megatron.zero.units import LEAF_ATTRIBUTE
 from mpu.collectives import all_reduce
 
 _GRADIENT = "gradient"
 
 logger = logging.getLogger("megatron.zero")
-"""For lines of a script: from INFO on, to stdout."""
-if not logger.handlers:  # a script's own stay
+"""Logs to stdout from level INFO on."""
+if not logger.handlers:  # keep handlers that a script has installed
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.handlers[0].setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     logger.setLevel(logging.INFO)
@@ -46,76 +42,78 @@ if not logger.handlers:  # a script's own stay
 
 
 def log_dist(message: object, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """A line of `logger` on these ranks; [-1] is all of them, and rank 0 where none is named."""
+    """Log a line on these ranks: [-1] is all ranks, None or [] rank 0."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if {rank, -1} & set(ranks or (0,)):
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The weights as the optimizer has them; inside `GatheredParameters`, where edits count when the block ends, as it
-    had them when that began."""
-    return _full(param, WEIGHT, "safe_get_full_fp32_param")
+    """The fp32 masters; inside `GatheredParameters` those from before the block, since edits count at its end."""
+    return _get_full(param, WEIGHT, "safe_get_full_fp32_param")
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient before clipping: the mean over ranks and micro-batches, without the loss scale."""
-    return _full(param, _GRADIENT, "safe_get_full_grad")
+    return _get_full(param, _GRADIENT, "safe_get_full_grad")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A state of the optimizer, "exp_avg" for one."""
-    return _full(param, optim_state_key, f"safe_get_full_optimizer_state({optim_state_key!r})")
+    """An optimizer state, such as "exp_avg"."""
+    return _get_full(param, optim_state_key, f"safe_get_full_optimizer_state({optim_state_key!r})")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """New weights, for the optimizer and the model."""
-    _set(param, WEIGHT, value, whole=True)
+    """Set the fp32 masters and the parameter."""
+    _set_value(param, WEIGHT, value, is_full=True)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Another mean gradient for the step that follows."""
-    _set(param, _GRADIENT, value, whole=True)
+    """Set the mean gradient for the next step."""
+    _set_value(param, _GRADIENT, value, is_full=True)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set(param, optim_state_key, value, whole=True)
+    _set_value(param, optim_state_key, value, is_full=True)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _local(param, WEIGHT)
+    return _get_local(param, WEIGHT)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    return _local(param, _GRADIENT)
+    return _get_local(param, _GRADIENT)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    return _local(param, optim_state_key)
+    return _get_local(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """New weights for this rank's run; every rank calls it, as the model gets them too. (So do the others at stage 0,
-    where the run is everything, and the same on all ranks.)"""
-    _set(param, WEIGHT, value, whole=False)
+    """Set the masters of this rank's segment, and the parameter. Collective. (At stage 0 the segment is the full
+    parameter, and all `safe_set_local` functions are collective: values must be equal on all ranks.)"""
+    _set_value(param, WEIGHT, value, is_full=False)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    _set(param, _GRADIENT, value, whole=False)
+    _set_value(param, _GRADIENT, value, is_full=False)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set(param, optim_state_key, value, whole=False)
+    _set_value(param, optim_state_key, value, is_full=False)
 
 
-# ---- modules that stage 3 gathers in one piece -------------------------------------------------------------------
+# ---- leaf modules: stage 3 gathers each as one unit --------------------------------------------------------------
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Collection[type | str], raise_if_not_found: bool = True,
                         flag: bool = True) -> list[nn.Module]:
-    """Mark the modules of these classes (or class names), before zero.initialize, and return them. Everything inside of
-    one is gathered for its forward, as a block's parameters are: for experts, of which each rank calls others."""
-    found = [one for one in model.modules() if any(_is_of(type(one), wanted) for wanted in leaf_module_classes)]
+    """Mark the modules of these classes (or class names) as leaves, and return them. Call it before zero.initialize.
+
+    All parameters inside a leaf are gathered for its forward. Use it for mixtures of experts, where each rank calls
+    other experts. Raises ConfigError if none is found."""
+    found = [one for one in model.modules()
+             if any(_is_class_or_name(type(one), wanted) for wanted in leaf_module_classes)]
     if raise_if_not_found and not found:
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {[*leaf_module_classes]}: name one "
                           "of print(model)")
@@ -128,9 +126,9 @@ unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark this module, or take the mark away."""
+    """Mark this module as a leaf, or remove the mark."""
     for marked in (model, *model.parameters()):
-        setattr(marked, LEAF, flag)
+        setattr(marked, LEAF_ATTRIBUTE, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -138,30 +136,30 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module | nn.Parameter) -> bool:
-    """It is marked; of a parameter: its module is."""
-    return bool(getattr(model, LEAF, False))
+    """Whether the module, or the module of the parameter, is marked as a leaf."""
+    return bool(getattr(model, LEAF_ATTRIBUTE, False))
 
 
 z3_leaf_parameter = z3_leaf_module
 
 
-def _is_of(own: type, wanted: type | str) -> bool:
+def _is_class_or_name(own: type, wanted: type | str) -> bool:
     names = own.__name__, f"{own.__module__}.{own.__qualname__}"
     return issubclass(own, wanted) if isinstance(wanted, type) else wanted in names
 
 
-# ---- where it is -------------------------------------------------------------------------------------------------
+# ---- implementation ----------------------------------------------------------------------------------------------
 
 
-def _bucket(param: nn.Parameter) -> FlatBucket | None:
-    holder = holder_of(param)
+def _trained_bucket(param: nn.Parameter) -> FlatBucket | None:
+    holder = param_owner(param)
     return holder if isinstance(holder, FlatBucket) and holder.trainable else None
 
 
 @dataclass(frozen=True)
-class _Held:
-    """This rank's run of a parameter: `count` numbers from `start` of the shard, where those of the flat parameter from
-    `offset` on are."""
+class _LocalSegment:
+    """This rank's segment of a parameter: `count` elements from `start` of the shard and from `offset` of the flat
+    parameter."""
 
     bucket: FlatBucket
     kind: str
@@ -170,9 +168,9 @@ class _Held:
     count: int
 
     @property
-    def unit(self) -> float:
-        """What the numbers have to be multiplied by."""
-        return self.bucket.gradient_unit() if self.kind == _GRADIENT else 1.0
+    def multiplier(self) -> float:
+        """From stored values to values for the user: gradients are stored as scaled sums."""
+        return self.bucket.grad_mean_factor() if self.kind == _GRADIENT else 1.0
 
     def get(self) -> Tensor:
         out = torch.empty(self.count, dtype=torch.float32, device=self.bucket.device)
@@ -181,109 +179,109 @@ class _Held:
         elif self.kind == WEIGHT:
             self.bucket.read_master(self.start, out)
         else:
-            self.bucket.kept.read(self.kind, self.start, out)
-        return out.mul_(self.unit)
+            self.bucket.master_state.read(self.kind, self.start, out)
+        return out.mul_(self.multiplier)
 
     def set(self, value: Tensor) -> None:
-        value = value.to(self.bucket.device, torch.float32) / self.unit
+        value = value.to(self.bucket.device, torch.float32) / self.multiplier
         if self.kind == _GRADIENT:
             self._gradient.copy_(value)
         else:
-            self.bucket.kept.write(self.kind, self.start, value)
+            self.bucket.master_state.write(self.kind, self.start, value)
 
     @property
     def _gradient(self) -> Tensor:
-        return self.bucket.grads.sums[self.start : self.start + self.count]
+        return self.bucket.grads.reduced_shard[self.start : self.start + self.count]
 
 
-def _held(param: nn.Parameter, kind: str) -> _Held | None:
-    """None: there is no such thing, or not now."""
-    bucket = _bucket(param)
+def _find_segment(param: nn.Parameter, kind: str) -> _LocalSegment | None:
+    """This rank's segment of the state, maybe empty. None without an engine or without a complete reduced gradient."""
+    bucket = _trained_bucket(param)
     if bucket is not None:
-        bucket.check_here(f"a look at a {kind}, or setting it,")
-    if bucket is None or kind == _GRADIENT and (bucket.grads.stays or not bucket.grads.is_final):
+        bucket.check_not_offloaded(f"a look at a {kind}, or setting it,")
+    if bucket is None or kind == _GRADIENT and (bucket.grads.skip_reduction or not bucket.grads.has_all_step_grads):
         return None
-    if kind != _GRADIENT and kind not in bucket.kept.kinds:
+    if kind != _GRADIENT and kind not in bucket.master_state.kinds:
         raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps "
-                          f"{', '.join(kind for kind in bucket.kept.kinds if kind != WEIGHT) or 'nothing'}")
+                          f"{', '.join(kind for kind in bucket.master_state.kinds if kind != WEIGHT) or 'nothing'}")
     slot = bucket.slot_of(param)
     for segment in bucket.layout.segments(bucket.shard_group.rank):
         if segment.slot is slot:
-            return _Held(bucket, kind, segment.shard_offset, segment.slot_offset, segment.count)
-    return _Held(bucket, kind, 0, 0, 0)
+            return _LocalSegment(bucket, kind, segment.shard_offset, segment.slot_offset, segment.count)
+    return _LocalSegment(bucket, kind, 0, 0, 0)
 
 
-def _local(param: nn.Parameter, kind: str) -> Tensor | None:
-    held = _held(param, kind)
+def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
+    held = _find_segment(param, kind)
     return None if held is None else held.get()
 
 
-def _full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
-    held = _held(param, kind)
+def _get_full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
+    held = _find_segment(param, kind)
     if held is None:
         return None
     bucket, slot = held.bucket, held.bucket.slot_of(param)
     if not bucket.shard_group.is_solo:
-        _meet(bucket, f"{name} of {slot.name}")
+        _assert_collective(bucket, f"{name} of {slot.name}")
     whole = torch.zeros(slot.numel, dtype=torch.float32, device=bucket.device)
     whole[held.offset : held.offset + held.count] = held.get()
-    return all_reduce(whole, bucket.shard_group).view(shape_of(param))  # the others' parts are zero
+    return all_reduce(whole, bucket.shard_group).view(full_shape(param))  # each rank has zeros outside its segment
 
 
 @torch.no_grad()
-def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
-    held = _held(param, kind)
+def _set_value(param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
+    held = _find_segment(param, kind)
     if held is None:
         raise ConfigError(f"cannot set a {kind}: {_why_not(param)}")
     bucket = held.bucket
-    bucket.check_not_lent(f"setting a {kind}")
-    expected = tuple(shape_of(param)) if whole else (held.count,)
+    bucket.check_not_gathered_by_user(f"setting a {kind}")
+    expected = tuple(full_shape(param)) if is_full else (held.count,)
     if tuple(value.shape) != expected:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
-    if not whole and kind not in (WEIGHT, _GRADIENT) and bucket.has_said and not bucket.shard_group.is_solo:
+    if not is_full and kind not in (WEIGHT, _GRADIENT) and bucket.peers_know_states and not bucket.shard_group.is_solo:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set on one rank: the others know it by "
                           "what was said of it; call safe_set_full_optimizer_state on all of them")
-    part = value.flatten()[held.offset : held.offset + held.count] if whole else value
-    _agree_to_set(bucket, param, kind, value, whole=whole)
-    engine = owner_of(bucket)
+    part = value.flatten()[held.offset : held.offset + held.count] if is_full else value
+    _assert_equal_values(bucket, param, kind, value, is_full=is_full)
+    engine = owning_engine(bucket)
     if kind == WEIGHT:
         if engine is not None:
-            engine.finish_update()
-        bucket.await_parameters()  # those of a step before, which come from where this writes
-    with nullcontext() if engine is None or kind == _GRADIENT else engine.change(f"setting of a {kind}"):
+            engine.finish_delayed_update()
+        bucket.wait_for_param_gather()  # a running all-gather may still read the shard that `set` writes
+    with nullcontext() if engine is None or kind == _GRADIENT else engine.guard_state_change(f"setting of a {kind}"):
         held.set(part)
         if engine is not None and kind not in (WEIGHT, _GRADIENT):
-            engine.count_new_states(bucket)
+            engine.invalidate_communicated_states(bucket)
         if kind == WEIGHT:
-            bucket.leave()
-            publish([bucket])
-            bucket.await_parameters()
+            bucket.reshard()
+            publish_masters([bucket])
+            bucket.wait_for_param_gather()
             if engine is not None:
-                engine.count_new_weights()
+                engine.increment_weight_version()
 
 
 def _why_not(param: nn.Parameter) -> str:
-    bucket = _bucket(param)
+    bucket = _trained_bucket(param)
     if bucket is None:
         return "no engine trains this parameter"
-    if bucket.grads.stays:
+    if bucket.grads.skip_reduction:
         return "at this step the optimizer does not have gradients summed over the ranks, and each has its own"
     return "there is no complete gradient: call it between the backward that ends a step and step()"
 
 
-def _agree_to_set(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
-    """Refuse values that differ on ranks which must hold the same, before anything is written."""
-    is_same_everywhere = whole or not bucket.replicas.is_solo
+def _assert_equal_values(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, is_full: bool) -> None:
+    """Raise ConfigError, before anything is written, if ranks that must hold equal values got different ones."""
+    is_same_everywhere = is_full or not bucket.replica_group.is_solo
     if not is_same_everywhere and kind != WEIGHT:
         return
     name = bucket.slot_of(param).name
-    alike = _meet(bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None)
+    alike = _assert_collective(bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None)
     if not alike:
         raise ConfigError(f"the {kind} given for {name} is not the same on all data parallel ranks: give every rank "
                           "the same value (broadcast it, or make it from the same seed); nothing was changed")
 
 
-def _meet(bucket: FlatBucket, where: str, value: Tensor | None = None) -> bool:
-    engine = owner_of(bucket)
-    return engine is None or meet(engine.log, bucket.dp, where, value)
+def _assert_collective(bucket: FlatBucket, where: str, value: Tensor | None = None) -> bool:
+    engine = owning_engine(bucket)
+    return engine is None or assert_collective_call(engine.log, bucket.dp, where, value)

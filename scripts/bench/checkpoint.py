@@ -29,10 +29,10 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from data.storage import crc32_file  # noqa: E402
-from megatron.checkpoint.tags import verify  # noqa: E402
+from megatron.checkpoint.tags import verify_tag  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
-from megatron.train.allocator import keep_freed_memory  # noqa: E402
+from megatron.train.processor import keep_freed_memory  # noqa: E402
 from megatron.zero.api.engine import Engine  # noqa: E402
 from mpu.groups import Groups  # noqa: E402
 
@@ -49,7 +49,7 @@ def make_engine(preset: str, device: torch.device, batch: int) -> Engine:
 def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, by name: views of the engine's own state."""
     kinds = ("weight", *engine.core.state_kinds)
-    return {f"{kind}/{slot.name}/{offset}": run for kind, slot, offset, run in engine.core.state_runs(kinds)}
+    return {f"{kind}/{slot.name}/{offset}": run for kind, slot, offset, run in engine.core.state_segments(kinds)}
 
 
 class Contenders:
@@ -76,7 +76,7 @@ class Contenders:
         self.engine.finish_save()
 
     def verify(self) -> None:
-        verify(self.folder / "ours", TAG)
+        verify_tag(self.folder / "ours", TAG)
 
     def load(self) -> None:
         self.engine.load_checkpoint(self.folder / "ours", TAG)

@@ -99,7 +99,7 @@ def fsdp2(task: Task) -> Step:
 
 def fsdp_face(task: Task, model: str = "ours") -> Step:
     """Our fully_shard, as `fsdp2` has torch's: around our model, or (`model="plain"`) around the same plain one."""
-    from megatron.config.flags import build_config
+    from megatron.config.cli import build_config
     from megatron.fsdp import clip_grad_norm_, fully_shard
     from megatron.model import GPT2
 
@@ -192,7 +192,7 @@ def values_of(task: Task, stage: int = 0) -> dict[str, object]:
 
 
 def ours(task: Task, stage: int = 0, optimizer_home: str = "none", **settings: object) -> Step:
-    from megatron.config.flags import build_config
+    from megatron.config.cli import build_config
     from megatron.train import build
     from mpu import groups
 
@@ -213,7 +213,7 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
     """The contender with the trainer's setting of the C allocator for CPU runs, which plain torch does not make."""
 
     def built(task: Task) -> Step:
-        from megatron.train.allocator import keep_freed_memory
+        from megatron.train.processor import keep_freed_memory
 
         if task.device == "cpu":
             keep_freed_memory()

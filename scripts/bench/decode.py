@@ -30,9 +30,9 @@ from int8_decode import Drawn  # noqa: E402
 from plain_decode import PlainDecoder  # noqa: E402
 from plain_gpt2 import PlainGPT2  # noqa: E402
 
-from megatron.config.presets import PRESETS  # noqa: E402
+from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig, build_config  # noqa: E402
-from megatron.inference import loading  # noqa: E402
+from megatron.inference import load  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402
 from megatron.inference.generation import Generator, texts_of  # noqa: E402
 from megatron.inference.request import Sampling  # noqa: E402
@@ -56,15 +56,15 @@ class Task:
 
 
 def our_model(task: Task) -> GPT2:
-    found = loading.Found(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
-    return loading.build(found, groups.build(1), loading.DTYPES[task.dtype], task.device)
+    found = load.OpenedModel(Drawn(task.shape), task.shape, {}, "fp32", "random weights")
+    return load.build_model(found, groups.build(1), load.DTYPES[task.dtype], task.device)
 
 
 def ours(task: Task) -> Writes:
     decoder = Decoder(our_model(task), task.rows)
 
     def text(prompts: Prompts, new: int) -> None:
-        generator = Generator(decoder, vocabulary=task.shape.tokens, eod=None)
+        generator = Generator(decoder, vocabulary=task.shape.known_vocab_size, eod=None)
         found = texts_of(generator, prompts, new, task.sampling, 0)
         assert all(len(text.tokens) == new for text in found)
     return text
@@ -75,8 +75,8 @@ def transformers(task: Task) -> Writes:
     library.logging.set_verbosity_error()
     shape, sampling = task.shape, task.sampling
     config = library.GPT2Config(n_layer=shape.num_layers, n_embd=shape.hidden_size, n_head=shape.num_attention_heads,
-                                vocab_size=shape.tokens, n_positions=shape.max_position_embeddings)
-    model = library.GPT2LMHeadModel(config).to(task.device, loading.DTYPES[task.dtype]).eval()
+                                vocab_size=shape.known_vocab_size, n_positions=shape.max_position_embeddings)
+    model = library.GPT2LMHeadModel(config).to(task.device, load.DTYPES[task.dtype]).eval()
     drawn = {} if sampling.greedy else {"top_k": sampling.top_k, "temperature": sampling.temperature}
 
     def text(prompts: Prompts, new: int) -> None:
@@ -89,8 +89,8 @@ def transformers(task: Task) -> Writes:
 def compiled(task: Task) -> Writes:
     """It is always greedy."""
     shape = task.shape
-    model = PlainGPT2(shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.tokens,
-                      shape.max_position_embeddings).to(task.device, loading.DTYPES[task.dtype])
+    model = PlainGPT2(shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.known_vocab_size,
+                      shape.max_position_embeddings).to(task.device, load.DTYPES[task.dtype])
     return PlainDecoder(model.eval().requires_grad_(False), shape.num_attention_heads, task.rows, task.positions).text
 
 
@@ -116,7 +116,7 @@ def read_rate(device: torch.device) -> float:
 
 
 def runs_of(asked: argparse.Namespace, task: Task) -> dict[str, Callable[[], object]]:
-    prompts = torch.randint(task.shape.tokens, (asked.batch, asked.prompt)).tolist()
+    prompts = torch.randint(task.shape.known_vocab_size, (asked.batch, asked.prompt)).tolist()
     found: dict[str, Callable[[], object]] = {}
     for name in asked.contenders.split(","):
         kind, _, dtype = name.partition("-")
@@ -125,7 +125,7 @@ def runs_of(asked: argparse.Namespace, task: Task) -> dict[str, Callable[[], obj
         found[name] = partial(text, prompts, 1 + asked.new)
     model = our_model(task)
     decoder, tokens = Decoder(model, asked.batch), torch.tensor(prompts, device=task.device)
-    found["prefill"] = lambda: decoder.read(range(asked.batch), prompts)
+    found["prefill"] = lambda: decoder.prefill(range(asked.batch), prompts)
     found["forward"] = lambda: model(tokens)
     return found
 
@@ -154,7 +154,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="124M")
-    parser.add_argument("--dtype", choices=sorted(loading.DTYPES), default="bf16")
+    parser.add_argument("--dtype", choices=sorted(load.DTYPES), default="bf16")
     parser.add_argument("--contenders", default="ours,transformers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sample", action="store_true", help="temperature 0.8 and top-k 40, not the likeliest token")

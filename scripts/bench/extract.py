@@ -43,10 +43,10 @@ Extractor = Callable[[str], str]
 
 def extractors() -> dict[str, Extractor]:
     from data.webtext import extract
-    from data.webtext.document import Document
+    from data.webtext.documents import Document
 
     def ours(name: str) -> Extractor:
-        function = extract.make(extract.ExtractOptions(name, "all"))
+        function = extract.make_extract(extract.ExtractOptions(name, "all"))
         return lambda page: getattr(function(Document(page)), "text", "")
 
     from resiliparse.extract.html2text import extract_plain_text

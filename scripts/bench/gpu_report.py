@@ -29,8 +29,8 @@ import torch  # noqa: E402
 from contenders import CONTENDERS, TASKS, Task, values_of  # noqa: E402
 
 from megatron.config.tree import build_config  # noqa: E402
-from megatron.plan.footprint import Run  # noqa: E402
-from megatron.plan.memory import peak  # noqa: E402
+from megatron.plan.footprint import PlannedRun  # noqa: E402
+from megatron.plan.memory import peak_memory  # noqa: E402
 from megatron.train.flops import flops_per_token, peak_tflops  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -74,7 +74,7 @@ def main() -> None:
 
 def planned(task: Task) -> float:
     """Bytes that the planner expects at the peak of a step."""
-    return peak(Run(build_config(values_of(task)), 1, "cuda" if task.device == "cuda" else "cpu")).total
+    return peak_memory(PlannedRun(build_config(values_of(task)), 1, "cuda" if task.device == "cuda" else "cpu")).total
 
 
 def fitting(task: Task) -> Task:

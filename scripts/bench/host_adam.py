@@ -37,7 +37,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import Parameter  # noqa: E402
 
 from megatron.optim.adam import AdamW  # noqa: E402
-from megatron.optim.rule import Span, StepScalars  # noqa: E402
+from megatron.optim.rule import StepScalars, UpdateSegment  # noqa: E402
 
 BYTES = 28
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -81,11 +81,10 @@ def floor(flats: Flats, is_narrow: bool) -> Action:
 
 def ours(flats: Flats, is_narrow: bool) -> Action:
     rule = AdamW()
-    spans = [Span(0, master, flats.narrow_grads[number] if is_narrow else flats.grads[number],
-                  {name: torch.zeros_like(master) for name in rule.states}, (), 1, lambda sums: sums,
-                  flats.narrow[number] if is_narrow else None)
-             for number, master in enumerate(flats.masters)]
-    return lambda: rule.step_many(spans, HYPER, StepScalars.of(1.0, 10, torch.device("cpu")))
+    spans = [UpdateSegment(0, master, flats.narrow_grads[number] if is_narrow else flats.grads[number],
+                           {name: torch.zeros_like(master) for name in rule.states}, (), 1, lambda sums: sums,
+                           flats.narrow[number] if is_narrow else None) for number, master in enumerate(flats.masters)]
+    return lambda: rule.step_many(spans, HYPER, StepScalars.for_applied_step(1.0, 10, torch.device("cpu")))
 
 
 def around(optimizer: torch.optim.Optimizer, parameters: list[Parameter], flats: Flats, is_narrow: bool) -> Action:

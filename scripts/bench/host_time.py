@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    mpu.device.ALWAYS = True
+    mpu.device.FORCE_ACCELERATOR_PATH = True
     dist.init_process_group("fake", rank=0, world_size=chosen.ranks, store=FakeStore())
     print("ms a layer\n| layers | bare model | stage 0 | stage 1 | stage 2 | stage 3 | fully_shard |")
     print("|---" * 7 + "|")

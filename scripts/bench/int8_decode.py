@@ -24,9 +24,9 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megatron.config.presets import PRESETS  # noqa: E402
+from megatron.config.model_config import PRESETS  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
-from megatron.inference import loading  # noqa: E402
+from megatron.inference import load  # noqa: E402
 from megatron.inference.decoder import Decoder  # noqa: E402
 from megatron.inference.int8 import Int8  # noqa: E402
 from megatron.model import GPT2  # noqa: E402
@@ -72,8 +72,8 @@ def bandwidth() -> float:
 def decode(models: dict[str, GPT2], batch: int, prompt: int, tokens: int, rate: float) -> None:
     decoders = {name: Decoder(model, batch) for name, model in models.items()}
     for decoder in decoders.values():
-        decoder.read(range(batch), [[7] * prompt] * batch)
-    found = in_turns({name: partial(decoder.follow, [7] * batch) for name, decoder in decoders.items()}, tokens)
+        decoder.prefill(range(batch), [[7] * prompt] * batch)
+    found = in_turns({name: partial(decoder.decode_step, [7] * batch) for name, decoder in decoders.items()}, tokens)
     for name, seconds in found.items():
         weights = sum(parameter.nbytes for parameter in models[name].parameters())
         print(f"decode  batch {batch:2}  {name:5} {batch / seconds:8.1f} tokens/s  {found['bf16'] / seconds:5.2f} x "
@@ -83,7 +83,8 @@ def decode(models: dict[str, GPT2], batch: int, prompt: int, tokens: int, rate: 
 
 def read(models: dict[str, GPT2], prompt: int, rounds: int) -> None:
     decoders = {name: Decoder(model, 1) for name, model in models.items()}
-    found = in_turns({name: partial(decoder.read, [0], [[7] * prompt]) for name, decoder in decoders.items()}, rounds)
+    found = in_turns({name: partial(decoder.prefill, [0], [[7] * prompt])
+                      for name, decoder in decoders.items()}, rounds)
     for name, seconds in found.items():
         print(f"read {prompt} tokens    {name:5} {1000 * seconds:8.1f} ms        {found['bf16'] / seconds:5.2f} x bf16")
 
@@ -113,15 +114,15 @@ def main() -> None:
     shape = ModelConfig(**{key: value for key, value in PRESETS[asked.preset].items() if key != "tokenizer_type"},
                         vocab_size=50257)
     grid, cpu = groups.build(), torch.device("cpu")
-    found = loading.Found(Drawn(shape), shape, {}, "fp32", asked.preset)
-    models = {name: loading.build(found, grid, loading.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
+    found = load.OpenedModel(Drawn(shape), shape, {}, "fp32", asked.preset)
+    models = {name: load.build_model(found, grid, load.DTYPES[name], cpu) for name in ("fp32", "bf16", "int8")}
     rate = bandwidth()
     print(f"{torch.get_num_threads()} threads, {rate / 1e9:.1f} GB/s, int8 over {models['int8'].wpe.weight.dtype}")
     for batch in asked.batch:
         decode(models, batch, asked.prompt, asked.tokens, rate)
     read(models, asked.prompt, max(3, asked.tokens // 8))
     for rows in (1, 8, asked.prompt):
-        products(shape.hidden_size, shape.tokens, rows, asked.rounds)
+        products(shape.hidden_size, shape.known_vocab_size, rows, asked.rounds)
 
 
 if __name__ == "__main__":

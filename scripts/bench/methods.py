@@ -73,7 +73,7 @@ def as_much_work(layers: int, steps: int, theta: float, gamma: float) -> int:
     from megatron.layer_drop import ThetaSchedule, expected_blocks
     count, left = 0, float(layers * steps)
     while left > 0:
-        left -= expected_blocks(layers, ThetaSchedule(theta, gamma).at(count))
+        left -= expected_blocks(layers, ThetaSchedule(theta, gamma).theta_at(count))
         count += 1
     return count
 
@@ -93,18 +93,17 @@ def train(rank: int, study: Study, options: argparse.Namespace, settings: dict[s
     """One rank of one run: (loss, bytes so far, seconds so far) of each step."""
     import torch
     import torch.distributed as dist
+    from one_bit import Link, slow_wire
 
     from megatron.config.tree import build_config
-    from megatron.train.build import engine as build_engine
-    from megatron.train.build import model as build_model
+    from megatron.train.build import engine as build_engine, model as build_model
     from mpu import collectives, groups
-    from one_bit import Link, slow_wire
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=study.ranks)
-    link, wire_for = Link(study.megabits * 1e6 / 8), collectives.wire_for
-    collectives.wire_for = lambda x: slow_wire(wire_for(x), link)
+    link, wire_for = Link(study.megabits * 1e6 / 8), collectives.backend_for
+    collectives.backend_for = lambda x: slow_wire(wire_for(x), link)
     steps = settings.get("train_iters", options.steps)
     config = build_config({
         "num_layers": study.layers, "hidden_size": options.hidden, "num_attention_heads": 4, "vocab_size": 256,

@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from megatron.config.tree import PRESETS, build_config  # noqa: E402
 from megatron.train import build  # noqa: E402
 from megatron.zero.api.engine import Engine  # noqa: E402
-from megatron.zero.homes.nvme import Nvme  # noqa: E402
-from megatron.zero.homes.preflight import examine  # noqa: E402
+from megatron.zero.offload.capacity_check import probe_nvme  # noqa: E402
+from megatron.zero.offload.nvme import NvmeStorage  # noqa: E402
 from mpu import groups  # noqa: E402
 
 FLAG = "--nvme-path"
@@ -40,12 +40,12 @@ def step(engine: Engine) -> float:
     for bucket in engine.core.buckets:
         grads = bucket.grads
         for index in range(len(bucket.parameters)):
-            grads.total(index).fill_(1e-3)
-        grads.reduce()
+            grads.accumulated_grad(index).fill_(1e-3)
+        grads.start_reduction()
         grads.end_backward(ends_step=True)
     begin = time.perf_counter()
     engine.core.step(1e-4)
-    engine.core.homes.settle()
+    engine.core.engine_storage.wait_for_writes()
     return time.perf_counter() - begin
 
 
@@ -59,8 +59,8 @@ def main() -> None:
     chosen = parser.parse_args()
     here = made(chosen)
     there = made(chosen, offload_optimizer_device="nvme", offload_optimizer_nvme_path=chosen.nvme_path)
-    home = there.core.homes.optimizer
-    assert isinstance(home, Nvme)
+    home = there.core.engine_storage.optimizer
+    assert isinstance(home, NvmeStorage)
     for engine in (here, there):
         step(engine)  # the first one reads nothing
     bounds, ratios, times = [], [], []
@@ -68,7 +68,8 @@ def main() -> None:
     print("|---" * 6 + "|")
     for _ in range(chosen.steps):
         before = home.traffic
-        drive = examine(chosen.nvme_path, keeps="state", needed=256 << 20, read_a_step=0, written_a_step=0, flag=FLAG)
+        drive = probe_nvme(chosen.nvme_path, contents="state", needed=256 << 20, read_per_step=0, written_per_step=0,
+                           flag=FLAG)
         update, whole = step(here), step(there)
         read = home.traffic.read_bytes - before.read_bytes
         written = home.traffic.written_bytes - before.written_bytes

@@ -42,13 +42,13 @@ class Link:
 
 def slow_wire(wire, link: Link):
     """The same wire, whose operations take as long as the link needs for what this rank sends."""
-    from mpu.wire.interface import Pending
+    from mpu.backends import CollectiveWork
 
     def share(group, numel: int, size: int, times: int = 1) -> int:
         return times * (group.size - 1) * numel * size // group.size
 
-    def held(pending: Pending, there_at: float) -> Pending:
-        return Pending([pending], lambda: time.sleep(max(0.0, there_at - time.perf_counter())))
+    def held(pending: CollectiveWork, there_at: float) -> CollectiveWork:
+        return CollectiveWork([pending], lambda: time.sleep(max(0.0, there_at - time.perf_counter())))
 
     class Slow:
         def all_gather(self, full, shard, group, at_a_time):
@@ -79,17 +79,16 @@ def serve(rank: int, world: int, store: str, options: argparse.Namespace, optimi
     import torch
     import torch.distributed as dist
 
-    from megatron.config.presets import PRESETS
+    from megatron.config.model_config import PRESETS
     from megatron.config.tree import build_config
-    from megatron.train.build import engine as build_engine
-    from megatron.train.build import model as build_model
+    from megatron.train.build import engine as build_engine, model as build_model
     from mpu import collectives, groups
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    link, wire_for = Link(options.gbits * 1e9 / 8), collectives.wire_for
-    collectives.wire_for = lambda x: slow_wire(wire_for(x), link)
+    link, wire_for = Link(options.gbits * 1e9 / 8), collectives.backend_for
+    collectives.backend_for = lambda x: slow_wire(wire_for(x), link)
     config = build_config({
         "vocab_size": 50257, **PRESETS[options.preset], "seq_length": options.seq_length, "batch_size": 1,
         "global_batch_size": world,

@@ -23,15 +23,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from torch import Tensor  # noqa: E402
 
-from megatron.zero.homes.memory import aligned  # noqa: E402
-from megatron.zero.homes.swapfolder import SwapFolder  # noqa: E402
-from megatron.zero.homes.tilefile import AioSettings, TileFile  # noqa: E402
+from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile  # noqa: E402
+from megatron.zero.offload.direct_io import page_aligned_bytes  # noqa: E402
+from megatron.zero.offload.swap_dir import SwapDir  # noqa: E402
 
 BLOCK = 8 << 20
 Action = Callable[[], object]
 
 
-def plain(call: Callable[..., int], file: TileFile, buffers: list[Tensor], size: int, count: int, threads: int) -> None:
+def plain(call: Callable[..., int], file: AsyncSwapFile, buffers: list[Tensor], size: int, count: int,
+          threads: int) -> None:
     """Thread t takes every threads-th block."""
     descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
 
@@ -49,7 +50,7 @@ def plain(call: Callable[..., int], file: TileFile, buffers: list[Tensor], size:
         os.close(descriptor)
 
 
-def ours(kind: str, file: TileFile, buffers: list[Tensor], count: int) -> None:
+def ours(kind: str, file: AsyncSwapFile, buffers: list[Tensor], count: int) -> None:
     under_way = []
     for tile in range(count):
         if len(under_way) == len(buffers):
@@ -65,10 +66,10 @@ def seconds(action: Action) -> float:
     return time.perf_counter() - begin
 
 
-def compare(folder: SwapFolder, size: int, count: int, threads: int, rounds: int) -> None:
-    file = TileFile(folder, f"{size >> 20}MB-{threads}", [size] * count,
-                    settings=AioSettings(intra_op_parallelism=threads))
-    buffers = [aligned(size, pinned=False) for _ in range(4)]
+def compare(folder: SwapDir, size: int, count: int, threads: int, rounds: int) -> None:
+    file = AsyncSwapFile(folder, f"{size >> 20}MB-{threads}", [size] * count,
+                         settings=AioSettings(intra_op_parallelism=threads))
+    buffers = [page_aligned_bytes(size, pinned=False) for _ in range(4)]
     for buffer in buffers:
         buffer.numpy().data[:] = os.urandom(size)
     ours("write", file, buffers, count)  # the first pass finds room
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--file-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with SwapFolder(args.folder, "bench", 0, flag="--folder") as folder:
+    with SwapDir(args.folder, "bench", 0, flag="--folder") as folder:
         for megabytes in args.tile_mb:
             for threads in args.threads:
                 compare(folder, megabytes << 20, args.file_mb // megabytes, threads, args.rounds)

@@ -24,11 +24,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np  # noqa: E402
 
-from data.bpe_engines import Engine, Gigatoken, Tiktoken, best_engine  # noqa: E402
-from data.gpt2_bpe import GPT2BPETokenizer, byte_alphabet, packaged_merges, parse_merges  # noqa: E402
+from data.gpt2_bpe import (BpeEngine, GigatokenEngine, GPT2BPETokenizer, TiktokenEngine, byte_alphabet,  # noqa: E402
+                           fastest_engine, packaged_merges, parse_merges)
 from data.indexed import IndexedCorpus  # noqa: E402
-from data.jsonl import lines_of, read_chunks  # noqa: E402
-from data.preprocess import Reading, build_corpus  # noqa: E402
+from data.jsonl import parse_lines, read_line_chunks  # noqa: E402
+from data.preprocess import TextReadOptions, build_corpus  # noqa: E402
 
 WORKERS_BYTES = 3e9
 """Text for the workers: enough that starting them does not count."""
@@ -46,9 +46,9 @@ def join(pieces: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.uint16), *pieces], dtype=np.uint16, casting="unsafe")
 
 
-def bare(engine: Engine, texts: list[str]) -> Work:
-    engine.ranks("built before the clock starts")
-    return lambda: join(map(engine.ranks, texts))
+def bare(engine: BpeEngine, texts: list[str]) -> Work:
+    engine.encode_to_ranks("built before the clock starts")
+    return lambda: join(map(engine.encode_to_ranks, texts))
 
 
 def hugging_face(texts: list[str]) -> Work:
@@ -63,14 +63,14 @@ def hugging_face(texts: list[str]) -> Work:
     return lambda: join(np.array(encoding.ids, np.uint16) for encoding in tokenizer.encode_batch_fast(texts))
 
 
-def preprocess(paths: list[str], engine: Engine, folder: str, workers: int = 1) -> Work:
-    engine.ranks("built before the clock starts")
+def preprocess(paths: list[str], engine: BpeEngine, folder: str, workers: int = 1) -> Work:
+    engine.encode_to_ranks("built before the clock starts")
     tokenizer = GPT2BPETokenizer(engine=lambda _: engine)
 
     def work() -> np.ndarray:
-        build_corpus(paths, Path(folder, "corpus"), tokenizer, Reading(append_eod=False), workers=workers)
+        build_corpus(paths, Path(folder, "corpus"), tokenizer, TextReadOptions(append_eod=False), workers=workers)
         corpus = IndexedCorpus(Path(folder, "corpus"))
-        return corpus.tokens_of(0, corpus.num_documents)
+        return corpus.read_documents(0, corpus.num_documents)
 
     return work
 
@@ -80,25 +80,24 @@ def main() -> None:
     parser.add_argument("file", metavar="FILE.jsonl")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    texts = [str(text) for chunk in read_chunks(args.file) for _, text in lines_of(chunk, chunk.read(), "text")]
+    texts = [str(text) for chunk in read_line_chunks(args.file) for _, text in parse_lines(chunk, chunk.read(), "text")]
     size, tokens = os.path.getsize(args.file) / 1e6, spelling()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, tuple[str, Callable[[], Work]]] = {  # name: (yardstick, what builds it)
-            "tiktoken": ("tiktoken", lambda: bare(Tiktoken(tokens), texts)),
-            "preprocess, tiktoken": ("tiktoken", lambda: preprocess([args.file], Tiktoken(tokens), folder)),
+            "tiktoken": ("tiktoken", lambda: bare(TiktokenEngine(tokens), texts)),
+            "preprocess, tiktoken": ("tiktoken", lambda: preprocess([args.file], TiktokenEngine(tokens), folder)),
             "HF tokenizers": ("tiktoken", lambda: hugging_face(texts)),
         }
-        if isinstance(best_engine(tokens, is_gpt2=True), Gigatoken):
-            contenders |= {
-                "gigatoken": ("gigatoken", lambda: bare(Gigatoken(tokens), texts)),
-                "json.loads alone": ("gigatoken", lambda: lambda: parse(args.file)),
-                "preprocess, gigatoken": ("gigatoken", lambda: preprocess([args.file], Gigatoken(tokens), folder)),
-            }
+        if isinstance(fastest_engine(tokens, is_gpt2=True), GigatokenEngine):
+            contenders |= {"gigatoken": ("gigatoken", lambda: bare(GigatokenEngine(tokens), texts)),
+                           "json.loads alone": ("gigatoken", lambda: lambda: parse(args.file)),
+                           "preprocess, gigatoken": ("gigatoken",
+                                                     lambda: preprocess([args.file], GigatokenEngine(tokens), folder))}
         seconds = rounds(contenders, args.rounds)
         print(f"{args.file}: {size:.1f} MB, {len(texts)} documents; medians of {args.rounds} rounds on one core")
         for name, (yardstick, _) in contenders.items():
             print(f"{name:24} {size / seconds[name]:8.1f} MB/s {seconds[yardstick] / seconds[name]:6.2f} x {yardstick}")
-        print(two_workers(args.file, best_engine(tokens, is_gpt2=True), folder))
+        print(two_workers(args.file, fastest_engine(tokens, is_gpt2=True), folder))
 
 
 def parse(path: str) -> np.ndarray:
@@ -124,7 +123,7 @@ def rounds(contenders: dict[str, tuple[str, Callable[[], Work]]], count: int) ->
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def two_workers(path: str, engine: Engine, folder: str) -> str:
+def two_workers(path: str, engine: BpeEngine, folder: str) -> str:
     times = []
     paths = [path] * max(1, round(WORKERS_BYTES / os.path.getsize(path)))
     for workers in (1, 2):

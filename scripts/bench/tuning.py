@@ -22,14 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
 
-from megatron.plan.footprint import Run  # noqa: E402
-from megatron.plan.kept_rates import rates_for  # noqa: E402
-from megatron.tune import command  # noqa: E402
-from megatron.tune.capacity import capacity_of  # noqa: E402
-from megatron.tune.loop import planned  # noqa: E402
-from megatron.tune.search import FINALISTS, REPEATS, Outcome, best, next_trial, worth_a_look  # noqa: E402
-from megatron.tune.space import Choice, samples_of  # noqa: E402
-from megatron.tune.trial import Trials  # noqa: E402
+from megatron.plan.footprint import PlannedRun  # noqa: E402
+from megatron.plan.rate_cache import cached_or_measured_rates  # noqa: E402
+from megatron.tune import cli  # noqa: E402
+from megatron.tune.cli import plan_choices  # noqa: E402
+from megatron.tune.search import (FINALISTS, REPEATS, TrialResult, fastest_choice, next_trial,  # noqa: E402
+                                  select_candidates)
+from megatron.tune.space import available_memory  # noqa: E402
+from megatron.tune.space import TuningChoice, samples_per_step  # noqa: E402
+from megatron.tune.trial import TrialRunner  # noqa: E402
 
 SIZES = {
     "tiny": ["--preset", "tiny", "--global-batch-size", "16"],
@@ -52,28 +53,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         compare(flags, Path(place), mine.rounds)
         if mine.live:
-            command.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir",
-                          f"{place}/live"])
+            cli.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir", f"{place}/live"])
 
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
-    asked_for, asked = command.parse(flags)
-    tuning, samples = asked.config.autotuning, samples_of(asked)
-    options = planned(asked, rates_for(asked, path=asked_for.rates))
-    capacity = capacity_of(asked, asked_for.card_gb)
-    trials = Trials(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
+    asked_for, asked = cli.parse(flags)
+    tuning, samples = asked.config.autotuning, samples_per_step(asked)
+    options = plan_choices(asked, cached_or_measured_rates(asked, path=asked_for.rates))
+    capacity = available_memory(asked, asked_for.card_gb)
+    trials = TrialRunner(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
     own = list(options)
-    everything = {choice: option for choice, option in options.items() if capacity.holds(option.needs)}
+    everything = {choice: option for choice, option in options.items() if capacity.can_hold(option.memory_needed)}
     everything = {other: everything[choice] for choice in everything for other in left_out(choice, asked)} | everything
-    outcomes, begin = dict[Choice, Outcome](), time.monotonic()
+    outcomes, begin = dict[TuningChoice, TrialResult](), time.monotonic()
 
-    def measure(choices: Sequence[Choice]) -> None:
+    def measure(choices: Sequence[TuningChoice]) -> None:
         for number, choice in enumerate(choices):
             predicted = everything[choice].candidate.predicted.total
-            outcome = trials.run(number, choice.of(asked, samples), predicted)
+            outcome = trials.run(number, choice.apply_to(asked, samples), predicted)
             before = outcomes.get(choice)
             if before is None or outcome.seconds is not None:
-                outcomes[choice] = outcome if before is None else before.again(outcome)
+                outcomes[choice] = outcome if before is None else before.merge_repeat(outcome)
             words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
             print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(asked, samples))} | predicted "
                   f"{1e3 * predicted:.4g} ms | {outcome.state} {words}", flush=True)
@@ -81,13 +81,13 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     for _ in range(rounds):
         measure([*everything])
     seconds = time.monotonic() - begin
-    searched, values = dict[int, Outcome](), list(options.values())
+    searched, values = dict[int, TrialResult](), list(options.values())
     few = tuning.autotuning_num_tuning_micro_batch_sizes
     while (following := next_trial(
-            values, worth_a_look(values, capacity, few, searched), searched, tuning)) is not None:
+            values, select_candidates(values, capacity, few, searched), searched, tuning)) is not None:
         searched[following] = outcomes[own[following]]
     ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
-    pick = best(searched)
+    pick = fastest_choice(searched)
     if pick is None:
         sys.exit("no choice ran")
     print(f"the best {FINALISTS} and the pick again, in turn: a machine is not as fast all the time")
@@ -102,14 +102,14 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
           "trials")
 
 
-def seconds_of(outcomes: Mapping[Choice, Outcome], choice: Choice) -> float:
+def seconds_of(outcomes: Mapping[TuningChoice, TrialResult], choice: TuningChoice) -> float:
     return outcomes[choice].seconds or inf
 
 
-def left_out(choice: Choice, asked: Run) -> Iterator[Choice]:
+def left_out(choice: TuningChoice, asked: PlannedRun) -> Iterator[TuningChoice]:
     """What the tuner takes for the same as a choice of its own: the other stages where one rank has all the data."""
     if asked.ranks == choice.tp:
-        yield from (replace(choice, stage=stage) for stage in range(choice.homes.least_stage, 4)
+        yield from (replace(choice, stage=stage) for stage in range(choice.placement.min_stage, 4)
                     if stage != choice.stage)
 
 

@@ -3,12 +3,12 @@
     python scripts/bench/vigilance.py --folder runs/bench
 
     start-up   a job of two ranks with and without the comparison of what they were told, and of their code
-               (megatron/launch/alike.py)
-    steps      with and without each rank saying where it is (megatron/whereabouts.py), of a tiny and of a 14M model, on
-               one rank and on two
-    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/settings.py), for 2 and
-               24 param groups whose rates stay or are new in each step, and the copy that takes it to the device; and
-               what two ranks compare in a save
+               (megatron/distributed/preflight.py)
+    steps      with and without each rank saying where it is (megatron/distributed/rank_status.py), of a tiny and of a
+               14M model, on one rank and on two
+    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/step_result.py), for 2
+               and 24 param groups whose rates stay or are new in each step, and the copy that takes it to the device;
+               and what two ranks compare in a save
     saves      of a 124M state (1.5 GB) with and without what says which checkpoint a file is of (decision 022)
 
 What is left out is left out by patches of this script, in processes of its own; the trainer has no such switch. Both
@@ -105,9 +105,9 @@ def start_up(pairs: int) -> str:
 def start_up_child(kind: str, note: str) -> int:
     """A job as ever; with what it compares, rank 0 notes what that took once all ranks were there."""
     import pretrain_gpt2
-    from megatron.launch import distributed
+    from megatron.distributed import process_group
 
-    facts_of_code, check_alike = distributed.facts_of_code, distributed.check_alike
+    facts_of_code, check_alike = process_group.code_identity, process_group.check_ranks_match
     taken: list[float] = []
 
     def facts(version: str) -> dict[str, str]:
@@ -126,8 +126,8 @@ def start_up_child(kind: str, note: str) -> int:
             Path(note).write_text(str(sum(taken) + time.perf_counter() - began))
 
     with_it = kind == "with"
-    distributed.facts_of_code = facts if with_it else lambda version: {}
-    distributed.check_alike = check if with_it else lambda *words: None
+    process_group.code_identity = facts if with_it else lambda version: {}
+    process_group.check_ranks_match = check if with_it else lambda *words: None
     sys.argv[1:] = JOB
     return pretrain_gpt2.program()
 
@@ -149,13 +149,12 @@ def steps_child(name: str, pairs: int) -> int:
     from whereabouts import counted, silent
 
     from megatron.config.tree import build_config
-    from megatron.launch import distributed
+    from megatron.distributed import process_group
+    from megatron.distributed.rank_status import FORWARD, STATUS as PLACE
     from megatron.train import build
-    from megatron.whereabouts import FORWARD
-    from megatron.whereabouts import HERE as PLACE
     from mpu import groups as mpu_groups
 
-    env = distributed.init()
+    env = process_group.init()
     groups = mpu_groups.build(1)
     torch.set_num_threads(1)
     config = build_config({**MODELS[name], "max_position_embeddings": SEQ[name], "batch_size": 1, "zero_stage": 3,
@@ -186,11 +185,11 @@ def steps_child(name: str, pairs: int) -> int:
     writes, found = counted(step), in_turns(timed, untold, pairs)
     number, began = 100_000, time.perf_counter()
     for _ in range(number):
-        PLACE.enter(FORWARD, "blocks.1")
+        PLACE.set_phase(FORWARD, "blocks.1")
     each = (time.perf_counter() - began) / number
     if env.rank == 0:
         print(json.dumps({"pairs": found, "writes": writes, "each": each}))
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 
@@ -211,16 +210,15 @@ def fastest(action: Callable[[], object], rounds: int = 200, calls: int = 10) ->
 def settings() -> Iterator[str]:
     import torch
 
-    from megatron.zero.settings import GroupReader, settings_of_a_step
-    from megatron.zero.verdict import row_on
+    from megatron.zero.step_result import HyperparamDigest, make_step_settings, scalars_on_device
 
     for count in (2, 24):
         groups = [dict(torch.optim.AdamW([torch.zeros(1)], lr=1e-3 * number).param_groups[0], initial_lr=1e-3)
                   for number in range(1, count + 1)]
-        reader = GroupReader(groups)
+        reader = HyperparamDigest(groups)
 
         def compared() -> int:
-            return settings_of_a_step(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
+            return make_step_settings(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
 
         def new_rates() -> int:
             for group in groups:
@@ -230,7 +228,7 @@ def settings() -> Iterator[str]:
         for what, action in (("the same rates", compared), ("a new rate in each", new_rates)):
             yield f"| settings of {count} param groups, {what}: texts and digest | {1e6 * fastest(action):.1f} |"
     device, square = torch.device("cpu"), torch.ones((), dtype=torch.float64)
-    filled = fastest(lambda: row_on(device, (square, 11, 121, 0)))
+    filled = fastest(lambda: scalars_on_device(device, (square, 11, 121, 0)))
     yield f"| the numbers of a step, to the device | {1e6 * filled:.1f} |"
     yield f"| what a save compares, 2 ranks | {float(launched(2, '--child', 'settings').splitlines()[-1]):.1f} |"
 
@@ -239,16 +237,16 @@ def settings_child() -> int:
     from dataclasses import asdict
 
     from megatron.checkpoint.commit import Keep
-    from megatron.launch import distributed
-    from megatron.zero.api.saved import check_save_call
+    from megatron.distributed import process_group
+    from megatron.zero.api.checkpoint_io import check_save_call
     from mpu import groups as mpu_groups
 
-    env, world = distributed.init(), mpu_groups.build(1).world
+    env, world = process_group.init(), mpu_groups.build(1).world
     arguments = {"tag": None, "save_latest": True, "in_background": False, "keep": asdict(Keep())}
     found = fastest(lambda: check_save_call(arguments, {"epoch": 1}, world))
     if env.rank == 0:
         print(1e6 * found)
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 
@@ -259,11 +257,11 @@ def settings_child() -> int:
 def nameless() -> Iterator[None]:
     """Files do not say what they are of; nothing reads them."""
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.part import Origin
+    from megatron.checkpoint.rank_manifest import FileProvenance
 
     with mock.patch.object(Manifest, "digest", lambda self: "0" * 32), \
-            mock.patch.object(Origin, "as_metadata", lambda self: {}), \
-            mock.patch.object(Origin, "as_dict", lambda self: {}):
+            mock.patch.object(FileProvenance, "as_metadata", lambda self: {}), \
+            mock.patch.object(FileProvenance, "as_dict", lambda self: {}):
         yield
 
 
@@ -272,8 +270,8 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     from checkpoint import TAG, clear, make_engine
 
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.part import Origin
-    from megatron.train.allocator import keep_freed_memory
+    from megatron.checkpoint.rank_manifest import FileProvenance
+    from megatron.train.processor import keep_freed_memory
 
     keep_freed_memory()
     engine, spent = make_engine(preset, torch.device("cpu"), 1), 0.0
@@ -301,7 +299,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     alone = []
     with ExitStack() as stack:
-        for owner, name in ((Manifest, "digest"), (Origin, "as_metadata"), (Origin, "as_dict")):
+        for owner, name in ((Manifest, "digest"), (FileProvenance, "as_metadata"), (FileProvenance, "as_dict")):
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         for _ in range(3):
             spent = 0.0

@@ -35,12 +35,11 @@ def texts_of(path: Path) -> list[str]:
 
 def our_signatures(path: Path, workers: int = 1) -> Task:
     from data.parallel import ordered_map
-    from data.webtext.minhash import Banding
-    from data.webtext.shards import cut
-    from data.webtext.signatures import sign_range
+    from data.webtext.documents import split_into_ranges
+    from data.webtext.minhash import Banding, signature_rows
 
-    sign = partial(sign_range, banding=Banding.for_threshold(0.8))
-    return lambda: list(ordered_map(sign, cut(path), workers))
+    sign = partial(signature_rows, banding=Banding.for_threshold(0.8))
+    return lambda: list(ordered_map(sign, split_into_ranges(path), workers))
 
 
 def datasketch_signatures(path: Path) -> Task:
@@ -57,13 +56,13 @@ def datasketch_signatures(path: Path) -> Task:
 
 def our_cleaning(path: Path) -> Task:
     from data.webtext import clean
-    from data.webtext.document import Document, parse
+    from data.webtext.documents import Document, parse_shard_line
 
-    mended = clean.make(clean.CleanOptions())
+    mended = clean.make_clean(clean.CleanOptions())
 
     def one(line: bytes) -> object:
-        document = mended(parse(line, "bench"))
-        return document.line() if isinstance(document, Document) else document
+        document = mended(parse_shard_line(line, "bench"))
+        return document.to_line() if isinstance(document, Document) else document
 
     return lambda: [one(line) for line in path.read_bytes().splitlines()]
 
@@ -76,14 +75,14 @@ def ftfy_alone(path: Path) -> Task:
 
 def our_cleaning_and_language(path: Path) -> Task:
     from data.webtext import clean, language
-    from data.webtext.document import Document, parse
+    from data.webtext.documents import Document, parse_shard_line
 
-    first = clean.make(clean.CleanOptions())
-    second = language.make(language.LanguageOptions(detector=language.choose("auto")))
+    first = clean.make_clean(clean.CleanOptions())
+    second = language.make_language_filter(language.LanguageOptions(detector=language.choose_detector("auto")))
 
     def both(line: bytes) -> object:
-        document = first(parse(line, "bench"))
-        return second(document).line() if isinstance(document, Document) else document
+        document = first(parse_shard_line(line, "bench"))
+        return second(document).to_line() if isinstance(document, Document) else document
 
     return lambda: [both(line) for line in path.read_bytes().splitlines()]
 
@@ -100,12 +99,12 @@ def ftfy_and(module: str, path: Path) -> Task:
 
 
 def our_tokens(path: Path) -> Task:
-    from data.jsonl import read_chunks
-    from data.preprocess import Reading, encode_chunk
+    from data.jsonl import read_line_chunks
+    from data.preprocess import TextReadOptions, encode_chunk
     from data.tokenizer import build
 
     tokenizer = build("GPT2BPETokenizer")
-    return lambda: [encode_chunk(chunk, tokenizer, Reading()) for chunk in read_chunks(path)]
+    return lambda: [encode_chunk(chunk, tokenizer, TextReadOptions()) for chunk in read_line_chunks(path)]
 
 
 def vocabulary() -> tuple[str, str]:
@@ -147,11 +146,11 @@ GROUPS: dict[str, dict[str, Callable[[Path], Task]]] = {
 
 def write_sample(path: Path, documents: int) -> int:
     """Pages of about 5 kB; their bytes."""
-    from data.webtext.document import Document
+    from data.webtext.documents import Document
     from tests.data.webtext.planted import babble
 
     rng = random.Random(0)
-    path.write_bytes(b"".join(Document(babble(rng, 740)).line() for _ in range(documents)))
+    path.write_bytes(b"".join(Document(babble(rng, 740)).to_line() for _ in range(documents)))
     return path.stat().st_size
 
 

@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 
 from megatron import zero
-from megatron.launch import distributed
-from megatron.whereabouts import FORWARD, HERE, Whereabouts
-from mpu.wire import waits
-from mpu.wire.gloo import GlooWire
+from megatron.distributed import process_group
+from megatron.distributed.rank_status import FORWARD, STATUS, RankStatus
+from mpu import collective_tracker
+from mpu.backends import GlooBackend
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
@@ -30,9 +30,10 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 def silent() -> list[Any]:
     """Patches that write nothing."""
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
-    patches: list[Any] = [mock.patch.object(Whereabouts, name, nothing) for name in ("enter", "at_step")]
-    patches += [mock.patch.object(waits, name, nothing) for name in ("begin", "end")]
-    return patches + [mock.patch.object(GlooWire, name, getattr(GlooWire, name).__wrapped__) for name in OPERATIONS]
+    patches: list[Any] = [mock.patch.object(RankStatus, name, nothing) for name in ("set_phase", "set_step")]
+    patches += [mock.patch.object(collective_tracker, name, nothing) for name in ("mark_waiting", "mark_idle")]
+    return patches + [mock.patch.object(GlooBackend, name, getattr(GlooBackend, name).__wrapped__)
+                      for name in OPERATIONS]
 
 
 def counted(step: Callable[[], None]) -> int:
@@ -43,8 +44,8 @@ def counted(step: Callable[[], None]) -> int:
         nonlocal count
         count += 1
 
-    patches = [mock.patch.object(Whereabouts, name, one) for name in ("enter", "at_step")]
-    patches += [mock.patch.object(waits, name, one) for name in ("begin", "end")]
+    patches = [mock.patch.object(RankStatus, name, one) for name in ("set_phase", "set_step")]
+    patches += [mock.patch.object(collective_tracker, name, one) for name in ("mark_waiting", "mark_idle")]
     for patch in patches:
         patch.start()
     step()
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="blocks (12)")
     parser.add_argument("--width", type=int, default=256, help="of a block: the smaller, the less a step takes (256)")
     options = parser.parse_args()
-    env = distributed.init()
+    env = process_group.init()
     torch.set_num_threads(1)
     model = Blocks(options.layers, options.width)
     engine = zero.initialize(model=model, model_parameters=model.parameters(), config={
@@ -90,7 +91,7 @@ def main() -> None:
             patch.stop()
     number, began = 200_000, time.perf_counter()
     for _ in range(number):
-        HERE.enter(FORWARD, "blocks.1")
+        STATUS.set_phase(FORWARD, "blocks.1")
     each = (time.perf_counter() - began) / number
     if env.rank == 0:
         with_it, without = statistics.median(told), statistics.median(untold)
@@ -98,7 +99,7 @@ def main() -> None:
         print(f"a step: {1e3 * with_it:.3f} ms with it, {1e3 * without:.3f} ms without ({with_it / without - 1:+.2%}; "
               f"median of the differences {between / without:+.2%})\n{writes} writes of {1e9 * each:.0f} ns: "
               f"{1e6 * writes * each:.1f} us, {writes * each / without:.3%} of a step")
-    distributed.shutdown()
+    process_group.shutdown()
 
 
 class Blocks(torch.nn.Module):

@@ -23,15 +23,14 @@ import pytest
 from data import importers, jsonl
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.jsonl import lines_of, read_chunks
-from data.preprocess import Reading, build_corpus
+from data.jsonl import parse_lines, read_line_chunks
+from data.preprocess import TextReadOptions, build_corpus
 from data.split_json import split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
-from data.verify import verify
-from data.webtext import __main__ as webtext
-from data.webtext.runner import GlobalStage, run_global
-from data.webtext import dedup
+from data.verify import verify_corpus
+from data.webtext import __main__ as webtext, dedup
+from data.webtext.runner import GlobalStage, run_global_stage
 from data.writer import CorpusWriter
 
 BYTE = ByteLevelTokenizer()
@@ -56,18 +55,18 @@ def put(path: Path, content: bytes) -> Path:
 def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              kind: str, long: int, before: int) -> None:
     """34 lines fill a chunk nearly, 35 more than that."""
-    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(jsonl, "AT_A_TIME", 64)
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (600,))
+    monkeypatch.setattr(jsonl, "SKIP_BYTES", 64)
     content = LINE * before + b"\0" * (long - 1) + b"\n" + LINE * 40 + b"[]\n"
     path = put(tmp_path / f"a.{kind}", content)
     held, found, line = 0, [], 0
-    for chunk in read_chunks(path, limit=LIMIT):
+    for chunk in read_line_chunks(path, limit=LIMIT):
         data = chunk.read()
         held = max(held, len(data))
-        for _, text in lines_of(chunk, data, "text", LIMIT):
+        for _, text in parse_lines(chunk, data, "text", LIMIT):
             if not isinstance(text, str):
-                found.append(str(text.error(line)))
-        line += data.count(b"\n") + (chunk.passed_over > 0)
+                found.append(str(text.to_error(line)))
+        line += data.count(b"\n") + (chunk.skipped_bytes > 0)
     assert held <= LIMIT + 600
     reason = "not JSON" if long <= LIMIT else f"more than {LIMIT} bytes in this line"
     assert found[0].startswith(f"{path}:{before + 1} {reason}"), found
@@ -77,7 +76,7 @@ def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, mon
 
 def test_it_ends_the_run_or_is_skipped_by_preprocessing_and_splitting_alike(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", LINE * 3 + b'{"text": "' + b"y" * LIMIT + b'"}\n' + LINE)
-    reading, shares = Reading(max_bytes=LIMIT), [Fraction(1, 2), Fraction(1, 2), Fraction(0)]
+    reading, shares = TextReadOptions(max_document_bytes=LIMIT), [Fraction(1, 2), Fraction(1, 2), Fraction(0)]
     for program in (lambda: build_corpus([path], tmp_path / "c", BYTE, reading),
                     lambda: split_json([str(path)], str(tmp_path / "s"), shares, max_bytes=LIMIT)):
         with pytest.raises(DataError, match=r"a.jsonl:4 more than 1000 bytes .*--max-document-bytes of data"):
@@ -86,7 +85,7 @@ def test_it_ends_the_run_or_is_skipped_by_preprocessing_and_splitting_alike(tmp_
     counts, left_out = split_json([str(path)], str(tmp_path / "s"), shares, max_bytes=LIMIT, skip_malformed=True)
     assert (progress.documents, skipped) == (sum(counts.values()), left_out) == (4, 1)
     assert progress.bytes == path.stat().st_size
-    assert build_corpus([path], tmp_path / "c", BYTE, Reading(max_bytes=2 * LIMIT))[0].documents == 5
+    assert build_corpus([path], tmp_path / "c", BYTE, TextReadOptions(max_document_bytes=2 * LIMIT))[0].documents == 5
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE, GPT2BPETokenizer()], ids=["byte", "gpt2"])
@@ -94,8 +93,8 @@ def test_it_ends_the_run_or_is_skipped_by_preprocessing_and_splitting_alike(tmp_
 def test_plain_text_without_white_space_is_named(tmp_path: Path, tokenizer: ByteLevelTokenizer, name: str) -> None:
     path = put(tmp_path / name, b"some words\nand a line \n" * 100_000 + bytes(1 << 22) + b"\nmore")
     with pytest.raises(DataError, match=rf"{name}:\d+ more than 1048576 bytes without white space to cut at"):
-        build_corpus([path], tmp_path / "c", tokenizer, Reading(max_bytes=1 << 20))
-    build_corpus([path], tmp_path / "c", tokenizer, Reading(max_bytes=1 << 23))
+        build_corpus([path], tmp_path / "c", tokenizer, TextReadOptions(max_document_bytes=1 << 20))
+    build_corpus([path], tmp_path / "c", tokenizer, TextReadOptions(max_document_bytes=1 << 23))
     assert IndexedCorpus(tmp_path / "c").num_documents == 1
 
 
@@ -238,7 +237,7 @@ def test_a_drive_that_fails_is_named_by_every_program(tmp_path: Path, program: s
         "split": ("data.compressed", lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"),
                                                         [Fraction(1)] * 3)),
         "import": ("data.tokenizer", lambda: import_tokens([tmp_path / "a.bin"], tmp_path / "c", BYTE)),
-        "verify": ("data.storage", lambda: verify(str(tmp_path / "v"))),
+        "verify": ("data.storage", lambda: verify_corpus(str(tmp_path / "v"))),
     }
     module, run = runs[program]
     with patch(f"{module}.open", broken, create=True), \
@@ -250,12 +249,12 @@ def test_a_drive_that_fails_is_named_by_every_program(tmp_path: Path, program: s
 def test_a_stage_that_is_given_a_raw_folder_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_bytes(LINE)
-    stage = GlobalStage("dedup", dedup.run, dedup.Options())
+    stage = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions())
     for name, found in (("raw", "a folder without stage.json"), ("raw/a.jsonl", "a file"), ("none", "nothing")):
         with pytest.raises(DataError, match=rf"{name}: expected the folder of a stage, found {found}; make one of it "
                                             rf"first: python -m data.webtext read .*{name} --output DIR"):
-            run_global(stage, [tmp_path / name], tmp_path / "out")
+            run_global_stage(stage, [tmp_path / name], tmp_path / "out")
     (tmp_path / "raw" / ".work").mkdir()
     with pytest.raises(DataError, match="raw: this stage is not complete; run its command again first"):
-        run_global(stage, [tmp_path / "raw"], tmp_path / "out")
+        run_global_stage(stage, [tmp_path / "raw"], tmp_path / "out")
     assert not (tmp_path / "out").exists()

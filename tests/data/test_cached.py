@@ -13,12 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from data import cached, recorded
-from data.cached import SUMS, Sums
-from data.corpora import open_datasets
-from data.preprocess import Reading
+from data import input_files, sources
 from data.indexed import IndexedCorpus
-from data.sources import check_sources
+from data.preprocess import TextReadOptions
+from data.sources import CHECKSUMS_FILE, ChecksumCache, check_sources, open_datasets
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 
@@ -27,14 +25,14 @@ from data.tokenizer import ByteLevelTokenizer
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Files whose bytes were read."""
     seen: list[str] = []
-    real = cached.crc32_file
+    real = sources.crc32_file
 
     def counted(path: str) -> str:
         seen.append(Path(path).name)
         time.sleep(0.02)
         return real(path)
 
-    monkeypatch.setattr(cached, "crc32_file", counted)
+    monkeypatch.setattr(sources, "crc32_file", counted)
     return seen
 
 
@@ -46,13 +44,13 @@ def settled(path: Path, text: str) -> str:
 
 
 def contents(path: str, folder: Path | None) -> list[str]:
-    return cached._contents([path], Sums(folder))[0]
+    return sources._content_keys([path], ChecksumCache(folder))[0]
 
 
 def test_of_several_ranks_one_takes_the_checksum(tmp_path: Path, read: list[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     path = settled(tmp_path / "a.jsonl", '{"text": "x"}')
-    monkeypatch.setattr(cached, "SETTLED_NS", 0)
+    monkeypatch.setattr(sources, "MTIME_SETTLED_NS", 0)
     time.sleep(0.02)
     found: list[list[str]] = []
     ranks = [threading.Thread(target=lambda: found.append(contents(path, tmp_path))) for _ in range(8)]
@@ -69,20 +67,20 @@ def test_the_shards_of_a_folder_are_summed_side_by_side(tmp_path: Path, monkeypa
     texts.mkdir()
     shards = [settled(texts / f"part-{number:05d}.jsonl", '{"text": "x"}\n') for number in range(2)]
     (texts / "stage.json").write_text(json.dumps({"outputs": [
-        {"name": Path(path).name, "sha256": recorded.sha256_file(path)} for path in shards]}))
+        {"name": Path(path).name, "sha256": input_files.sha256_file(path)} for path in shards]}))
     both = threading.Barrier(2)
-    for module, name in ((cached, "crc32_file"), (recorded, "sha256_file")):
+    for module, name in ((sources, "crc32_file"), (input_files, "sha256_file")):
         def meets(path: str, real: Callable[[str], str] = getattr(module, name)) -> str:
             both.wait(20)
             return real(path)
 
         monkeypatch.setattr(module, name, meets)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    _, note = cached.cached_corpus(str(texts), ByteLevelTokenizer(), Reading(), str(tmp_path / "cache"))
+    _, note = sources.cached_corpus(str(texts), ByteLevelTokenizer(), TextReadOptions(), str(tmp_path / "cache"))
     assert "2 files, 2 documents" in str(note) and both.n_waiting == 0
 
 
-@pytest.mark.parametrize("module, name", [(cached, "crc32_file"), (recorded, "sha256_file")])
+@pytest.mark.parametrize("module, name", [(sources, "crc32_file"), (input_files, "sha256_file")])
 def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     path = settled(tmp_path / "part-00000.jsonl", '{"text": "x"}\n')
@@ -93,12 +91,12 @@ def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp
 
     monkeypatch.setattr(module, name, fails)
     with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
-        cached.cached_corpus(path, ByteLevelTokenizer(), Reading(), str(tmp_path / "cache"))
+        sources.cached_corpus(path, ByteLevelTokenizer(), TextReadOptions(), str(tmp_path / "cache"))
 
 
 def test_a_file_that_changed_is_read_again_even_with_the_same_size_and_time(
         tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "SETTLED_NS", 0)
+    monkeypatch.setattr(sources, "MTIME_SETTLED_NS", 0)
     path = settled(tmp_path / "a.jsonl", "one")
     time.sleep(0.02)
     first = contents(path, tmp_path)
@@ -111,13 +109,13 @@ def test_a_file_that_changed_just_now_is_not_written_down(tmp_path: Path, read: 
     """Its next change might be within the same tick of the clock."""
     path = settled(tmp_path / "a.jsonl", "one")
     assert contents(path, tmp_path) == contents(path, tmp_path) and len(read) == 2
-    assert not (tmp_path / SUMS).exists()
+    assert not (tmp_path / CHECKSUMS_FILE).exists()
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"%s": 3}', '{"%s": {"mark": [], "crc32": "00000000"}}'])
 def test_a_strange_record_is_not_believed(tmp_path: Path, read: list[str], text: str) -> None:
     path = settled(tmp_path / "a.jsonl", "one")
-    (tmp_path / SUMS).write_text(text.replace("%s", path))
+    (tmp_path / CHECKSUMS_FILE).write_text(text.replace("%s", path))
     assert contents(path, tmp_path) == contents(path, None) and len(read) == 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data.parallel import call_within
-from data.storage import Unfinished
+from data.storage import ResumableError
 
 
 def endless(_: object) -> object:
@@ -52,5 +52,5 @@ def test_a_process_that_cannot_be_started_is_no_word_on_the_page(monkeypatch: py
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
-    with pytest.raises(Unfinished, match="cannot start a process: Resource"):
+    with pytest.raises(ResumableError, match="cannot start a process: Resource"):
         call_within(len, "x", 10, 1 << 30)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from data import cached
-from data.corpora import Datasets, open_datasets
+from data import sources
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
-from data.inputs import find
+from data.input_files import find_text_files
 from data.preprocess import build_corpus
+from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
 
@@ -138,7 +138,7 @@ def test_a_folder_of_text_equals_its_corpus_and_is_reported_in_one_line(folder: 
     texts = write_texts(folder / "texts", 20)
     (texts / "notes.pdf").touch()
     (texts / "empty.txt").touch()
-    build_corpus(find([texts]).files, folder / "c", BYTE)
+    build_corpus(find_text_files([texts]).files, folder / "c", BYTE)
     first = opened(texts)
     assert first.fingerprint == opened(folder / "c").fingerprint
     (line,) = first.notes
@@ -200,7 +200,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(folder: Path, monkeyp
         build_corpus(*arguments, **named)
         (texts / "00.txt").write_text("changed")
 
-    monkeypatch.setattr(cached, "build_corpus", build)
+    monkeypatch.setattr(sources, "build_corpus", build)
     with pytest.raises(DataError, match="texts: changed while it was read"):
         opened(texts)
     monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(folder: Path, monkeyp
 
 def test_programs_that_start_together_build_a_corpus_once(folder: Path) -> None:
     texts = write_texts(folder / "texts", 50)
-    program = ("import sys; from data.corpora import open_datasets; from data.tokenizer import ByteLevelTokenizer; "
+    program = ("import sys; from data.sources import open_datasets; from data.tokenizer import ByteLevelTokenizer; "
                "print(*open_datasets(train_data=sys.argv[1:], split='1', seq_length=9, seed=1, "
                "tokenizer=ByteLevelTokenizer()).notes)")
     running = [subprocess.Popen([sys.executable, "-c", program, texts], cwd=Path(__file__).resolve().parents[2],

@@ -17,22 +17,20 @@ from unittest.mock import patch
 
 import pytest
 
-from data.chunks import Damage, Malformed
-from data.cli import counted
-from data.compressed import Damaged, opened
+from data.cli import format_count
+from data.compressed import CorruptStreamError, open_decompressed
 from data.indexed import IndexedCorpus
-from data.jsonl import read_chunks
-from data.plain_text import Separator, read_parts
-from data.preprocess import Reading, build_corpus
+from data.jsonl import read_line_chunks
+from data.plain_text import DamagedRest, MalformedDocument, Separator, read_text_chunks
+from data.preprocess import TextReadOptions, build_corpus
 from data.split_json import main as split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext.document import Document, Fault
-from data.webtext.flags import ReadOptions, make_read
-from data.webtext.inputs import find, plan
-from data.webtext.reading import Reading as WebReading
-from data.webtext.reading import read_unit
-from data.webtext.runner import MapStage, Work, run_map
+from data.webtext.documents import Document, DocumentError
+from data.webtext.readers import WebReadOptions as WebReading, read_unit
+from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
+from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.stages import ReadOptions, make_read_function
 from tests.data.damaging import BEGIN, COMPRESS, accidents, flipped, text_before_damage
 
 BYTE = ByteLevelTokenizer()
@@ -67,7 +65,7 @@ def expected_of(content: bytes, ending: str) -> tuple[list[str], int, bool]:
     return [text for text in found if text is not None] + last, found.count(None), is_damaged
 
 
-def preprocessed(paths: list[Path], prefix: Path, reading: Reading = Reading(), **settings: int
+def preprocessed(paths: list[Path], prefix: Path, reading: TextReadOptions = TextReadOptions(), **settings: int
                  ) -> tuple[list[str], int]:
     _, skipped = build_corpus(paths, prefix, BYTE, reading, skip_malformed=True, **settings)
     corpus = IndexedCorpus(prefix)
@@ -75,9 +73,10 @@ def preprocessed(paths: list[Path], prefix: Path, reading: Reading = Reading(), 
 
 
 def web_read(path: Path) -> tuple[list[str], list[str]]:
-    reads = [read for unit in plan(find([path])[0], 1 << 20) for read in read_unit(unit, WebReading())]
+    reads = [read for unit in plan_units(find_source_files([path])[0], 1 << 20)
+             for read in read_unit(unit, WebReading())]
     return ([read.value.text for read in reads if isinstance(read.value, Document)],
-            [read.value.reason for read in reads if isinstance(read.value, Fault)])
+            [read.value.reason for read in reads if isinstance(read.value, DocumentError)])
 
 
 @EVERY
@@ -93,7 +92,7 @@ def test_every_document_before_the_damage_is_kept_by_both_readers(ending: str, t
         assert preprocessed([path, good], tmp_path / "c") == (expected + ["after"], bad + 1), name
         told = [line for line in capfd.readouterr().err.splitlines() if "skipped the rest" in line]
         assert len(told) == 1 and f"{path}: cannot read: the compressed data is damaged at byte " in told[0], name
-        assert told[0].endswith(f"; before the damage: {counted(len(expected), 'document')}"), name
+        assert told[0].endswith(f"; before the damage: {format_count(len(expected), 'document')}"), name
         found, reasons = web_read(path)
         assert found == expected, name
         assert len(reasons) == bad + 1 and reasons[-1] == "unreadable", name
@@ -148,11 +147,11 @@ def test_the_bytes_before_damage_do_not_depend_on_how_they_are_read(ending: str,
     path = tmp_path / f"a{ending}"
     for damaged in (flipped(whole, len(whole) // 2), whole[:-3]):
         path.write_bytes(damaged)
-        with opened(str(path)) as file, pytest.raises(Damaged) as one:
+        with open_decompressed(str(path)) as file, pytest.raises(CorruptStreamError) as one:
             parts = []
             while part := file.read1(size):
                 parts.append(part)
-        with opened(str(path)) as file, pytest.raises(Damaged) as other:
+        with open_decompressed(str(path)) as file, pytest.raises(CorruptStreamError) as other:
             all_at_once = []
             while part := file.read1(1 << 18):
                 all_at_once.append(part)
@@ -176,12 +175,12 @@ def test_the_last_line_before_a_wrong_checksum_needs_no_end(ending: str, tmp_pat
 @pytest.mark.parametrize("size", [10, 1000, 1 << 20])
 def test_the_document_of_plain_text_with_the_damage_in_it_goes(ending: str, size: int, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_parts, "__defaults__", (None, "", size))
+    monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", size))
     found = texts(6, 50)
     path, good = tmp_path / f"a.txt{ending}", tmp_path / "good.txt"
     good.write_text("after")
     for word, between in (("<|endoftext|>", "<|endoftext|>\n"), ("blank-line", "\n\n"), (r"\n--\n", "\n--\n")):
-        reading = Reading(separator=Separator.parse(word))
+        reading = TextReadOptions(separator=Separator.parse(word))
         content = between.join(found).encode()
         for whole in (COMPRESS[ending](content), COMPRESS[ending](content + between.encode())):
             for damaged in (whole[:len(whole) // 2], flipped(whole, len(whole) - 2), whole + b"junk"):
@@ -211,7 +210,7 @@ def test_strict_runs_end_with_the_file_the_place_and_the_reason(ending: str, tmp
             assert place <= int(match[1]) <= place + 4 and match[2] == str(len(lines(found))) and match[3] == str(line)
         assert not list(tmp_path.glob("c.*"))
         with pytest.raises(DataError, match=r"a.jsonl\S+:\d+ \(byte \d+\) cannot read on: the compressed data is dam"):
-            run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out")
+            run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out")
 
 
 @EVERY
@@ -244,10 +243,11 @@ def test_a_web_stage_names_the_damaged_files_whatever_its_workers(ending: str, t
     (tmp_path / "in").mkdir()
     for name, content in (("a", whole + b"x"), ("b", whole), ("c", b""), ("d", whole)):
         (tmp_path / "in" / f"{name}.jsonl{ending}").write_bytes(content)
-    stage = MapStage("read", make_read, ReadOptions())
+    stage = MapStage("read", make_read_function, ReadOptions())
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
-        record = run_map(stage, [tmp_path / "in"], out, WebReading(on_error="skip"), Work(workers, shard_bytes=5000))
+        record = run_map_stage(stage, [tmp_path / "in"], out, WebReading(on_error="skip"),
+                               StageRunOptions(workers, shard_bytes=5000))
         assert record.counts.documents_kept == 600 and record.counts.dropped == {"unreadable": 2}
         assert [note.split(": ")[0] for note in record.notes] == [f"a.jsonl{ending}", f"c.jsonl{ending}"]
         assert f"damaged at byte {len(whole) + 1} " in record.notes[0] and "damaged at byte 0 " in record.notes[1]
@@ -294,7 +294,7 @@ def test_nonsense_in_a_damaged_file_is_told_as_damage(ending: str, tmp_path: Pat
                 read()
         with pytest.raises(DataError, match=rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*; "
                            rf"before that, {path}:\d+ \(byte \d+\) (not|no|key)"):
-            run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out")
+            run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out")
     assert tried >= {".gz": 25, ".xz": 5, ".zst": 1}[ending]
 
 
@@ -306,23 +306,24 @@ def test_a_malformed_line_in_a_whole_file_is_told_as_before(ending: str, tmp_pat
     with pytest.raises(DataError, match=rf"^{path}:41 not JSON: .* \(the line begins at byte \d+\)$"):
         build_corpus([path], tmp_path / "c", BYTE)
     with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
-        run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out")
+        run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out")
     path.write_bytes(COMPRESS[ending](content)[:-1])  # what is skipped needs no second look
-    with patch("data.chunks.damage_in", side_effect=AssertionError), \
-            patch("data.webtext.runner.damage_in", side_effect=AssertionError):
+    with patch("data.plain_text.find_damage", side_effect=AssertionError), \
+            patch("data.webtext.runner.find_damage", side_effect=AssertionError):
         assert preprocessed([path], tmp_path / "c")[1] == 2
-        run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out", WebReading(on_error="skip"))
+        run_map_stage(MapStage("read", make_read_function, ReadOptions()), [path], tmp_path / "out",
+                      WebReading(on_error="skip"))
 
 
 def test_nonsense_from_a_drive_or_pipe_that_fails_stays_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](b"{]\n"))
-    fault = Malformed(str(path), 0, 0, "not JSON")
-    with patch("data.compressed._Streams._fill", failing):
-        assert str(fault.error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
+    fault = MalformedDocument(str(path), 0, 0, "not JSON")
+    with patch("data.compressed._MultiStreamReader._read_block", failing):
+        assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
     path.unlink()
     os.mkfifo(path)
-    assert str(fault.error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
+    assert str(fault.to_error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
 
 
 def test_split_json_keeps_what_is_before_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,9 +345,9 @@ def test_a_pipe_tells_its_damage_though_it_cannot_be_read_again(tmp_path: Path) 
     whole = COMPRESS[".gz"](lines(texts(12, 100)))
     writer = threading.Thread(target=path.write_bytes, args=(whole[:-1],))
     writer.start()
-    *_, last = read_chunks(path)
+    *_, last = read_line_chunks(path)
     writer.join()
-    assert isinstance(last.damage, Damage) and last.data is not None and last.data.count(b"\n") == 100
+    assert isinstance(last.damage, DamagedRest) and last.data is not None and last.data.count(b"\n") == 100
 
 
 def test_a_disk_that_fails_is_an_error_even_where_damage_is_skipped(tmp_path: Path,
@@ -354,7 +355,7 @@ def test_a_disk_that_fails_is_an_error_even_where_damage_is_skipped(tmp_path: Pa
     """It is not the file that is damaged: the same command may work tomorrow."""
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(COMPRESS[".gz"](lines(texts(13, 100))))
-    monkeypatch.setattr("data.compressed._Streams._fill", failing)
+    monkeypatch.setattr("data.compressed._MultiStreamReader._read_block", failing)
     with pytest.raises(DataError, match="a.jsonl.gz: cannot read: Input/output error"):
         preprocessed([path], tmp_path / "c")
 
@@ -369,7 +370,7 @@ def test_the_whole_file_stays_in_no_memory(tmp_path: Path, peak_of: Callable[[Ca
     path.write_bytes(whole[:-5])
 
     def read() -> None:
-        assert sum(chunk.size for chunk in read_chunks(path)) > 50_000_000
+        assert sum(chunk.size for chunk in read_line_chunks(path)) > 50_000_000
 
     assert peak_of(read) < 16_000_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data import default_corpus
-from data.default_corpus import build, documents_in, paragraphs, source_files
+from data.default_corpus import build_default_corpus, documents_in, paragraphs, source_files
 from data.indexed import IndexedCorpus
 from data.tokenizer import SentencePieceTokenizer
 
@@ -20,8 +20,8 @@ SETTINGS = {"vocab_size": 600, "packages": ("numpy",)}
 def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quarter = source_files("numpy")[::4]
     monkeypatch.setattr(default_corpus, "source_files", lambda package: quarter)
-    prefix = build(tmp_path / "a", workers=2, **SETTINGS)  # type: ignore[arg-type]
-    build(tmp_path / "b", workers=1, **SETTINGS)  # type: ignore[arg-type]
+    prefix = build_default_corpus(tmp_path / "a", workers=2, **SETTINGS)  # type: ignore[arg-type]
+    build_default_corpus(tmp_path / "b", workers=1, **SETTINGS)  # type: ignore[arg-type]
     names = ["corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json", "source.json"]
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
@@ -34,11 +34,11 @@ def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch
         *ids, end = corpus.document(number).tolist()
         assert tokenizer.decode(ids) == texts[number] and end == tokenizer.eod
 
-    monkeypatch.setattr(default_corpus, "collect", lambda *_: pytest.fail("built again"))
-    build(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+    monkeypatch.setattr(default_corpus, "collect_documents", lambda *_: pytest.fail("built again"))
+    build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
     (tmp_path / "a" / "corpus.bin").unlink()
     with pytest.raises(pytest.fail.Exception):
-        build(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+        build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
 
 
 def test_documents_are_docstrings_with_methods_under_their_class(tmp_path: Path) -> None:

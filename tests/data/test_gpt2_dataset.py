@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import sample_index
-from data.gpt2_dataset import BlendedDataset, GPT2Dataset, MockDataset
+from data import gpt2_dataset
+from data.gpt2_dataset import BlendedDataset, EpochCache, GPT2Dataset, MockDataset, count_samples, sample_starts
 from data.indexed import IndexedCorpus
-from data.writer import CorpusWriter
-from data.sample_index import EpochStore, sample_starts, samples_in
 from data.sampling import epoch_permutation
 from data.storage import DataError
+from data.writer import CorpusWriter
 
 
 def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
@@ -40,12 +39,12 @@ def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
 def naive_starts(sizes: list[int], order: list[int], seq_length: int) -> list[list[int]]:
     """Walk over every token of the joined documents."""
     places = [[position, offset] for position, document in enumerate(order) for offset in range(sizes[document])]
-    return places[:-1:seq_length][:samples_in(len(places), seq_length)]
+    return places[:-1:seq_length][:count_samples(len(places), seq_length)]
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
 def test_starts_equal_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(sample_index, "BLOCK", block)
+    monkeypatch.setattr(gpt2_dataset, "BLOCK_DOCUMENTS", block)
     draw = random.Random(block)
     for _ in range(200):
         sizes = [draw.choice([0, 0, 1, 4, 5, draw.randint(0, 30)]) for _ in range(draw.randint(1, 12))]
@@ -90,7 +89,7 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
     corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
     computed = GPT2Dataset(corpus, range(11), 4, 1, "computed", str(folder))
     assert not folder.exists()
-    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     for attempt in range(2):
         stored = GPT2Dataset(corpus, range(11), 4, 1, "stored", str(folder))
         assert all(stored[i].tolist() == computed[i].tolist() for i in range(3 * stored.samples_per_epoch))
@@ -101,15 +100,15 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
 
 def test_of_several_ranks_one_builds_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
-    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
-    real, built = sample_index.build_epoch, []
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
+    real, built = gpt2_dataset.build_epoch, []
 
-    def slowly(*given: object) -> sample_index.EpochIndex:
+    def slowly(*given: object) -> gpt2_dataset.EpochIndex:
         built.append(given[-1])
         time.sleep(0.05)  # the others are here before it is done
         return real(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sample_index, "build_epoch", slowly)
+    monkeypatch.setattr(gpt2_dataset, "build_epoch", slowly)
     found: list[list[int]] = []
     ranks = [threading.Thread(target=lambda: found.append(
         GPT2Dataset(corpus, range(11), 4, 1, "rank", str(folder))[0].tolist())) for _ in range(8)]
@@ -124,19 +123,19 @@ def test_few_epochs_stay_in_memory(tmp_path: Path) -> None:
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
     for i in range(20 * dataset.samples_per_epoch):
         dataset[i]
-    assert len(dataset._epochs._kept) == sample_index.KEPT_EPOCHS
+    assert len(dataset._epochs._cached) == gpt2_dataset.MAX_CACHED_EPOCHS
 
 
 def test_an_epoch_that_was_left_behind_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
     n = dataset.samples_per_epoch
-    monkeypatch.setattr(sample_index, "PATIENCE", n // 2)
+    monkeypatch.setattr(gpt2_dataset, "SAMPLES_BEFORE_EVICTION", n // 2)
     for i in (n - 1, n, n - 2, n + 1):  # readers cross the border a little apart
         dataset[i]
-    assert sorted(dataset._epochs._kept) == [0, 1]
+    assert sorted(dataset._epochs._cached) == [0, 1]
     for i in range(n, 2 * n):
         dataset[i]
-    assert sorted(dataset._epochs._kept) == [1]
+    assert sorted(dataset._epochs._cached) == [1]
 
 
 def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_a_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Path, mon
     """Where the facts are wrong, or the corpus too large to be scanned at the start."""
     corpus_of(tmp_path / "c", [50])
     os.unlink(tmp_path / "c.json")
-    monkeypatch.setattr("data.indexed.SCAN_LIMIT", 10)
+    monkeypatch.setattr("data.indexed.SCAN_LIMIT_TOKENS", 10)
     dataset = GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(1), 4, 0, "train", vocab_size=40)
     with pytest.raises(DataError, match="document 0, offset 40: token id 40 is outside the vocabulary of 40"):
         for i in range(dataset.samples_per_epoch):
@@ -199,13 +198,13 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
     assert set(everything.tolist()) == set(range(100))
 
 
-def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochStore:
+def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochCache:
     """As `GPT2Dataset` makes it."""
-    samples = samples_in(sum(sizes), seq_length)
-    return EpochStore(np.array(sizes), np.arange(len(sizes)), seq_length, 1, samples, str(folder))
+    samples = count_samples(sum(sizes), seq_length)
+    return EpochCache(np.array(sizes), np.arange(len(sizes)), seq_length, 1, samples, str(folder))
 
 
-def content(index: sample_index.EpochIndex) -> tuple[list[int], list[list[int]]]:
+def content(index: gpt2_dataset.EpochIndex) -> tuple[list[int], list[list[int]]]:
     return ([int(index.documents[k]) for k in range(len(index.documents))],
             [list(map(int, index.starts[k])) for k in range(len(index.starts))])
 
@@ -215,15 +214,15 @@ def content(index: sample_index.EpochIndex) -> tuple[list[int], list[list[int]]]
     ids=["one row", "empty documents", "a page begun", "a page full", "a row more", "many pages", "one document"])
 def test_every_row_of_a_stored_order_is_that_of_the_computed_one(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], seq_length: int) -> None:
-    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     for epoch in range(2):
-        computed = sample_index.build_epoch(np.array(sizes), np.arange(len(sizes)), seq_length, 1, epoch)
+        computed = gpt2_dataset.build_epoch(np.array(sizes), np.arange(len(sizes)), seq_length, 1, epoch)
         for _ in range(2):  # the one that writes, and the one that finds it
             assert content(stored(tmp_path, sizes, seq_length)[epoch]) == content(computed)
 
 
 def served(prefix: str, folder: str | None, count: int, start: Any = None) -> list[list[int]]:
-    sample_index.STORE_FROM = 1
+    gpt2_dataset.MIN_STORED_SAMPLES = 1
     if start is not None:
         start.wait()
     dataset = GPT2Dataset(IndexedCorpus(prefix), range(3000), 4, 1, "train", folder)
@@ -258,7 +257,7 @@ SOMEBODY = {
 @pytest.mark.parametrize("somebody", SOMEBODY.values(), ids=SOMEBODY)
 def test_a_stored_order_that_is_damaged_or_another_is_named(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, somebody: Callable[[Path], object]) -> None:
-    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     store = stored(tmp_path, [7] * 50, 4)
     whole, _ = content(store[0]), content(store[1])
     content(stored(tmp_path / "other", [6, 8] * 25, 4)[0])
@@ -271,7 +270,7 @@ def test_a_stored_order_that_is_damaged_or_another_is_named(
 
 
 def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    monkeypatch.setattr(gpt2_dataset, "MIN_STORED_SAMPLES", 1)
     expected = content(stored(tmp_path, [7] * 50, 4)[0])
     for path in list(tmp_path.glob("*.rows")):
         path.rename(path.with_suffix(".npy")).write_bytes(b"wrong")
@@ -280,13 +279,13 @@ def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monk
 
 def test_a_run_whose_stored_order_is_emptied_ends_with_its_name_and_no_signal(tmp_path: Path) -> None:
     corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
-    program = (f"import glob, os, sys\nfrom data import sample_index\nfrom data.cli import run\n"
+    program = (f"import glob, os, sys\nfrom data import gpt2_dataset\nfrom data.cli import run_command\n"
                "from data.gpt2_dataset import GPT2Dataset\nfrom data.indexed import IndexedCorpus\n"
-               "sample_index.STORE_FROM = 1\n"
+               "gpt2_dataset.MIN_STORED_SAMPLES = 1\n"
                f"dataset = GPT2Dataset(IndexedCorpus({str(tmp_path / 'c')!r}), range(3000), 4, 1, 'train', "
                f"{str(tmp_path / 'cache')!r})\ndataset[0]\n"
                f"for path in glob.glob({str(tmp_path / 'cache')!r} + '/*.rows'): os.truncate(path, 0)\n"
-               "run(lambda: [dataset[i] for i in range(1, 2000)])\n")
+               "run_command(lambda: [dataset[i] for i in range(1, 2000)])\n")
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True)
     assert done.returncode == 3 and done.stderr.count("\n") == 1, (done.returncode, done.stderr)

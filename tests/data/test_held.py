@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.writer import CorpusWriter
 from data.storage import DataError
+from data.writer import CorpusWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [1000, 0, 3000, 7, 2000]
@@ -78,7 +78,7 @@ def test_a_corpus_that_was_changed_in_its_place_is_named_wherever_it_is_read(
     with pytest.raises(DataError, match=f"^{path}: (size: 12014 bytes when it was opened|was written to)"):
         corpus.document(document)
     with pytest.raises(DataError, match=str(path)):
-        corpus.scan_range()
+        corpus.scan_id_range()
 
 
 @pytest.mark.parametrize("change", [
@@ -161,7 +161,7 @@ def test_other_names_rights_and_owners_are_no_other_corpus_and_are_looked_at_onc
     if not has_facts:
         prefix.with_suffix(".json").unlink()
     corpus = IndexedCorpus(prefix)
-    with patch.object(corpus, "_is_as_it_was", wraps=corpus._is_as_it_was) as looks:
+    with patch.object(corpus, "_tokens_are_unchanged", wraps=corpus._tokens_are_unchanged) as looks:
         np.testing.assert_array_equal(corpus.document(0), TOKENS[:1000])
         assert not looks.called
         time.sleep(TICK)
@@ -175,7 +175,7 @@ def test_other_names_rights_and_owners_are_no_other_corpus_and_are_looked_at_onc
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_cannot_read_is_named(prefix: Path, suffix: str, number: int) -> None:
     corpus = IndexedCorpus(prefix)
-    with patch("data.held.os.preadv", side_effect=OSError(number, os.strerror(number))):
+    with patch("data.stable_file.os.preadv", side_effect=OSError(number, os.strerror(number))):
         with pytest.raises(DataError, match=f"corpus{suffix}: cannot read: {os.strerror(number)}"):
             if suffix == ".bin":
                 corpus.read(0, 3, 9)
@@ -189,7 +189,7 @@ def test_reads_that_come_in_pieces_are_joined(prefix: Path) -> None:
     def some(descriptor: int, buffers: list[Any], offset: int) -> int:
         return really(descriptor, [buffers[0][:7]], offset)
 
-    with patch("data.held.os.preadv", some):
+    with patch("data.stable_file.os.preadv", some):
         np.testing.assert_array_equal(IndexedCorpus(prefix).document(2), whole)
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from data import importers
-from data.corpora import Datasets, open_datasets
 from data.importers import import_tokens, main
 from data.indexed import IndexedCorpus
+from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
-from data.verify import verify
+from data.verify import verify_corpus
 
 BYTE = ByteLevelTokenizer()
 EOD = BYTE.eod
@@ -56,7 +56,7 @@ def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_pat
     assert documents_of(tmp_path / "e") == [[EOD, 1, 2], [EOD], [EOD, 3]]
     import_tokens([llmc(tmp_path / "c.bin", [5, EOD, 1]), llmc(tmp_path / "d.bin", [2, EOD])], tmp_path / "cd", BYTE)
     assert documents_of(tmp_path / "cd") == [[5, EOD], [1, 2, EOD]]
-    assert "5 tokens (uint16), ids 0 to 256 of 257" in verify(str(tmp_path / "cd"))
+    assert "5 tokens (uint16), ids 0 to 256 of 257" in verify_corpus(str(tmp_path / "cd"))
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -75,7 +75,7 @@ def test_documents_that_lie_across_shards_stay_whole(tmp_path: Path, shards: int
 
 @pytest.mark.parametrize("block", [1, 2, 3, 1000])
 def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(importers, "BLOCK", block)
+    monkeypatch.setattr(importers, "BLOCK_ENTRIES", block)
     draw = np.random.default_rng(block)
     for i in range(20):
         tokens = draw.choice([1, 2, EOD], int(draw.integers(1, 12))).tolist()
@@ -113,7 +113,7 @@ def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
 def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Path, block: int,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importers, "BLOCK", block)
+    monkeypatch.setattr(importers, "BLOCK_ENTRIES", block)
     good = llmc(tmp_path / "good.bin", [EOD, 1, 2])
     bad = llmc(tmp_path / "bad.bin", [3, 4, 5, 6, 300, 301])
     with pytest.raises(DataError, match=r"/bad.bin: token 4 \(of 6, from 0\): expected an id from 0 to 256, found 300; "
@@ -124,7 +124,7 @@ def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Pa
 
 def test_a_document_that_no_index_can_count_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                   ) -> None:
-    monkeypatch.setattr(importers, "MAX_LENGTH", 4)
+    monkeypatch.setattr(importers, "MAX_DOCUMENT_TOKENS", 4)
     files = [nanogpt(tmp_path / "a.bin", [1, 2, EOD, 1, 2]), nanogpt(tmp_path / "b.bin", [3, 4, 5])]
     with pytest.raises(DataError, match="b.bin: a document that ends here, or goes on, has more than 4 tokens"):
         import_tokens(files, tmp_path / "c", BYTE)

@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import identity
-from data import writer as writing
-from data.facts import TokenizerFacts
-from data.format import token_dtype
+from data import indexed, writer as writing
+from data.format import TokenizerFacts, token_dtype
 from data.indexed import IndexedCorpus
-from data.writer import CorpusWriter
 from data.storage import DataError
+from data.writer import CorpusWriter
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
 
@@ -196,7 +194,7 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
     tokens = draw.integers(0, 10, sizes.sum())
     documents = [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])]
     expected = write(tmp_path / "a", documents)
-    monkeypatch.setattr(writing, "BLOCK", 7)  # the index is finished in blocks
+    monkeypatch.setattr(writing, "BLOCK_ENTRIES", 7)  # the index is finished in blocks
     with CorpusWriter(tmp_path / "b", vocab_size=10) as writer:
         for part in np.array_split(tokens, 9):
             writer.add_tokens(part)
@@ -207,8 +205,8 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "BLOCK", 1 << 10)
-    monkeypatch.setattr(identity, "CHUNK", 1 << 10)
+    monkeypatch.setattr(writing, "BLOCK_ENTRIES", 1 << 10)
+    monkeypatch.setattr(indexed, "READ_BYTES", 1 << 10)
     piece, peaks = np.ones(10_000, np.int64), []
     for pieces in (2, 50):
         tracemalloc.start()

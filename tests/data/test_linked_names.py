@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.lock import alone
-from data.split_json import split_json
 from data.sampling import parse_split
-from data.storage import StorageFault
+from data.split_json import split_json
+from data.storage import StorageFault, hold_writer_lock
 from data.writer import CorpusWriter
 from tests.data.test_writer import is_whole, write
 
@@ -68,7 +67,7 @@ def test_a_second_writer_by_another_name_is_refused_and_harms_nothing(
 def test_a_second_split_by_another_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "link.train.jsonl").symlink_to("real.train.jsonl")
-    with alone(tmp_path / "real.jsonl", tmp_path / "real.train.jsonl"):
+    with hold_writer_lock(tmp_path / "real.jsonl", tmp_path / "real.train.jsonl"):
         (tmp_path / ".real.train.jsonl.1.00000000.tmp").write_text("its draft")
         with pytest.raises(StorageFault, match="link.jsonl: process .* is writing under this name"):
             split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))

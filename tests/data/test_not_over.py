@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from data import importers, merge, preprocess, split_json
-from data.storage import UsageError, check_not_over
+from data.storage import UsageError, check_outputs_are_not_inputs
 from data.webtext import __main__ as webtext
 from data.writer import CorpusWriter
-from megatron.inference import command as generate
+from megatron.inference import cli as generate
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(60))
@@ -104,9 +104,9 @@ def test_a_link_to_an_input_is_no_other_name(here: Path, kind: str) -> None:
 
 
 def test_files_beside_the_input_and_terminals_are_no_input(here: Path) -> None:
-    check_not_over(["/dev/null", "pr.txt", "absent"], ["/dev/null", "corpus.json", "other"])
+    check_outputs_are_not_inputs(["/dev/null", "pr.txt", "absent"], ["/dev/null", "corpus.json", "other"])
     with pytest.raises(UsageError, match="^sub/../absent, which is absent: "):
-        check_not_over(["absent"], ["sub/../absent"])
+        check_outputs_are_not_inputs(["absent"], ["sub/../absent"])
     preprocess.main(["--input", "corpus.json", "--output-prefix", "corpus2", *BYTE])
     preprocess.main(["--input", "pr.txt", "--output-prefix", "corpus2", "--json-key", "text", *BYTE])
 
@@ -134,4 +134,4 @@ def test_answers_are_not_written_over_the_model(here: Path, output: str) -> None
         generate.main([*MODELS[output], "--output", output, "once"])
     assert contents(here) == before
     asked = generate.build_parser().parse_args(["--load", "K", "--output", "K/answers.txt", "once"])
-    generate.check(asked)
+    generate.check_args(asked)

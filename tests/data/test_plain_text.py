@@ -17,9 +17,8 @@ import pytest
 from data import plain_text
 from data.default_corpus import paragraphs
 from data.indexed import IndexedCorpus
-from data.plain_text import Separator, read_parts
-from data.preprocess import Reading, build_corpus
-from data.preprocess import main as preprocess
+from data.plain_text import Separator, read_text_chunks
+from data.preprocess import TextReadOptions, build_corpus, main as preprocess
 from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, Tokenizer
@@ -31,7 +30,8 @@ BYTE = ByteLevelTokenizer()
 def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tokenizer = BYTE,
                  **settings: object) -> list[list[int]]:
     prefix = files[0].parent / "corpus"
-    build_corpus(files, prefix, tokenizer, Reading(separator=Separator.parse(separator)), **settings)  # type: ignore
+    build_corpus(files, prefix, tokenizer, TextReadOptions(separator=Separator.parse(separator)),  # type: ignore
+                 **settings)
     corpus = IndexedCorpus(prefix)
     return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 
@@ -91,15 +91,16 @@ def sentencepiece(folder: Path) -> SentencePieceTokenizer:
 def test_where_a_file_is_cut_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            make: Callable[[Path], Tokenizer], separator: str | None) -> None:
     tokenizer, rng = make(tmp_path), random.Random(7)
-    assert tokenizer.cuts_before
+    assert tokenizer.safe_split_characters
     path = tmp_path / "a.txt"
     path.write_text("".join(rng.choices(AWKWARD, k=2000)), newline="")
     whole = documents_in([path], separator, tokenizer)
     parts = 0
     for size, near in ((1, 4), (7, 1), (100, 16), (1000, 4096)):
-        monkeypatch.setattr(read_parts, "__defaults__", (None, "", size))
-        monkeypatch.setattr(plain_text, "NEAR", near)
-        parts = max(parts, len(list(read_parts(path, Separator.parse(separator), tokenizer.cuts_before))))
+        monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", size))
+        monkeypatch.setattr(plain_text, "TAIL_BYTES", near)
+        chunks = list(read_text_chunks(path, Separator.parse(separator), tokenizer.safe_split_characters))
+        parts = max(parts, len(chunks))
         assert documents_in([path], separator, tokenizer) == whole, size
     assert parts > 30
 
@@ -111,9 +112,9 @@ def test_a_tokenizer_that_adds_to_the_start_of_a_text_gets_documents_whole(tmp_p
     library.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "m"), vocab_size=18,
                                        remove_extra_whitespaces=False, minloglevel=2)
     tokenizer = SentencePieceTokenizer(str(tmp_path / "m.model"))
-    assert tokenizer.cuts_before == ""
+    assert tokenizer.safe_split_characters == ""
     (tmp_path / "a.txt").write_text("the cat " * 1000)
-    assert len(list(read_parts(tmp_path / "a.txt", None, tokenizer.cuts_before, size=10))) == 1
+    assert len(list(read_text_chunks(tmp_path / "a.txt", None, tokenizer.safe_split_characters, size=10))) == 1
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "pipe"])
@@ -125,10 +126,10 @@ def test_parts_know_their_place_and_are_the_file(tmp_path: Path, kind: str) -> N
         threading.Thread(target=path.write_bytes, args=(content,)).start()
     else:
         path.write_bytes(gzip.compress(content) if kind == "txt.gz" else content)
-    chunks = list(read_parts(path, None, " \n", 50))
+    chunks = list(read_text_chunks(path, None, " \n", 50))
     assert len(chunks) > 10 and all((chunk.data is None) == (kind == "txt") for chunk in chunks)
-    assert [chunk.continues for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
-    assert [chunk.unfinished for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert [chunk.starts_inside_document for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
+    assert [chunk.ends_inside_document for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert b"".join(chunk.read() for chunk in chunks) == content
     assert all(content[chunk.offset:][:chunk.size] == chunk.read() for chunk in chunks)
 
@@ -139,7 +140,7 @@ def test_workers_and_compression_do_not_show(tmp_path: Path, monkeypatch: pytest
     for suffix, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstd.compress)):
         (tmp_path / f"a.txt{suffix}").write_bytes(pack(content))
     (tmp_path / "b.jsonl.zst").write_bytes(zstd.compress(json.dumps({"text": "json"}).encode()))
-    monkeypatch.setattr(read_parts, "__defaults__", (None, "", 100))
+    monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", 100))
     plain = documents_in([tmp_path / "a.txt", tmp_path / "b.jsonl.zst"])
     assert [len(plain), BYTE.decode(plain[1])] == [2, "json<|endoftext|>"]
     for suffix, workers in (("", 2), (".gz", 2), (".zst", 1)):
@@ -152,7 +153,7 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
     path = tmp_path / "a.txt"
     path.write_bytes(b"good words\n" * 20 + b"caf\xe9 au lait\n" + b"more words\n" * 20)
     (tmp_path / "b.txt").write_bytes(b"fine")
-    monkeypatch.setattr(read_parts, "__defaults__", (None, "", 50))
+    monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", 50))
     with pytest.raises(DataError) as caught:
         documents_in([path, tmp_path / "b.txt"], workers=workers)
     assert str(caught.value) == (f"{path}:21 not UTF-8: byte 0xe9 at column 4; convert the file (iconv -t UTF-8) "
@@ -161,7 +162,7 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
     prefix = tmp_path / "c"
     for separator, kept, missing in ((None, 1, 1), (r"\n", 41, 1)):
         progress, skipped = build_corpus([path, tmp_path / "b.txt"], prefix, BYTE,
-                                         Reading(separator=Separator.parse(separator)), skip_malformed=True)
+                                         TextReadOptions(separator=Separator.parse(separator)), skip_malformed=True)
         assert (progress.documents, skipped) == (kept, missing)
 
 

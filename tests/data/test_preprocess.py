@@ -19,13 +19,12 @@ import pytest
 
 from data import jsonl
 from data.indexed import IndexedCorpus
-from data.chunks import count_lines
-from data.jsonl import lines_of, parse_text, read_chunks
-from data.merge import merge
-from data.parallel import AHEAD, ordered_map
-from data.preprocess import Reading, build_corpus
-from data.preprocess import main as preprocess
-from data.storage import DataError, Unfinished
+from data.jsonl import parse_lines, parse_text, read_line_chunks
+from data.merge import merge_corpora
+from data.parallel import MAX_PENDING_PER_WORKER, ordered_map
+from data.plain_text import count_lines
+from data.preprocess import TextReadOptions, build_corpus, main as preprocess
+from data.storage import DataError, ResumableError
 from data.tokenizer import ByteLevelTokenizer
 from data.verify import main as verify
 
@@ -63,8 +62,8 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path: Path, monkeypatch:
     plain = write_jsonl(tmp_path / "a.jsonl", texts)
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
         file.write(plain.read_bytes())
-    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (10_000,))
-    assert len(list(read_chunks(plain))) > 8
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (10_000,))
+    assert len(list(read_line_chunks(plain))) > 8
     for workers in (1, 2, 4):
         build_corpus([plain], tmp_path / f"w{workers}", ByteLevelTokenizer(), workers=workers)
     build_corpus([tmp_path / "a.jsonl.gz"], tmp_path / "gz", ByteLevelTokenizer())
@@ -83,7 +82,7 @@ def test_shards_of_a_folder_merge_to_the_whole(tmp_path: Path) -> None:
         parts = [tmp_path / f"{count}-{i}" for i in range(count)]
         for i, part in enumerate(parts):
             preprocess([*byte, str(part), "--shard", f"{i}/{count}"])
-        merge(parts, tmp_path / "merged")
+        merge_corpora(parts, tmp_path / "merged")
         assert files_of(tmp_path / "merged") == files_of(whole)
 
 
@@ -113,7 +112,7 @@ def test_chunks_are_whole_lines_and_know_their_place(kind: str, size: int, tmp_p
         threading.Thread(target=path.write_bytes, args=(LINES,)).start()
     else:
         path.write_bytes(gzip.compress(LINES) if kind == "gz" else LINES)
-    chunks = list(read_chunks(path, size))
+    chunks = list(read_line_chunks(path, size))
     assert b"".join(chunk.read() for chunk in chunks) == LINES
     assert all((chunk.data is None) == (kind == "file") for chunk in chunks)
     for chunk in chunks:
@@ -133,7 +132,7 @@ def test_where_all_is_malformed_the_error_says_so(tmp_path: Path) -> None:
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(LINES)
-    last = list(read_chunks(tmp_path / "a", 10))[-1]
+    last = list(read_line_chunks(tmp_path / "a", 10))[-1]
     os.truncate(tmp_path / "a", len(LINES) - 1)
     with pytest.raises(DataError, match="a: cannot read: the file became shorter meanwhile"):
         last.read()
@@ -175,7 +174,7 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, line: bytes, reaso
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_of_several_malformed_lines_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        workers: int) -> None:
-    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (100,))  # a few lines a chunk
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (100,))  # a few lines a chunk
     lines = ['{"text": "good"}'] * 100
     for bad in (70, 71, 99):
         lines[bad - 1] = "[]"
@@ -202,7 +201,7 @@ def test_a_damaged_or_missing_input_is_a_data_error(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"{name}: cannot read"):
             build_corpus([tmp_path / name], tmp_path / "c", ByteLevelTokenizer())
     with pytest.raises(DataError, match="missing: cannot read: No such file"):
-        list(read_chunks(tmp_path / "missing"))
+        list(read_line_chunks(tmp_path / "missing"))
 
 
 def zstd_compress(data: bytes) -> bytes:
@@ -225,14 +224,14 @@ def test_what_follows_a_compressed_stream_is_read_or_refused(compress: Callable[
     for whole, lines in ((first + second, 2), *((first + zeros + second, 2) for zeros in padded),
                          *((first + zeros, 1) for zeros in padded)):
         path.write_bytes(whole)
-        chunks = list(read_chunks(path))
+        chunks = list(read_line_chunks(path))
         assert sum(chunk.read().count(b"\n") for chunk in chunks) == 9999 * lines
         assert not any(chunk.damage for chunk in chunks)
     misfits = [flipped(second, 1), flipped(second, len(second) // 2), second[:-5], second[:3], b"x", b"garbage" * 9]
     for after in misfits + ([bytes(3), bytes(3) + second, bytes(4) + b"x"] if compress is lzma.compress else []):
         path.write_bytes(first + after)
-        *_, last = read_chunks(path)
-        assert last.damage and f"{path}: cannot read: " in str(last.damage.error(0))
+        *_, last = read_line_chunks(path)
+        assert last.damage and f"{path}: cannot read: " in str(last.damage.to_error(0))
 
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_a_line(tmp_path: Path) -> None:
@@ -240,7 +239,8 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_a_line(tmp_path:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for path in paths:
         path.write_bytes(b"\xef\xbb\xbf" + line + b"\n")
-    found = [line for path in paths for chunk in read_chunks(path) for line in lines_of(chunk, chunk.read(), "text")]
+    found = [line for path in paths for chunk in read_line_chunks(path)
+             for line in parse_lines(chunk, chunk.read(), "text")]
     assert found == [(line, "a\ufeff")] * 2
     (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf\n" + line + b"\n\xef\xbb\xbf" + line)
     with pytest.raises(DataError, match="c.jsonl:3 .*not JSON"):
@@ -307,7 +307,7 @@ def _number(item: tuple[int, Path]) -> int:
     while number == 0 and not reached.exists():
         assert time.monotonic() < end, "nobody goes on"
         time.sleep(0.01)
-    if number == 2 * AHEAD:
+    if number == 2 * MAX_PENDING_PER_WORKER:
         reached.touch()
     return number
 
@@ -322,12 +322,13 @@ def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_o
 
     results = ordered_map(_number, items(), workers=2)
     assert next(results) == 0
-    assert len(taken) == 2 * AHEAD + 1, "the other worker went on while the first one waited, but not without end"
+    assert len(taken) == 2 * MAX_PENDING_PER_WORKER + 1, (
+        "the other worker went on while the first one waited, but not without end")
     assert list(results) == list(range(1, 100))
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
-    with pytest.raises(Unfinished, match="a worker process died"):  # so what was done is kept
+    with pytest.raises(ResumableError, match="a worker process died"):  # so what was done is kept
         list(ordered_map(_pid_or_die, range(100), workers=2))
 
 
@@ -340,8 +341,8 @@ def test_a_build_killed_at_any_moment_can_be_repeated(tmp_path: Path, moment: st
     killed = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "c.idx").exists()
-    build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), Reading(append_eod=False))
-    build_corpus([path], tmp_path / "d", ByteLevelTokenizer(), Reading(append_eod=False))
+    build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), TextReadOptions(append_eod=False))
+    build_corpus([path], tmp_path / "d", ByteLevelTokenizer(), TextReadOptions(append_eod=False))
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
@@ -368,9 +369,9 @@ wrap({where[moment]})
 
 def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
     """They travel between processes; objects would be slow."""
-    from data.chunks import Chunk
+    from data.plain_text import Chunk
     from data.preprocess import encode_chunk
 
-    encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), Reading())
+    encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), TextReadOptions())
     assert encoded.tokens.dtype == np.uint16 and encoded.tokens.tolist() == [97, 98, 256, 256]
     assert encoded.sizes.tolist() == [3, 1]

@@ -19,8 +19,8 @@ import pytest
 from data import jsonl, plain_text, preprocess
 from data.parallel import ordered_map
 from data.plain_text import Separator
-from data.preprocess import Encoded, Reading, build_corpus
-from data.storage import DataError, StorageFault, Unfinished
+from data.preprocess import EncodedChunk, TextReadOptions, build_corpus
+from data.storage import DataError, ResumableError, StorageFault
 from data.tokenizer import ByteLevelTokenizer
 from data.writer import CorpusWriter
 
@@ -32,9 +32,9 @@ SUFFIXES = (".bin", ".idx", ".json")
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files of every kind, a few hundred bytes a chunk, marked after each second one or so."""
-    monkeypatch.setattr(preprocess, "MARK_BYTES", 1000)
-    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(plain_text.read_parts, "__defaults__", (None, "", 600))
+    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1000)
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (600,))
+    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", 600))
     lines = "".join(json.dumps({"text": f"line {i} " * (i % 9)}) + "\n" for i in range(200))
     paths = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.jsonl.gz", "d.txt.gz")]
     for path in paths:
@@ -54,10 +54,10 @@ def chunks_marked(prefix: Path) -> int:
 
 DIES = """
 import os, signal
-from data import draft, jsonl, plain_text, preprocess
-preprocess.MARK_BYTES = 1000
-jsonl.read_chunks.__defaults__ = (600,)
-plain_text.read_parts.__defaults__ = (None, "", 600)
+from data import jsonl, plain_text, preprocess, writer
+preprocess.RESUME_POINT_BYTES = 1000
+jsonl.read_line_chunks.__defaults__ = (600,)
+plain_text.read_text_chunks.__defaults__ = (None, "", 600)
 left = [{left}]
 def dies(real):
     def call(*arguments, **more):
@@ -66,8 +66,8 @@ def dies(real):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **more)
     return call
-draft.Growing.write, os.fsync, os.replace, os.truncate = map(
-    dies, (draft.Growing.write, os.fsync, os.replace, os.truncate))
+writer.AppendFile.write, os.fsync, os.replace, os.truncate = map(
+    dies, (writer.AppendFile.write, os.fsync, os.replace, os.truncate))
 if __name__ == "__main__":
     preprocess.main({arguments!r})
 """
@@ -104,7 +104,7 @@ class Stop:
         self.left, self.error, self.encoded = chunks, error, 0
         monkeypatch.setattr(preprocess, "ordered_map", self.map)
 
-    def map(self, *arguments: Any) -> Iterator[Encoded]:
+    def map(self, *arguments: Any) -> Iterator[EncodedChunk]:
         for encoded in ordered_map(*arguments):
             if self.left == 0:
                 raise self.error
@@ -112,12 +112,14 @@ class Stop:
             yield encoded
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Unfinished("a worker process died")], ids=["ctrl-c", "worker"])
-@pytest.mark.parametrize("reading", [Reading(), Reading(separator=Separator.parse("word7"), append_eod=False)],
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ResumableError("a worker process died")],
+                         ids=["ctrl-c", "worker"])
+@pytest.mark.parametrize("reading", [TextReadOptions(),
+                                     TextReadOptions(separator=Separator.parse("word7"), append_eod=False)],
                          ids=["files", "separated"])
-def test_an_interrupted_run_goes_on_at_every_chunk(
-        tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch, error: BaseException, reading: Reading,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch,
+                                                   error: BaseException, reading: TextReadOptions,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
     whole = Stop(monkeypatch, -1, error)
     progress, _ = build_corpus(texts, tmp_path / "whole", BYTE, reading)
     for stop in (4, 5, whole.encoded // 2, whole.encoded - 1):
@@ -161,7 +163,7 @@ def test_other_inputs_or_settings_begin_anew_and_say_so(
     with pytest.raises(KeyboardInterrupt):
         build_corpus(texts, tmp_path / "c", BYTE)
     assert chunks_marked(tmp_path / "c") >= 7
-    reading = Reading("other" if change == "key" else "text", append_eod=change != "eod")
+    reading = TextReadOptions("other" if change == "key" else "text", append_eod=change != "eod")
     tokenizer = ByteLevelTokenizer()
     if change == "touched":
         os.utime(texts[-1], (1, 1))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from data.sampling import PERIOD, Blend, epoch_permutation, integer_weights, parse_split, split_documents
+from data.sampling import MAX_BLEND_PERIOD, Blend, epoch_permutation, integer_weights, parse_split, split_documents
 from data.storage import DataError
 
 
@@ -80,7 +80,7 @@ def test_any_weights_have_a_bounded_period() -> None:
     assert integer_weights([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
     assert integer_weights([10, 20, 30]) == [1, 2, 3]
     blend = Blend([Fraction("123456.789"), 987_654_321, 1])
-    assert blend.period <= PERIOD + 1 and blend.counts.min() >= 1
+    assert blend.period <= MAX_BLEND_PERIOD + 1 and blend.counts.min() >= 1
     dataset, within = blend.locate(10**15)
     assert 0 <= int(dataset) < 3 and int(within) < 10**15
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from data import default_corpus, sources
-from data.corpora import open_datasets
 from data.preprocess import build_corpus
-from data.sources import Source, check_sources, parse_sources
+from data.sources import WeightedSource, check_sources, open_datasets, parse_sources
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 
@@ -21,7 +20,7 @@ from data.tokenizer import ByteLevelTokenizer
     ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)]),
 ])
 def test_sources_are_names_or_weighted_names(words: str, expected: list[tuple[str, Fraction | None]]) -> None:
-    assert parse_sources(words.split(), "--train-data") == [Source(*pair) for pair in expected]
+    assert parse_sources(words.split(), "--train-data") == [WeightedSource(*pair) for pair in expected]
 
 
 @pytest.mark.parametrize("words", ["1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"])
@@ -40,7 +39,7 @@ def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(
     with pytest.raises(DataError, match=rf"write \./{there[:4]} for what is there, or \+{there[:4]} for the weight"):
         check_sources(words, "--train-data")
     assert parse_sources([word.replace("202", "+202") for word in words[:1]] + words[1:2], "") == weighted[:1]
-    assert parse_sources(["./2023", "2024"], "") == [Source("./2023"), Source("2024")]
+    assert parse_sources(["./2023", "2024"], "") == [WeightedSource("./2023"), WeightedSource("2024")]
 
 
 def complaint(name: object) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data.corpora import open_datasets
-from data.storage import (DataError, StorageFault, crc32_file, exclusive, make_folder, named_by, staged_file,
-                          write_json_atomic)
+from data.sources import open_datasets
+from data.storage import (DataError, StorageFault, crc32_file, make_folder, prefix_storage_errors, staged_file,
+                          wait_for_lock, write_json_atomic)
 from data.tokenizer import ByteLevelTokenizer
 
 
@@ -128,7 +128,7 @@ def test_lack_of_memory_is_no_fault_of_the_target(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError) as caught, named_by("--output"), staged_file(tmp_path / "x") as file:
+    with pytest.raises(OSError) as caught, prefix_storage_errors("--output"), staged_file(tmp_path / "x") as file:
         file.write(b"x")
     assert not isinstance(caught.value, StorageFault) and caught.value.errno == errno.ENOMEM
     assert list(tmp_path.iterdir()) == []
@@ -145,7 +145,7 @@ def test_a_lock_is_that_of_the_block_and_not_of_a_forked_child(leaves: bool, tmp
                 return False
             return True
 
-    block, (ours, theirs) = exclusive(tmp_path / "lock"), os.pipe()
+    block, (ours, theirs) = wait_for_lock(tmp_path / "lock"), os.pipe()
     with block:
         if (child := os.fork()) == 0:
             if leaves:

@@ -15,17 +15,17 @@ from data import plain_text, preprocess
 from data.indexed import IndexedCorpus
 from data.parallel import ordered_map
 from data.plain_text import Separator
-from data.preprocess import Encoded, Reading, build_corpus
+from data.preprocess import EncodedChunk, TextReadOptions, build_corpus
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, Tokenizer
 
 BYTE, GPT2 = ByteLevelTokenizer(), GPT2BPETokenizer()
 SIZE = 300
-SEPARATED = Reading(separator=Separator.parse("<|end|>"), append_eod=False)
+SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=False)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_text.read_parts, "__defaults__", (None, "", SIZE))
+    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", SIZE))
 
 
 def words(seed: int, count: int) -> bytes:
@@ -67,7 +67,7 @@ def test_what_is_left_is_the_corpus_of_the_good_documents(tmp_path: Path, case: 
     documents = CASES[case]
     good = [document for document in documents if is_text(document)]
     compress = gzip.compress if ending.endswith("gz") else bytes
-    for reading, together in ((SEPARATED, True), (Reading(), False)):
+    for reading, together in ((SEPARATED, True), (TextReadOptions(), False)):
         paths = {}
         for name, some in (("all", documents), ("good", good)):
             contents = [b"<|end|>".join(some)] if together else some
@@ -98,7 +98,7 @@ def test_a_document_with_the_damage_in_it_goes_in_all_its_parts(tmp_path: Path, 
 def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(LONG + bytes(5000) + LONG)
     (tmp_path / "b.txt").write_text("after")
-    reading = Reading(max_bytes=1000)
+    reading = TextReadOptions(max_document_bytes=1000)
     _, skipped = build_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "c", BYTE, reading,
                               skip_malformed=True)
     assert skipped == 1 and IndexedCorpus(tmp_path / "c").sizes.tolist() == [6]
@@ -108,13 +108,13 @@ def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> 
 @pytest.mark.parametrize("stop", [1, 4, 8, 11])
 def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, case: str, stop: int,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "MARK_BYTES", 1)
+    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
     (tmp_path / "a.txt").write_bytes(b"<|end|>".join([*CASES[case], b"after"]))
 
     def build(name: str) -> int:
         return build_corpus([tmp_path / "a.txt"], tmp_path / name, BYTE, SEPARATED, skip_malformed=True)[1]
 
-    def stopping(*arguments: Any) -> Iterator[Encoded]:
+    def stopping(*arguments: Any) -> Iterator[EncodedChunk]:
         yield from islice(ordered_map(*arguments), stop)
         raise KeyboardInterrupt
 

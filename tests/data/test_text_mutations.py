@@ -22,14 +22,13 @@ import pytest
 from data import jsonl, plain_text
 from data.indexed import IndexedCorpus
 from data.plain_text import Separator
-from data.preprocess import Reading, build_corpus
+from data.preprocess import TextReadOptions, build_corpus
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import extract
-from data.webtext.document import Document, Drop, Fault
-from data.webtext.inputs import find, plan
-from data.webtext.reading import Reading as WebReading
-from data.webtext.reading import read_unit
+from data.webtext.documents import Document, DocumentError, DroppedDocument
+from data.webtext.readers import WebReadOptions as WebReading, read_unit
+from data.webtext.source_files import find_source_files, plan_units
 from tests.data.damaging import COMPRESS, text_before_damage
 from tests.data.webtext.test_mutations import slow_line
 
@@ -129,7 +128,7 @@ def slow_documents(before: bytes, is_damaged: bool, pattern: bytes | None) -> li
 
 
 def check_preprocess(path: Path, good: Path, word: str | None, expected: list[str | None], is_damaged: bool) -> None:
-    prefix, reading = path.parent / "c", Reading(separator=Separator.parse(word))
+    prefix, reading = path.parent / "c", TextReadOptions(separator=Separator.parse(word))
     bad = expected.count(None) + is_damaged
     for skip in (False, True):
         try:
@@ -144,11 +143,11 @@ def check_preprocess(path: Path, good: Path, word: str | None, expected: list[st
 
 
 def check_web(path: Path, kind: str, before: bytes, is_damaged: bool, reading: WebReading) -> None:
-    reads = [read for unit in plan(find([path])[0], 1 << 20) for read in read_unit(unit, reading)]
+    reads = [read for unit in plan_units(find_source_files([path])[0], 1 << 20) for read in read_unit(unit, reading)]
     values = [read.value if isinstance(read.value, Document) else None for read in reads]
-    reasons = [read.value.reason for read in reads if isinstance(read.value, Fault)]
+    reasons = [read.value.reason for read in reads if isinstance(read.value, DocumentError)]
     for read in reads:
-        assert str(path) in read.where()
+        assert str(path) in read.location()
     assert (reasons[-1:] == ["unreadable"]) == is_damaged and "unreadable" not in reasons[:-1]
     if kind == "jsonl":
         expected = slow_lines(before, is_damaged, slow_line) + [None] * is_damaged
@@ -165,7 +164,7 @@ def check_web(path: Path, kind: str, before: bytes, is_damaged: bool, reading: W
         assert values[0].text == before.decode()
     assert values[0] or kind == "html" or reading.on_error == "strict", reasons
     if values[0] and kind == "html":
-        assert isinstance(extract.make(extract.ExtractOptions())(values[0]), Document | Drop)
+        assert isinstance(extract.make_extract(extract.ExtractOptions())(values[0]), Document | DroppedDocument)
 
 
 def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +184,15 @@ def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(raw)
     good.write_text('{"text": "the end"}\n')
     size = rng.choice([1, 7, 100, 1 << 20])
-    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (size,))
-    monkeypatch.setattr(plain_text.read_parts, "__defaults__", (None, "", size))
+    monkeypatch.setattr(jsonl.read_line_chunks, "__defaults__", (size,))
+    monkeypatch.setattr(plain_text.read_text_chunks, "__defaults__", (None, "", size))
     if kind != "html":
         expected = slow_documents(before, is_damaged, SEPARATORS[word]) if kind == "txt" else \
             slow_lines(before, is_damaged, slow_text)
         check_preprocess(path, good, word, expected, is_damaged)
     if kind == "csv":
         with pytest.raises(DataError, match="its name does not say what it holds"):
-            find([path])
+            find_source_files([path])
     else:
         for mode in ("strict", "replace"):
             check_web(path, kind, before, is_damaged, WebReading(on_error=mode))

@@ -12,16 +12,15 @@ from unittest.mock import patch
 
 import pytest
 
-from data import importers, preprocess
-from data import split_json as splitting
-from data.cached import SETTLED_NS
+from data import importers, preprocess, split_json as splitting
 from data.importers import import_tokens
 from data.preprocess import build_corpus
+from data.sources import MTIME_SETTLED_NS
 from data.split_json import split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import clean, runner
-from data.webtext.runner import MapStage, run_map
+from data.webtext.runner import MapStage, run_map_stage
 
 BYTE = ByteLevelTokenizer()
 LINES = "".join(f'{{"text": "document {number} of some words"}}\n' for number in range(400))
@@ -48,7 +47,7 @@ def replace(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + SETTLED_NS))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + MTIME_SETTLED_NS))
 
 
 CHANGES = {"cut": cut, "grown": grow, "replaced": replace, "touched": touch}
@@ -85,8 +84,9 @@ def test_no_corpus_is_made_of_a_file_that_changes(tmp_path: Path, change: Callab
 
 def test_no_files_are_split_from_one_that_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
-    spy = after_the_first(splitting.part_of, change, tmp_path / "a.jsonl")
-    with patch.object(splitting, "part_of", spy), pytest.raises(DataError, match="a.jsonl: changed while it was read"):
+    spy = after_the_first(splitting.part_of_text, change, tmp_path / "a.jsonl")
+    with patch.object(splitting, "part_of_text", spy), \
+            pytest.raises(DataError, match="a.jsonl: changed while it was read"):
         split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "s"), [Fraction(1, 2), Fraction(1, 2), Fraction(0)])
     assert not [*tmp_path.glob("s.*")]
 
@@ -94,8 +94,9 @@ def test_no_files_are_split_from_one_that_changes(tmp_path: Path, change: Callab
 def test_no_corpus_is_imported_from_tokens_that_change(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
-    spy = after_the_first(importers.token_file, change, path)
-    with patch.object(importers, "token_file", spy), pytest.raises(DataError, match="a.bin: changed while it was read"):
+    spy = after_the_first(importers.inspect_token_file, change, path)
+    with patch.object(importers, "inspect_token_file", spy), \
+            pytest.raises(DataError, match="a.bin: changed while it was read"):
         import_tokens([path], tmp_path / "c", BYTE)
     assert not [*tmp_path.glob("c.*")]
 
@@ -103,9 +104,9 @@ def test_no_corpus_is_imported_from_tokens_that_change(tmp_path: Path, change: C
 def test_no_stage_is_complete_whose_source_changes(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(LINES)
-    stage = MapStage("clean", clean.make, clean.CleanOptions(1))
-    spy = after_the_first(runner.make_part, change, path)
-    with patch.object(runner, "make_part", spy), pytest.raises(DataError, match="a.jsonl: changed while it was read"):
-        run_map(stage, [path], tmp_path / "out")
-    record = run_map(stage, [path], tmp_path / "out")  # begins anew, with what is there now
+    stage = MapStage("clean", clean.make_clean, clean.CleanOptions(1))
+    spy = after_the_first(runner.run_job, change, path)
+    with patch.object(runner, "run_job", spy), pytest.raises(DataError, match="a.jsonl: changed while it was read"):
+        run_map_stage(stage, [path], tmp_path / "out")
+    record = run_map_stage(stage, [path], tmp_path / "out")  # begins anew, with what is there now
     assert record.counts.documents_in == len(path.read_text().splitlines())

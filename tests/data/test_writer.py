@@ -18,17 +18,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import draft, indexed, lock
+from data import indexed, storage, writer
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.lock import alone
-from data.merge import merge
+from data.merge import merge_corpora
 from data.preprocess import build_corpus
-from data.split_json import split_json
 from data.sampling import parse_split
-from data.storage import DataError, StorageFault, leftovers
+from data.split_json import split_json
+from data.storage import DataError, StorageFault, hold_writer_lock, stale_temporary_files
 from data.tokenizer import ByteLevelTokenizer
-from data.writer import CorpusWriter
+from data.writer import CORPUS_SUFFIXES, CorpusWriter
 
 BYTE = ByteLevelTokenizer()
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def write(prefix: Path | str, token: int) -> None:
 
 def is_whole(corpus: IndexedCorpus) -> bool:
     token = int(corpus.document(0)[0])
-    return corpus.sizes.tolist() == SHAPES[token] and all((block == token).all() for _, block in corpus.blocks())
+    return corpus.sizes.tolist() == SHAPES[token] and all((block == token).all() for _, block in corpus.token_blocks())
 
 
 def rounds_of(prefix: str, token: int, start: Barrier, told: Any) -> None:
@@ -93,8 +92,8 @@ def holder(path: Path) -> subprocess.Popen[str]:
     """Another process that is writing."""
     code = f"""
 import sys
-from data.lock import alone
-with alone({str(path)!r}):
+from data.storage import hold_writer_lock
+with hold_writer_lock({str(path)!r}):
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -112,7 +111,7 @@ def test_every_program_that_writes_is_refused_with_the_name_of_the_one_that_does
     try:
         before = sorted(os.listdir(tmp_path))
         for busy, program in ((writer, lambda: build_corpus([tmp_path / "a.jsonl"], tmp_path / "c", BYTE)),
-                              (writer, lambda: merge([tmp_path / "other"], tmp_path / "c")),
+                              (writer, lambda: merge_corpora([tmp_path / "other"], tmp_path / "c")),
                               (writer, lambda: import_tokens([tmp_path / "tokens.bin"], tmp_path / "c", BYTE)),
                               (splitter, lambda: split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "c"),
                                                             parse_split("1,1,1")))):
@@ -126,7 +125,7 @@ def test_every_program_that_writes_is_refused_with_the_name_of_the_one_that_does
         for process in (writer, splitter):
             process.kill()
             process.communicate()
-    merge([tmp_path / "other"], tmp_path / "c")  # a killed one blocks nobody
+    merge_corpora([tmp_path / "other"], tmp_path / "c")  # a killed one blocks nobody
     assert is_whole(IndexedCorpus(tmp_path / "c"))
     assert not (tmp_path / ".c.writing").exists()
 
@@ -141,8 +140,8 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
             os.unlink(tmp_path / ".c.writing")
         really(file, how)
 
-    with patch.object(lock.fcntl, "flock", late), alone(tmp_path / "c"):
-        with pytest.raises(StorageFault, match=f"process {os.getpid()} on"), alone(tmp_path / "c"):
+    with patch.object(storage.fcntl, "flock", late), hold_writer_lock(tmp_path / "c"):
+        with pytest.raises(StorageFault, match=f"process {os.getpid()} on"), hold_writer_lock(tmp_path / "c"):
             pass
     assert os.listdir(tmp_path) == []
 
@@ -150,17 +149,17 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
 def test_a_lock_is_no_link_and_empties_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("words")
     (tmp_path / ".c.writing").symlink_to("mine")
-    with pytest.raises(StorageFault, match="c: cannot write"), alone(tmp_path / "c"):
+    with pytest.raises(StorageFault, match="c: cannot write"), hold_writer_lock(tmp_path / "c"):
         pass
     assert (tmp_path / "mine").read_text() == "words"
 
 
 def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(lock.fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
+    with patch.object(storage.fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
         with CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as first:
             first.add_documents([1] * 1000, SHAPES[1])
-            first.mark(None)
+            first.save_resume_point(None)
             write(tmp_path / "c", 2)
             assert is_whole(IndexedCorpus(tmp_path / "c"))
     assert is_whole(IndexedCorpus(tmp_path / "c"))
@@ -207,7 +206,7 @@ def test_corpora_without_an_identity_are_read(tmp_path: Path) -> None:
 def test_a_reader_that_opens_one_file_of_each_corpus_is_told(tmp_path: Path) -> None:
     """The worst moment: the old index is open, the new tokens are there, and what would tell them apart is not yet."""
     write(tmp_path / "c", 1)
-    really = indexed.HeldFile
+    really = indexed.StableFile
 
     def meanwhile(path: str) -> Any:
         if path.endswith(".bin"):
@@ -215,7 +214,7 @@ def test_a_reader_that_opens_one_file_of_each_corpus_is_told(tmp_path: Path) -> 
             os.unlink(tmp_path / "c.json")
         return really(path)
 
-    with patch.object(indexed, "HeldFile", meanwhile), pytest.raises(DataError, match="c.idx: was replaced while"):
+    with patch.object(indexed, "StableFile", meanwhile), pytest.raises(DataError, match="c.idx: was replaced while"):
         IndexedCorpus(tmp_path / "c")
 
 
@@ -233,8 +232,8 @@ def dies(real):
         left[0] -= 1
         return real(*arguments, **more)
     return call
-import data.draft as draft
-os.replace, Path.unlink, draft.fsync_directory = dies(os.replace), dies(Path.unlink), dies(draft.fsync_directory)
+from data import writer
+os.replace, Path.unlink, writer.fsync_directory = dies(os.replace), dies(Path.unlink), dies(writer.fsync_directory)
 write({str(tmp_path / 'c')!r}, 2)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -257,7 +256,7 @@ def test_what_a_killed_writer_left_is_removed_and_told(tmp_path: Path, capsys: p
     write(tmp_path / "c", 1)
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "c.bin", "c.idx", "c.json"])
     assert capsys.readouterr().err == f"{tmp_path}/c: removed what a process that ended early had left (0.6 MB)\n"
-    assert leftovers(tmp_path / "missing" / "c") == []
+    assert stale_temporary_files(tmp_path / "missing" / "c") == []
 
 
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
         writer.add_documents([1] * 600, SHAPES[1][:2])
-        writer.mark({"at": 2})
+        writer.save_resume_point({"at": 2})
         writer.add_documents([9] * 5, [5])
         raise KeyboardInterrupt
     left, mark = tmp_path / ".c.bin.tmp", tmp_path / ".c.mark.tmp"
@@ -292,13 +291,13 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
     elif damage == "strange state":
         mark.write_text(json.dumps(json.loads(mark.read_text()) | {"state": {"written": [2, "600"], "caller": {}}}))
     with CorpusWriter(tmp_path / "c", vocab_size=10, key="l" if damage == "other key" else "k") as writer:
-        assert (writer.taken_up, writer.documents) == ((None, 0) if damage else ({"at": 2}, 2))
+        assert (writer.resumed_state, writer.documents) == ((None, 0) if damage else ({"at": 2}, 2))
         if damage:
             writer.add_documents([1] * 600, SHAPES[1][:2])
         writer.add_documents([1] * 400, SHAPES[1][2:])
     assert is_whole(IndexedCorpus(tmp_path / "c"))
     write(tmp_path / "d", 1)
-    for suffix in draft.SUFFIXES:
+    for suffix in CORPUS_SUFFIXES:
         assert (tmp_path / f"c{suffix}").read_bytes() == (tmp_path / f"d{suffix}").read_bytes()
     assert len(os.listdir(tmp_path)) == 6
     said = capsys.readouterr().err
@@ -306,7 +305,7 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
 
 
 def test_a_writer_that_cannot_begin_does_not_hold_the_name(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError) as kept, patch.object(draft.Growing, "write", side_effect=MemoryError):
+    with pytest.raises(MemoryError) as kept, patch.object(writer.AppendFile, "write", side_effect=MemoryError):
         CorpusWriter(tmp_path / "c", vocab_size=10).__enter__()
     assert kept.tb and not os.listdir(tmp_path)
     write(tmp_path / "c", 1)
@@ -316,6 +315,6 @@ def test_only_an_interruption_leaves_something_to_go_on_from(tmp_path: Path) -> 
     for error in (DataError("malformed"), StorageFault("full"), KeyError()):
         with pytest.raises(type(error)), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
             writer.add_documents([1] * 600, SHAPES[1][:2])
-            writer.mark(None)
+            writer.save_resume_point(None)
             raise error
         assert os.listdir(tmp_path) == []

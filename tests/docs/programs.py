@@ -177,7 +177,7 @@ def parser_of(program: str) -> argparse.ArgumentParser | str:
     return _captured(program) or f"{program}: no program that takes arguments"
 
 
-ZERO_TO_FP32 = "megatron.checkpoint.interchange.zero_to_fp32"
+ZERO_TO_FP32 = "megatron.checkpoint.zero_to_fp32"
 
 
 def _captured(program: str) -> argparse.ArgumentParser | None:
@@ -193,9 +193,9 @@ def _captured(program: str) -> argparse.ArgumentParser | None:
         warnings.simplefilter("ignore")
         with contextlib.suppress(BaseException):
             if program == TRAINER:
-                from megatron.config import flags
+                from megatron.config import cli
 
-                flags.parse_args([])
+                cli.parse_args([])
             elif program.endswith(".py"):
                 runpy.run_path(str(ROOT / program), run_name="__main__")
             else:

@@ -14,9 +14,9 @@ import torch
 @pytest.fixture(autouse=True)
 def device() -> torch.device:
     """The GPU, or the CPU that plays one."""
-    from mpu.device import ALWAYS  # not above: this file is read before the option is
+    from mpu.device import FORCE_ACCELERATOR_PATH  # not above: this file is read before the option is
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
-    if not ALWAYS:
+    if not FORCE_ACCELERATOR_PATH:
         pytest.skip("needs an NVIDIA GPU (--accelerator-side runs it on a CPU)")
     return torch.device("cpu")

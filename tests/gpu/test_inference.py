@@ -27,13 +27,13 @@ def test_logits_over_a_cache_are_those_of_the_whole_text(device: torch.device) -
     """With each number of rows there is, past the sizes of several recordings."""
     model = GPT2(SHAPE).to(device)
     decoder, texts = Decoder(model, 7), prompts()
-    decoder.read(range(len(texts)), texts)
+    decoder.prefill(range(len(texts)), texts)
     for step in range(40):
         if step % 6 == 5:
             texts.pop()
         for number, text in enumerate(texts):
             text.append((31 * step + 7 * number) % 997)
-        found = decoder.follow([text[-1] for text in texts])
+        found = decoder.decode_step([text[-1] for text in texts])
         for text, logits in zip(texts, found, strict=True):  # sums in another order
             expected = model(torch.tensor([text], device=device))[0]
             torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)

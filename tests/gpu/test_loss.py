@@ -52,7 +52,7 @@ def test_a_sum_of_16_bit_products_is_not_rounded_on_its_way(device: torch.device
     gradient, x = (torch.randn(512, n, generator=generator).to(device).bfloat16() for n in (256, 64))
     total = torch.full((256, 64), torch.nan, device=device)
     for first in (True, False):
-        loss_accelerator.add_product(total, gradient, x, first)
+        loss_accelerator.accumulate_weight_grad(total, gradient, x, first)
     exact = 2 * gradient.double().t() @ x.double()
     # Tensor cores add in fp32; the CPU that plays a GPU rounds each product to bf16.
     tolerance = 1e-4 if device.type == "cuda" else 2.0**-7

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import Run
-from megatron.plan.memory import step_moments
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.train.build import seed_everything
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import step_phases
+from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
 
 pytestmark = pytest.mark.gpu
@@ -46,11 +44,13 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     engine = build_engine(config, build_model(config, grid), grid, device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1), device=device)
+    rows = torch.randint(0,
+                         config.model.known_vocab_size, (config.train.batch_size, config.seq_length + 1),
+                         device=device)
     for _ in range(2):
         engine.backward(engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale))
         engine.step()
-    predicted = max(moment.total for moment in step_moments(Run(config)))
+    predicted = max(moment.total for moment in step_phases(PlannedRun(config)))
     assert predicted > 0
     if not on_gpu:
         return  # a CPU has no allocator that counts; tests/megatron/zero/test_memory.py measures there

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups
 from tests.gpu.test_training import SMALL
 from tests.megatron.helpers import records, train
@@ -66,8 +65,8 @@ def peak(device: torch.device, **settings: Any) -> dict[str, int]:
     engine = build_engine(config, build_model(config, grid), grid, device).core
     rows = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
     found = {}
-    for step in range(6 * engine.accumulation):
-        if step == 3 * engine.accumulation and device.type == "cuda":
+    for step in range(6 * engine.accumulation_steps):
+        if step == 3 * engine.accumulation_steps and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         engine.backward(gpt2_loss(engine, rows).mean())

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups
 from tests.megatron.helpers import ROOT, records, steps, train
 from tests.megatron.zero.run import configure_gpt2
@@ -94,7 +93,7 @@ def test_inputs_that_wait_elsewhere_come_back_the_same(switches: str, tmp_path: 
 def test_an_engine_takes_a_kind_of_device_without_a_number(device: torch.device) -> None:
     config, grid = configure_gpt2(compile=False), groups.build(1)
     engine = build_engine(config, build_model(config, grid), grid, torch.device(device.type))
-    rows = torch.randint(0, config.model.tokens, (2, 9), device=device)
+    rows = torch.randint(0, config.model.known_vocab_size, (2, 9), device=device)
     loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale)
     engine.backward(loss)
     engine.step()

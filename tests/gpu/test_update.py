@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 def test_the_kernel_is_used_on_a_gpu(device: torch.device) -> None:
     """Else the tests below compare torch with torch. Triton comes with torch for CUDA."""
-    kernel = adam._kernel_on(device)
+    kernel = adam._load_kernel(device)
     assert kernel is not None or device.type == "cpu"
 
 

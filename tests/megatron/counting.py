@@ -29,7 +29,7 @@ NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 @contextmanager
 def on_the_accelerator_side() -> Iterator[None]:
     """Where the accelerator's way and the CPU's part, the first is taken."""
-    with patch("mpu.device.ALWAYS", True):
+    with patch("mpu.device.FORCE_ACCELERATOR_PATH", True):
         yield
 
 

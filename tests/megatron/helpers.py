@@ -20,16 +20,15 @@ import numpy as np
 import torch
 
 import pretrain_gpt2
-from data.writer import CorpusWriter
 from data.tokenizer import ByteLevelTokenizer
-from megatron.checkpoint.export import digest
-from megatron.checkpoint.reader import open_checkpoint
+from data.writer import CorpusWriter
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.config.tree import ModelConfig, build_config
-from megatron.launch import distributed
-from megatron.launch.leaving import REQUESTS
+from megatron.distributed import process_group
+from megatron.distributed.rank_status import STATUS
+from megatron.distributed.signals import STOP_SIGNALS
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.whereabouts import HERE
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import Groups
 
@@ -79,7 +78,7 @@ def train(argv: Sequence[object]) -> str:
     said = io.StringIO()
     words = ["pretrain_gpt2.py", *map(str, argv)]
     with own_signals(), patch("sys.argv", words), redirect_stdout(said), \
-            patch("megatron.launch.distributed.shutdown", end_among_others):
+            patch("megatron.distributed.process_group.shutdown", end_among_others):
         assert pretrain_gpt2.main() == 0
     return said.getvalue()
 
@@ -87,14 +86,14 @@ def train(argv: Sequence[object]) -> str:
 def end_among_others() -> None:
     """The end of a run whose process group others go on with: old checkpoints are deleted all the same, and the end of
     this process is none in the middle of a step."""
-    distributed._call(distributed._LATER)
-    HERE.take_leave()
+    process_group._call_once(process_group._AFTER_SHUTDOWN)
+    STATUS.mark_done()
 
 
 @contextmanager
 def own_signals() -> Iterator[None]:
     """Give SIGTERM and Ctrl-C back to the test process afterwards: the program listens to them."""
-    handlers = {number: signal.getsignal(number) for number in REQUESTS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -126,4 +125,4 @@ def lines(path: str | Path) -> list[str]:
 
 def total_digest(folder: str | Path, tag: str | None = None) -> str:
     """The layout-free digest of everything a checkpoint holds; the newest one by default."""
-    return list(digest(open_checkpoint(folder, tag)))[-1]
+    return list(digest_lines(open_checkpoint(folder, tag)))[-1]

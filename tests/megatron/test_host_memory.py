@@ -15,7 +15,7 @@ MEMINFO = f"MemTotal: {1000 << 10} kB\nMemFree: 1 kB\nMemAvailable: {600 << 10} 
 
 @pytest.fixture(autouse=True)
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(host_memory, "KERNEL", tmp_path)
+    monkeypatch.setattr(host_memory, "FILESYSTEM_ROOT", tmp_path)
     put(tmp_path, {"proc/meminfo": MEMINFO})
     return tmp_path
 
@@ -41,8 +41,8 @@ def first(group: str, limit: int, used: int = 0, inactive: int = 0) -> dict[str,
 
 def found() -> tuple[float | None, float | None, str]:
     """MiB available and installed, and whose."""
-    return *(None if one is None else one / MIB for one in (host_memory.available(), host_memory.installed())), (
-        host_memory.place("the host"))
+    sizes = (host_memory.available_bytes(), host_memory.total_bytes())
+    return *(None if one is None else one / MIB for one in sizes), host_memory.describe_owner("the host")
 
 
 def test_without_groups_it_is_the_machines() -> None:
@@ -112,6 +112,6 @@ def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch:
 
 def test_this_machine_tells() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "KERNEL", Path("/"))
-        available, installed = host_memory.available(), host_memory.installed()
+        patch.setattr(host_memory, "FILESYSTEM_ROOT", Path("/"))
+        available, installed = host_memory.available_bytes(), host_memory.total_bytes()
     assert available is not None and installed is not None and 0 < available <= installed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import layer_drop
-from megatron.layer_drop import ThetaSchedule, draw, expected_blocks, keep_probability, kept
+from megatron.layer_drop import ThetaSchedule, expected_blocks, keep_probability, kept, uniform_draw
 from megatron.model import GPT2
 from megatron.train.flops import flops_per_token
 from tests.megatron.helpers import tiny_model
@@ -22,10 +22,10 @@ LAYERS = 12
 
 def test_theta_falls_from_1_to_its_limit_as_published() -> None:
     schedule = ThetaSchedule(0.5, 0.001)
-    assert schedule.at(0) == 1.0
-    assert schedule.at(1000) == pytest.approx(0.5 * math.exp(-1) + 0.5)
-    assert schedule.at(10**6) == 0.5
-    assert schedule.mean(3000) == pytest.approx(sum(schedule.at(step) for step in range(3000)) / 3000)
+    assert schedule.theta_at(0) == 1.0
+    assert schedule.theta_at(1000) == pytest.approx(0.5 * math.exp(-1) + 0.5)
+    assert schedule.theta_at(10**6) == 0.5
+    assert schedule.mean(3000) == pytest.approx(sum(schedule.theta_at(step) for step in range(3000)) / 3000)
     assert ThetaSchedule(0.5, 0.0).mean(7) == ThetaSchedule(1.0, 0.1).mean(7) == 1.0
 
 
@@ -47,7 +47,7 @@ def test_each_block_runs_as_often_as_its_probability_says(theta: float) -> None:
 def test_draws_of_steps_blocks_and_seeds_are_independent() -> None:
     """Neighbours of each kind correlate as little as independent numbers do: within 4.5 deviations of 1 / sqrt(n)."""
     def numbers(seed: int, first: int, block: int) -> Tensor:
-        return torch.tensor([draw(seed, first + step, block) for step in range(DRAWS)], dtype=torch.float64)
+        return torch.tensor([uniform_draw(seed, first + step, block) for step in range(DRAWS)], dtype=torch.float64)
 
     one = numbers(1, 0, 3)
     assert 0 <= one.min() < 0.001 and 0.999 < one.max() < 1
@@ -93,8 +93,8 @@ def test_the_mean_output_of_linear_blocks_is_the_whole_one() -> None:
     with torch.no_grad():
         whole, mean, sum_of_chances = model.hidden_states(tokens), torch.zeros(()).double(), 0.0
         for runs in product((True, False), repeat=layers):
-            with patch.object(layer_drop, "draw", lambda seed, step, block: 0.0 if runs[block] else 1.0):
-                blocks = model._kept_blocks(0, theta)
+            with patch.object(layer_drop, "uniform_draw", lambda seed, step, block: 0.0 if runs[block] else 1.0):
+                blocks = model._choose_blocks(0, theta)
             chances = [keep_probability(block, layers, theta) for block in range(layers)]
             chance = math.prod(p if run else 1 - p for p, run in zip(chances, runs, strict=True))
             mean, sum_of_chances = mean + chance * model.hidden_states(tokens, blocks=blocks), sum_of_chances + chance

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from megatron.config.quantize import QuantizeConfig
+from megatron.bit_schedule import UNREACHABLE_COUNTER, BitSchedule, period_factor, relative_eigenvalues
+from megatron.config.model_config import QuantizeConfig
 from megatron.errors import ConfigError
-from megatron.quantize import NEVER, BitSchedule, factor_of, shares
 
 
 def walked(schedule: BitSchedule, steps: int, factor: int) -> list[int]:
     """The bits after each step, the first entry before any."""
-    now = schedule.begin()
+    now = schedule.initial_state()
     found = [now.bits]
     for counter in range(1, steps + 1):
-        now = schedule.after(now, counter, factor)
+        now = schedule.next_state(now, counter, factor)
         found.append(now.bits)
     return found
 
@@ -40,15 +40,15 @@ def test_bits_of_each_step_are_the_closed_form_for_50_random_settings() -> None:
 
 
 def test_the_published_numbers_take_51200_steps() -> None:
-    assert BitSchedule(16, 8, 400).falls() == [400, 800, 1600, 3200, 6400, 12800, 25600, 51200]
-    assert BitSchedule(12, 8, 10).falls()[-1] == 80
+    assert BitSchedule(16, 8, 400).drop_counters() == [400, 800, 1600, 3200, 6400, 12800, 25600, 51200]
+    assert BitSchedule(12, 8, 10).drop_counters()[-1] == 80
 
 
 def test_the_blend_falls_by_the_ratio_and_begins_anew_at_each_fall() -> None:
     schedule = BitSchedule(8, 6, 4, change_ratio=0.25)
-    now, found = schedule.begin(), [schedule.blend(schedule.begin(), 0)]
+    now, found = schedule.initial_state(), [schedule.blend(schedule.initial_state(), 0)]
     for counter in range(1, 13):
-        now = schedule.after(now, counter)
+        now = schedule.next_state(now, counter)
         found.append(schedule.blend(now, counter))
     assert found == [1, 0.75, 0.5, 0.25, 1, 0.75, 0.5, 0.25, 1, 0.75, 0.5, 0.25, 0]
     assert BitSchedule(8, 6, 4).blend(now, 3) == 0
@@ -56,17 +56,17 @@ def test_the_blend_falls_by_the_ratio_and_begins_anew_at_each_fall() -> None:
 
 def test_a_steep_block_keeps_its_bits_longer() -> None:
     """Factors are 1 to 5; what was not found counts as the steepest."""
-    assert [factor_of(share) for share in (1e-9, 0.24, 0.25, 0.5, 0.99, 1.0)] == [1, 1, 2, 3, 4, 5]
-    assert shares([2.0, -4.0, 1.0, math.nan, 0.0, math.inf]) == [0.5, 1.0, 0.25, 1.0, 1.0, 1.0]
-    assert shares([math.nan, 0.0]) == [1.0, 1.0] and shares([]) == []
+    assert [period_factor(share) for share in (1e-9, 0.24, 0.25, 0.5, 0.99, 1.0)] == [1, 1, 2, 3, 4, 5]
+    assert relative_eigenvalues([2.0, -4.0, 1.0, math.nan, 0.0, math.inf]) == [0.5, 1.0, 0.25, 1.0, 1.0, 1.0]
+    assert relative_eigenvalues([math.nan, 0.0]) == [1.0, 1.0] and relative_eigenvalues([]) == []
 
 
 def test_periods_stay_numbers_that_a_checkpoint_can_hold() -> None:
     schedule = BitSchedule(16, 1, 10**9)
-    now = schedule.begin()
+    now = schedule.initial_state()
     for _ in range(15):
-        now = schedule.after(now, NEVER, 5)
-    assert now.period == NEVER and now.bits == 1
+        now = schedule.next_state(now, UNREACHABLE_COUNTER, 5)
+    assert now.period == UNREACHABLE_COUNTER and now.bits == 1
 
 
 @pytest.mark.parametrize("values, says", [

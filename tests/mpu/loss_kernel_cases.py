@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpu import loss_accelerator, loss_kernel
+from mpu.chunked_loss import VocabShard
 from mpu.groups import SOLO
-from mpu.vocab_share import Share
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -61,11 +61,11 @@ def test_the_kernels_of_a_split_vocabulary_do_what_torch_does(
     rows, columns, width = shape
     logits, target, scale = _logits(*shape, dtype)
     target[-1] = columns + 5  # another rank's, or this rank's padding
-    share = Share(SOLO, 0, columns)
+    share = VocabShard(SOLO, 0, columns)
     both = []
     for kernel in (loss_kernel, None):
         monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device, kernel=kernel: kernel)
-        summaries = loss_accelerator._summaries(logits, target, share)
+        summaries = loss_accelerator._row_summaries(logits, target, share)
         place = logits.clone()
         loss_accelerator._write_gradients(place, place, target, share, summaries, scale)
         both.append((summaries, place))

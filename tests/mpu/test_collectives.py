@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu.collectives import (
-    agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, all_to_all_into, barrier,
-    broadcast_into, broadcast_json, reduce_scatter, reduce_scatter_into,
-)
-from mpu.groups import SOLO, build, of_handle
+from mpu.backends import via_host
+from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
+                             all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
+                             reduce_scatter, reduce_scatter_into)
+from mpu.groups import SOLO, build, group_from_process_group
 from mpu.split import ParallelError
-from mpu.wire.functional import by_the_host
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -89,7 +88,7 @@ def _random_sums(rank: int, world: int, native: bool, sum_in: torch.dtype | None
         exact, wide, narrow = torch.empty(300_000), torch.empty(300_000), torch.empty(300_000, dtype=torch.bfloat16)
         for shard, x in ((exact, full), (wide, full.bfloat16()), (narrow, full.bfloat16())):
             sent = x.clone()
-            reduce_scatter_into(shard, x, group, sum_in=sum_in if x.dtype == torch.bfloat16 else None).wait()
+            reduce_scatter_into(shard, x, group, reduce_dtype=sum_in if x.dtype == torch.bfloat16 else None).wait()
             assert torch.equal(x, sent)
         return [exact, wide, narrow, all_reduce(full, group)[300_000 * rank:300_000 * (rank + 1)]]
 
@@ -138,8 +137,9 @@ def _small(rank: int, world: int) -> None:
     group = build(world).tp
     values = all_gather_json({"rank": rank, "text": "ü" * rank * 50, "none": None}, group)
     assert values == [{"rank": r, "text": "ü" * r * 50, "none": None} for r in range(world)]
-    assert agree(rank, group) == world - 1 and agree(rank, group, "min") == 0 and agree(0.25, group, "sum") == world / 4
-    assert agree(2**53 - 1 if rank else 0, group) == 2**53 - 1
+    assert all_reduce_scalar(rank, group) == world - 1 and all_reduce_scalar(rank, group, "min") == 0
+    assert all_reduce_scalar(0.25, group, "sum") == world / 4
+    assert all_reduce_scalar(2**53 - 1 if rank else 0, group) == 2**53 - 1
     barrier(group)
 
 
@@ -165,7 +165,7 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
     assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x and reduce_scatter(x, SOLO) is x
     y = torch.zeros(3)
     all_gather_into(y, x, SOLO).wait()
-    assert torch.equal(x, y) and agree(3, SOLO) == 3 and all_gather_json([1], SOLO) == [[1]]
+    assert torch.equal(x, y) and all_reduce_scalar(3, SOLO) == 3 and all_gather_json([1], SOLO) == [[1]]
     barrier(SOLO)
 
 
@@ -178,9 +178,9 @@ def test_a_full_buffer_that_is_not_the_shards_is_refused() -> None:
                                                       ("cpu", True, False)])
 def test_functions_of_an_accelerators_tensors_go_by_the_host_where_ranks_have_gloo_alone(
         device: str, by_gloo: bool, detours: bool) -> None:
-    x, collective, group = Mock(), Mock(), replace(SOLO, gpus_by_gloo=by_gloo)
+    x, collective, group = Mock(), Mock(), replace(SOLO, gpu_tensors_use_gloo=by_gloo)
     x.device.type = device
-    result = by_the_host(collective)(x, group, "max")
+    result = via_host(collective)(x, group, "max")
     collective.assert_called_once_with(x.cpu() if detours else x, group, "max")
     assert result is (collective().to(x.device) if detours else collective())
 
@@ -190,11 +190,11 @@ def _by_gloo(rank: int, world: int) -> list[tuple[bool, bool]]:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401, which registers it
     found = []
     for backend in ("gloo", "cpu:gloo,cuda:fake", "cuda:fake"):
-        group = of_handle(torch.distributed.new_group(list(range(world)), backend=backend))
-        found.append((group.gpus_by_gloo, group.sends_from_host))
+        group = group_from_process_group(torch.distributed.new_group(list(range(world)), backend=backend))
+        found.append((group.gpu_tensors_use_gloo, group.own_backend_serves_cpu))
     return found
 
 
 def test_a_group_knows_which_backend_serves_which_device() -> None:
     assert run_ranks(_by_gloo, 2) == [[(True, True), (False, True), (False, False)]] * 2
-    assert not SOLO.gpus_by_gloo
+    assert not SOLO.gpu_tensors_use_gloo

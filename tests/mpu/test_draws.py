@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpu import draws
-from mpu.draws import Blocks, Constant, Draw, Normal, Uniform, blocks_of, key_of, normal_rows, one_by_one
+from mpu import weight_init
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
-from mpu.partition import join_slices
+from mpu.partition import join_local_slices
 from mpu.split import Partition
+from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, StridedSegments,
+                             UniformInitializer, draw_normal_elementwise, fill_normal_rows, rng_key,
+                             strided_segments_of)
 
-KEY = key_of(1234, "blocks.0.attn.qkv.weight")
+KEY = rng_key(1234, "blocks.0.attn.qkv.weight")
 
 
 def whole(numel: int, std: float = 1.0) -> Tensor:
     out = torch.empty(numel)
-    Normal(KEY, std, Blocks(numel, numel, 0))(out, 0)
+    NormalInitializer(KEY, std, StridedSegments(numel, numel, 0))(out, 0)
     return out
 
 
@@ -49,11 +51,11 @@ def test_the_numbers_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("block", [64, 1 << 17])
 def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, rng = whole(5000), random.Random(1)
-    monkeypatch.setattr(draws, "CPU_BLOCK", block)
+    monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
     for _ in range(100):
         start = rng.randrange(5000)
         out = torch.empty(rng.randrange(5001 - start))
-        Normal(KEY, 1.0, Blocks(5000, 5000, 0))(out, start)
+        NormalInitializer(KEY, 1.0, StridedSegments(5000, 5000, 0))(out, start)
         assert torch.equal(out, expected[start : start + len(out)])
 
 
@@ -61,20 +63,20 @@ def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatc
 def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(stride * 20 + 20)
     for block in (1 << 17, 32):
-        monkeypatch.setattr(draws, "CPU_BLOCK", block)
+        monkeypatch.setattr(weight_init, "CPU_BLOCK", block)
         for start, width in ((0, stride), (3, 8), (7, stride - 5), (16, 1)):
             out = torch.empty(20, width)
-            normal_rows(out, KEY, start, stride)
+            fill_normal_rows(out, KEY, start, stride)
             rows = [expected[start + i * stride : start + i * stride + width] for i in range(20)]
             assert torch.equal(out, torch.stack(rows))
-            assert torch.equal(one_by_one(out, KEY, start, stride, 1.0), out)
+            assert torch.equal(draw_normal_elementwise(out, KEY, start, stride, 1.0), out)
 
 
 def test_the_accelerators_integers_are_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's signed numbers and numpy's unsigned ones."""
     expected = whole(10_000)
-    monkeypatch.setattr(draws, "on_accelerator", lambda tensor: True)
-    monkeypatch.setattr(draws, "_mix_numpy", None)
+    monkeypatch.setattr(weight_init, "on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(weight_init, "_splitmix64_numpy", None)
     assert torch.equal(whole(10_000), expected)
 
 
@@ -88,7 +90,7 @@ def test_they_are_normal_and_tensors_are_independent() -> None:
     assert float((found - probabilities).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
     assert 4.5 < float(x.abs().max()) < 6.7
     other = torch.empty(n)
-    Normal(key_of(1234, "blocks.1.attn.qkv.weight"), 1.0, Blocks(n, n, 0))(other, 0)
+    NormalInitializer(rng_key(1234, "blocks.1.attn.qkv.weight"), 1.0, StridedSegments(n, n, 0))(other, 0)
     for shift in (0, 1, 4, 8):  # neighbours, partners of one counter, neighbouring groups
         for y in (other.double(), x.roll(shift) if shift else other.double()):
             assert abs(float((x * y).mean())) < 5 / math.sqrt(n)
@@ -105,7 +107,7 @@ def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partiti
         local = list(shape)
         if partition is not None:
             local[partition.dim] //= tp
-        source = Normal(KEY, 2.0, blocks_of(tuple(local), partition, rank, tp))
+        source = NormalInitializer(KEY, 2.0, strided_segments_of(tuple(local), partition, rank, tp))
         flat = torch.empty(math.prod(local))
         source(flat, 0)
         for start, count in ((0, 3), (5, 17), (len(flat) - 4, 4)):
@@ -113,7 +115,7 @@ def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partiti
             source(run, start)
             assert torch.equal(run, flat[start : start + count])
         parts.append(flat.view(local))
-    joined = parts[0] if partition is None else join_slices(parts, partition)
+    joined = parts[0] if partition is None else join_local_slices(parts, partition)
     rows = shape[0] if partition is None or partition.size is None else partition.size
     assert torch.equal(joined[:rows], whole(rows * shape[1], 2.0).view(rows, shape[1]))
     assert not joined[rows:].any()
@@ -124,24 +126,24 @@ def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partiti
     lambda **given: VocabParallelEmbedding(13, 8, padded_size=16, **given),
     lambda **given: ParallelEmbedding(10, 16, **given)], ids=["column", "row", "vocabulary", "embedding"])
 def test_a_layer_draws_its_slice(make: Callable[..., torch.nn.Module]) -> None:
-    layers = [make(init_method=Draw(KEY, 0.5), tp=Group(rank, 2, (0, 1))) for rank in range(2)]
-    alone = make(init_method=Draw(KEY, 0.5), tp=Group(0, 1, (0,)))
+    layers = [make(init_method=CounterRNGInit(KEY, 0.5), tp=Group(rank, 2, (0, 1))) for rank in range(2)]
+    alone = make(init_method=CounterRNGInit(KEY, 0.5), tp=Group(0, 1, (0,)))
     partition = partition_of(alone.weight)
     assert partition is not None
-    assert torch.equal(join_slices([layer.weight.detach() for layer in layers], partition), alone.weight)
-    later = make(init_method=Draw(KEY, 0.5, deferred=True), tp=Group(1, 2, (0, 1)))
+    assert torch.equal(join_local_slices([layer.weight.detach() for layer in layers], partition), alone.weight)
+    later = make(init_method=CounterRNGInit(KEY, 0.5, deferred=True), tp=Group(1, 2, (0, 1)))
     assert later.weight.shape == layers[1].weight.shape and later.weight.untyped_storage().nbytes() == 4
-    source, flat = draws.source_of(later.weight), torch.empty(later.weight.numel())
+    source, flat = weight_init.initializer_of(later.weight), torch.empty(later.weight.numel())
     assert source is not None
     source(flat, 0)
     assert torch.equal(flat.view(later.weight.shape), layers[1].weight)
 
 
 def test_keys_tell_seeds_and_names_apart() -> None:
-    keys = {key_of(seed, name) for seed in (1, 11) for name in ("1/a", "/a", "a")}
+    keys = {rng_key(seed, name) for seed in (1, 11) for name in ("1/a", "/a", "a")}
     assert len(keys) == 6
     out = torch.empty(3)
-    Constant(2.5)(out, 7)
+    ConstantInitializer(2.5)(out, 7)
     assert out.tolist() == [2.5] * 3
 
 
@@ -149,7 +151,7 @@ def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
     """Of each place the upper 24 bits; any run is that of the whole."""
     n = 100_000
     found = torch.empty(n)
-    Uniform(KEY, Blocks(n, n, 0))(found, 0)
+    UniformInitializer(KEY, StridedSegments(n, n, 0))(found, 0)
     for place in (0, 1, 77, n - 1):
         z = (KEY + place * 0x9E3779B97F4A7C15) % 2**64
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -157,7 +159,7 @@ def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
         assert float(found[place]) == ((z ^ z >> 31) >> 40) / 2**24
     assert 0 <= found.min() and found.max() < 1
     part = torch.empty(1000)
-    Uniform(KEY, Blocks(n, n, 0))(part, 777)
+    UniformInitializer(KEY, StridedSegments(n, n, 0))(part, 777)
     assert part.equal(found[777:1777])
     even = (torch.arange(n) + 0.5) / n
     assert float((found.sort().values - even).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
@@ -166,10 +168,10 @@ def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
 @pytest.mark.parametrize("partition", [Partition(0), Partition(0, stride=3), Partition(1)])
 def test_uniform_parts_of_ranks_are_slices_of_one_tensor(partition: Partition) -> None:
     whole, parts, shape = torch.empty(48 * 12), [], (48, 12)
-    Uniform(KEY, Blocks(48 * 12, 48 * 12, 0))(whole, 0)
+    UniformInitializer(KEY, StridedSegments(48 * 12, 48 * 12, 0))(whole, 0)
     local = tuple(size // (2 if dim == partition.dim else 1) for dim, size in enumerate(shape))
     for rank in range(2):
         out = torch.empty(math.prod(local))
-        Uniform(KEY, blocks_of(local, partition, rank, 2))(out, 0)
+        UniformInitializer(KEY, strided_segments_of(local, partition, rank, 2))(out, 0)
         parts.append(out.view(local))
-    assert join_slices(parts, partition).equal(whole.view(shape))
+    assert join_local_slices(parts, partition).equal(whole.view(shape))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mpu import layers
-from mpu.layers import WEIGHT_FIRST, linear
+from mpu.layers import WEIGHT_FIRST_ROWS, linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -20,7 +20,7 @@ def test_products_are_those_of_torch(dtype: torch.dtype, rows: int, bias: bool) 
     x, weight, b = (torch.randn(*shape, generator=made).to(dtype) for shape in ((rows, 96), (40, 96), (40,)))
     with torch.no_grad(), patch.object(F, "linear", wraps=F.linear) as plain:
         found = linear(x[:, None], weight, b if bias else None)
-        assert plain.called == (rows not in WEIGHT_FIRST.get(dtype, ())) and found.shape == (rows, 1, 40)
+        assert plain.called == (rows not in WEIGHT_FIRST_ROWS.get(dtype, ())) and found.shape == (rows, 1, 40)
     expected = x.double() @ weight.double().t() + (b.double() if bias else 0)
     # sums of 96 products in fp32, rounded once (the bias may be added after): half a unit of the largest value, twice
     unit = torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 96)
@@ -30,7 +30,7 @@ def test_products_are_those_of_torch(dtype: torch.dtype, rows: int, bias: bool) 
 
 def test_where_a_gradient_may_be_wanted_the_product_is_torchs() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
-    with patch.dict(WEIGHT_FIRST, {torch.float32: range(1, 65)}):
+    with patch.dict(WEIGHT_FIRST_ROWS, {torch.float32: range(1, 65)}):
         linear(torch.randn(1, 3), weight).sum().backward()
     assert weight.grad is not None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpu import grads
 from mpu.grads import NORM_ROW, clip_grad_norm, row_norms, sum_of_squares
 from mpu.groups import Groups, build
-from mpu.partition import local_slice, mark_partition
+from mpu.partition import local_slice, set_partition
 from mpu.split import Partition
 from tests.distributed import run_ranks
 
@@ -57,7 +57,7 @@ def test_rows_are_told_apart_whatever_lies_beside_them() -> None:
 def test_an_accelerator_copies_a_bounded_part_to_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grads, "on_accelerator", lambda where: True)
     monkeypatch.setattr(grads, "_kernel_on", lambda device: None)
-    monkeypatch.setattr(grads, "_FP64_BLOCK", 4 * NORM_ROW)
+    monkeypatch.setattr(grads, "_FP64_BLOCK_ELEMENTS", 4 * NORM_ROW)
     x = torch.randn(10 * NORM_ROW, generator=torch.Generator().manual_seed(0)) * 1e25
     longest: list[int] = []
     norm = torch.linalg.vector_norm
@@ -95,7 +95,7 @@ def _clip(rank: int, world: int, max_norm: float, norm_type: float) -> tuple[flo
     cut = Partition(0)
     split = nn.Parameter(torch.zeros(8 // world, 6))
     split.grad = local_slice(whole, cut, rank, world).clone()
-    mark_partition(split, cut)
+    set_partition(split, cut)
     shared = nn.Parameter(torch.zeros(5))
     shared.grad = replicated.clone()
     unused = nn.Parameter(torch.zeros(2))

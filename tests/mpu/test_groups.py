@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mpu
-from mpu.collectives import agree, all_gather_into, all_gather_json, barrier
-from mpu.groups import SOLO, Group, Groups, build, limit_waits, of_handle
+from mpu.collectives import all_gather_into, all_gather_json, all_reduce_scalar, barrier
+from mpu.groups import SOLO, Group, Groups, build, group_from_process_group, set_timeout
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
@@ -53,8 +53,9 @@ def test_a_size_larger_than_the_world_is_an_error_and_not_clamped() -> None:
 
 def _found_again(rank: int, world: int) -> bool:
     groups = build(2)
-    assert of_handle(None) == SOLO
-    return all(of_handle(group.handle) == group for group in (groups.world, groups.tp, groups.dp))
+    assert group_from_process_group(None) == SOLO
+    return all(group_from_process_group(group.process_group_or_none) == group
+               for group in (groups.world, groups.tp, groups.dp))
 
 
 def test_a_group_is_found_again_from_torchs_handle() -> None:
@@ -80,7 +81,7 @@ def _split(rank: int, world: int) -> list[Any]:
 
     made: list[Any] = []
     new_group, minute = dist.new_group, timedelta(minutes=1)
-    with patch.object(dist, "split_group", split), patch("mpu.groups._is_connected", lambda world: True):
+    with patch.object(dist, "split_group", split), patch("mpu.groups._has_bound_device", lambda world: True):
         groups = build(2, minute)
     assert all(timeout == minute for _, timeout in made)
     return [[ranks for ranks, _ in made], groups.tp.ranks, groups.dp.ranks, all_gather_json(rank, groups.dp)]
@@ -93,18 +94,19 @@ def test_a_connected_world_is_split_once_for_each_axis() -> None:
 
 def _devices_only() -> Any:
     """Inside, the world is one whose backend sends from devices only, as NCCL's is."""
-    return patch("mpu.groups.backends_of", lambda handle: {"cuda": "nccl"})
+    return patch("mpu.groups.backend_by_device", lambda handle: {"cuda": "nccl"})
 
 
 def _controls(rank: int, world: int) -> list[bool]:
     with _devices_only():
         groups = build(2)
-        again = [of_handle(group.handle) for group in (groups.world, groups.tp, groups.dp)]
+        again = [group_from_process_group(group.process_group_or_none)
+                 for group in (groups.world, groups.tp, groups.dp)]
     mine = [groups.world, groups.tp, groups.dp]
-    return [len({name for group in mine for name in (group.name, group.control)}) == 6,
-            [group.control for group in mine] == [group.control for group in again],
-            not any(group.sends_from_host for group in mine),
-            all(dist.get_process_group_ranks(group.control_handle) == list(group.ranks) for group in mine)]
+    return [len({name for group in mine for name in (group.name, group.control_name)}) == 6,
+            [group.control_name for group in mine] == [group.control_name for group in again],
+            not any(group.own_backend_serves_cpu for group in mine),
+            all(dist.get_process_group_ranks(group.control_process_group) == list(group.ranks) for group in mine)]
 
 
 def test_each_group_of_a_backend_for_devices_has_one_control_group() -> None:
@@ -113,7 +115,7 @@ def test_each_group_of_a_backend_for_devices_has_one_control_group() -> None:
 
 def _is_its_own_control(rank: int, world: int) -> bool:
     groups = build(2)
-    return all(group.name == group.control and group.sends_from_host for group in (groups.world, groups.tp))
+    return all(group.name == group.control_name and group.own_backend_serves_cpu for group in (groups.world, groups.tp))
 
 
 def test_a_group_over_gloo_is_its_own_control_group() -> None:
@@ -125,9 +127,9 @@ def _waits(rank: int, world: int) -> list[timedelta]:
     for seconds in (7, 1):
         groups = build(2, timedelta(seconds=7))
         for group in (groups.world, groups.tp):
-            assert group.handle is not None
-            found.append(group.handle._get_backend(torch.device("cpu")).options._timeout)
-        limit_waits(groups, timedelta(seconds=seconds))
+            assert group.process_group_or_none is not None
+            found.append(group.process_group_or_none._get_backend(torch.device("cpu")).options._timeout)
+        set_timeout(groups, timedelta(seconds=seconds))
     return found
 
 
@@ -137,7 +139,7 @@ def test_a_second_run_waits_as_long_at_its_start_as_the_first() -> None:
 
 def _words(group: Group) -> list[Any]:
     barrier(group)
-    return [all_gather_json({"rank": group.rank}, group), agree(group.rank, group)]
+    return [all_gather_json({"rank": group.rank}, group), all_reduce_scalar(group.rank, group)]
 
 
 def _beside(rank: int, world: int) -> list[Any]:
@@ -145,10 +147,10 @@ def _beside(rank: int, world: int) -> list[Any]:
     with _devices_only():
         group = build().world
     x, full = torch.ones(1), torch.empty(2)
-    waiting = dist.all_reduce(x, group=group.handle, async_op=True) if rank == 0 else None
+    waiting = dist.all_reduce(x, group=group.process_group_or_none, async_op=True) if rank == 0 else None
     found = _words(group)
     all_gather_into(full, torch.tensor([float(rank)]), group).wait()
-    waiting = waiting or dist.all_reduce(x, group=group.handle, async_op=True)
+    waiting = waiting or dist.all_reduce(x, group=group.process_group_or_none, async_op=True)
     assert waiting is not None
     waiting.wait()
     return [*found, full.tolist(), x.item()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpu.device import working
+from mpu.device import load_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -28,18 +28,18 @@ def of(runs: bool = True, try_out: Any = lambda device: None) -> Any:
 
 def test_kernels_that_work_are_used() -> None:
     kernels = of()
-    assert working(lambda: kernels, GPU, "slow") is kernels
+    assert load_kernels(lambda: kernels, GPU, "slow") is kernels
 
 
 @pytest.mark.parametrize("load", [missing, lambda: of(runs=False)])
 def test_a_cpu_needs_none(load: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert working(load, CPU, "slow") is None
+        assert load_kernels(load, CPU, "slow") is None
 
 
 @pytest.mark.parametrize("load, why", [(missing, "No module named 'triton'"),
                                        (lambda: of(try_out=broken), "no C compiler")])
 def test_a_gpu_without_them_warns_of_what_is_lost_and_why(load: Any, why: str) -> None:
     with pytest.warns(UserWarning, match=f"twice the bytes: {why}"):
-        assert working(load, GPU, "twice the bytes") is None
+        assert load_kernels(load, GPU, "twice the bytes") is None

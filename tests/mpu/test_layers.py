@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from mpu import device
 from mpu.groups import SOLO, Group, build
-from mpu.layers import (
-    ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of,
-)
-from mpu.partition import join_slices, local_slice
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
+from mpu.partition import join_local_slices, local_slice
 from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, run_ranks
 
@@ -97,7 +95,7 @@ def test_a_split_linear_layer_equals_its_dense_twin(kind: str, options: dict[str
         cuts["dx"] = Partition(2, stride)
     for name, expected in dense.items():
         if name in cuts:
-            whole = [join_slices([piece[name] for piece in pieces], cuts[name])]
+            whole = [join_local_slices([piece[name] for piece in pieces], cuts[name])]
         else:
             whole = [piece[name] for piece in pieces]
         for value in whole:
@@ -155,13 +153,14 @@ def test_a_split_embedding_equals_its_dense_twin_bit_for_bit(kind: str, world: i
     for y, _, _ in results:
         assert torch.equal(y, expected)
     cut = Partition(0 if kind == "vocab" else 1)
-    for whole, dense in ((join_slices([weight for _, weight, _ in results], cut), table),
-                         (join_slices([grad for *_, grad in results if grad is not None], cut), table.grad)):
+    for whole, dense in ((join_local_slices([weight for _, weight, _ in results], cut), table),
+                         (join_local_slices([grad for *_, grad in results if grad is not None], cut), table.grad)):
         assert torch.equal(whole[:VOCAB], dense)
         assert not whole[VOCAB:].any(), "a padding row is not zero"
 
 
-@pytest.mark.skipif(device.ALWAYS, reason="an accelerator would have to stop to look at the ids; the data layer does")
+@pytest.mark.skipif(device.FORCE_ACCELERATOR_PATH,
+                    reason="an accelerator would have to stop to look at the ids; the data layer does")
 @pytest.mark.parametrize("token", [-1, VOCAB, PADDED])
 def test_a_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
     with pytest.raises(ParallelError, match=f"token id {token} is outside the vocabulary 0..9"):

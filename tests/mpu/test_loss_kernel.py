@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpu import loss_accelerator, loss_cpu
+from mpu.chunked_loss import LossGradRequest, LossInputs, VocabShard
 from mpu.groups import SOLO, build
-from mpu.vocab_share import Head, Share, Wanted
 from tests.distributed import run_ranks
 from tests.kernels import compiled, interpreted
 
@@ -45,7 +45,7 @@ def _compiled(name: str, dtype: str) -> Any:
     kernel = getattr(loss_kernel, name)
     constants = {"WIDTH": 50_304, "BLOCK": loss_kernel._BLOCK}
     kinds = {key: "*fp32" for key in kernel.arg_names} | {
-        "logits": f"*{dtype}", "place": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
+        "logits": f"*{dtype}", "out": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
         "columns": "i32"}
     by_16 = set(kernel.arg_names) - {*constants, "columns", "first"}
     return compiled(kernel, kinds, constants, by_16, loss_kernel._WARPS)
@@ -58,7 +58,7 @@ def _block() -> int:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name, loads, stores", [
-    ("summarise", 1, 0), ("write_gradients", 1, 1), ("lose_and_differentiate", 2, 1)])
+    ("row_summary_kernel", 1, 0), ("gradient_kernel", 1, 1), ("loss_and_gradient_kernel", 2, 1)])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
     triton: Any, name: str, dtype: str, loads: int, stores: int
 ) -> None:
@@ -99,14 +99,14 @@ class Traffic(TorchDispatchMode):
 
 
 def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
-    share, target = Share(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
+    share, target = VocabShard(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
     with Traffic() as traffic:
         if module is loss_cpu:
             scratch = torch.empty(len(logits), WIDTH)
             logits[:, COLUMNS:] = -torch.inf
-            loss_cpu._block(logits, target, torch.ones(len(logits)), share, scratch)
+            loss_cpu._block_loss(logits, target, torch.ones(len(logits)), share, scratch)
         else:
-            loss_accelerator._chunk(share, logits, target, torch.ones(len(logits)))
+            loss_accelerator._chunk_loss(share, logits, target, torch.ones(len(logits)))
     return traffic
 
 
@@ -143,11 +143,11 @@ def test_chunks_are_few_equal_and_fit_their_memory() -> None:
     width = 50_304
     for rows in (1, 100, 8192, 10_624, 10_625, 16_384, 65_536):
         for size in (2, 4):
-            chunk = loss_accelerator.rows_of_chunk(rows, width, size)
+            chunk = loss_accelerator.rows_per_chunk(rows, width, size)
             assert chunk * width * size <= loss_accelerator._CHUNK_BYTES and chunk <= rows
-            fewest = -(-rows // loss_accelerator.rows_of_chunk(10**9, width, size))
+            fewest = -(-rows // loss_accelerator.rows_per_chunk(10**9, width, size))
             assert -(-rows // chunk) <= fewest + 1 and (chunk == rows or chunk % 128 == 0)
-    assert loss_accelerator.rows_of_chunk(16_384, width, 2) == 8192
+    assert loss_accelerator.rows_per_chunk(16_384, width, 2) == 8192
 
 
 def _exchanges(rank: int, world: int) -> tuple[int, int]:
@@ -155,10 +155,11 @@ def _exchanges(rank: int, world: int) -> tuple[int, int]:
     tp, calls = build(world).tp, []
     hidden, weight = torch.randn(4096, 16), torch.randn(64, 16, requires_grad=True)
     target = torch.zeros(4096, dtype=torch.int64)
-    share = Share.of(64, tp, 100)
+    share = VocabShard.of(64, tp, 100)
     gather = loss_accelerator.all_gather
     with mock.patch.object(loss_accelerator, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)):
-        loss_accelerator.walk(Head(hidden, weight, target, share), Wanted(torch.ones(4096), True, True), 2048)
+        loss_accelerator.chunked_loss(LossInputs(hidden, weight, target, share),
+                                      LossGradRequest(torch.ones(4096), True, True), 2048)
     return len(calls), 2
 
 

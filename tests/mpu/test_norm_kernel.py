@@ -30,7 +30,7 @@ def test_the_norms_of_gradients_pass_with_the_interpreted_kernel(triton: Any) ->
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_kernel_compiles_for_hopper_and_reads_16_bytes_at_once_without_fp64(triton: Any, dtype: str) -> None:
     from mpu import norm_kernel
-    made = compiled(norm_kernel.norms_of_rows, {"flat": f"*{dtype}", "norms": "*fp32", "count": "i64"},
+    made = compiled(norm_kernel.row_norms_kernel, {"flat": f"*{dtype}", "norms": "*fp32", "count": "i64"},
                     {"WIDTH": 128, "ROWS": norm_kernel._ROWS}, {"flat", "norms", "count"}, norm_kernel._WARPS)
     assert len(made.asm["cubin"]) > 1000
     wide = Counter(re.findall(r"(ld|st)\.global[.\w:]*\.v4\.b32", made.asm["ptx"]))

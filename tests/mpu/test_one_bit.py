@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_gather_into, all_to_all_into
+from mpu.compressed_all_reduce import CompressedAllReduce, pack_bits, unpack_bits
 from mpu.groups import SOLO, build
-from mpu.one_bit import OneBitMean, pack, unpack
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
 
@@ -43,22 +43,22 @@ def said(rank: int, world: int, quiet: bool, tile: int, elsewhere: bool = False,
 
 
 def said_here(rank: int, world: int, quiet: bool, tile: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    mean = OneBitMean(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+    mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
     mean._tile = tile or mean._tile
     if quiet:
-        mean.be_silent(silent(world))
+        mean.exclude(silent(world))
     found = []
     for step in range(STEPS):
-        mean.owed.add_(given(rank, step, world))
-        mean.send()
-        mean.serve()
-        mean.receive()
-        out = torch.empty_like(mean.owed)
-        mean.said_into(out)
-        own = torch.empty(mean.chunk)
-        mean.said_into(own, rank)
+        mean.worker_error.add_(given(rank, step, world))
+        mean.send_to_servers()
+        mean.reduce_and_send()
+        mean.wait_for_result()
+        out = torch.empty_like(mean.worker_error)
+        mean.copy_result_to(out)
+        own = torch.empty(mean.chunk_numel)
+        mean.copy_result_to(own, rank)
         assert torch.equal(own, out.view(world, -1)[rank])
-        found.append((out, mean.owed.clone(), mean.owed_to_all.clone(), mean.squares()))
+        found.append((out, mean.worker_error.clone(), mean.server_error.clone(), mean.squared_norms()))
     return found
 
 
@@ -132,17 +132,17 @@ def test_an_accelerator_says_the_same_bits(quiet: bool) -> None:
 
 
 def test_a_group_of_one_says_everything_it_owes() -> None:
-    mean = OneBitMean(SOLO, SEGMENTS[1], torch.device("cpu"))
+    mean = CompressedAllReduce(SOLO, SEGMENTS[1], torch.device("cpu"))
     mask = silent(1)
-    mean.be_silent(mask)
+    mean.exclude(mask)
     numbers, out = given(0, 0, 1), torch.empty(3 * ROW)
-    mean.owed.copy_(numbers)
-    mean.owed_to_all.fill_(1.0)  # of a run on more ranks
-    mean.send(), mean.serve(), mean.receive()
-    mean.said_into(out)
+    mean.worker_error.copy_(numbers)
+    mean.server_error.fill_(1.0)  # of a run on more ranks
+    mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
+    mean.copy_result_to(out)
     assert torch.equal(out, (numbers + 1).masked_fill(mask, 0.0))
-    assert not mean.owed.any() and not mean.owed_to_all.any()
-    assert float(mean.squares().sum()) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
+    assert not mean.worker_error.any() and not mean.server_error.any()
+    assert float(mean.squared_norms().sum()) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
 
 
 def test_a_segment_of_which_nothing_is_said_is_zero() -> None:
@@ -151,23 +151,23 @@ def test_a_segment_of_which_nothing_is_said_is_zero() -> None:
 
 
 def _says_nothing(rank: int, world: int) -> Tensor:
-    mean = OneBitMean(build(1).dp, SEGMENTS[2], torch.device("cpu"))
+    mean = CompressedAllReduce(build(1).dp, SEGMENTS[2], torch.device("cpu"))
     mask = torch.zeros(6 * ROW, dtype=torch.bool)
     mask[:ROW] = True
-    mean.be_silent(mask)
-    mean.owed.fill_(3.0)
-    mean.send(), mean.serve(), mean.receive()
-    out = torch.empty_like(mean.owed)
-    mean.said_into(out)
+    mean.exclude(mask)
+    mean.worker_error.fill_(3.0)
+    mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
+    out = torch.empty_like(mean.worker_error)
+    mean.copy_result_to(out)
     return out
 
 
 def test_bits_pack_alike_on_both_sides() -> None:
     bits = torch.rand(1024, generator=torch.Generator().manual_seed(0)) < 0.5
-    here = pack(bits)
-    assert here.dtype == torch.uint8 and len(here) == 128 and torch.equal(unpack(here), bits)
+    here = pack_bits(bits)
+    assert here.dtype == torch.uint8 and len(here) == 128 and torch.equal(unpack_bits(here), bits)
     with on_the_accelerator_side():
-        assert torch.equal(pack(bits), here) and torch.equal(unpack(here), bits)
+        assert torch.equal(pack_bits(bits), here) and torch.equal(unpack_bits(here), bits)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -191,8 +191,9 @@ def _bytes(rank: int, world: int) -> tuple[int, int]:
         sent[0] += message.numel() * message.element_size() * (world - 1)
         return all_gather_into(full, message, group)
 
-    with patch("mpu.one_bit.all_to_all_into", to_servers), patch("mpu.one_bit.all_gather_into", to_all):
-        mean = OneBitMean(build(1).dp, SEGMENTS[world], torch.device("cpu"))
-        mean.owed.add_(1.0)
-        mean.send(), mean.serve(), mean.receive()
-    return mean.chunk // ROW, sent[0]
+    with patch("mpu.compressed_all_reduce.all_to_all_into", to_servers), \
+            patch("mpu.compressed_all_reduce.all_gather_into", to_all):
+        mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+        mean.worker_error.add_(1.0)
+        mean.send_to_servers(), mean.reduce_and_send(), mean.wait_for_result()
+    return mean.chunk_numel // ROW, sent[0]

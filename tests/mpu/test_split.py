@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpu.partition import join_slices, local_slice
+from mpu.partition import join_local_slices, local_slice
 from mpu.split import ParallelError, Partition, divide, pad_vocab, rank_grid, split_range
 
 
@@ -47,7 +47,7 @@ def test_an_impossible_grid_is_refused_with_both_numbers(world: int, tp: int) ->
 def test_slices_join_to_the_whole(partition: Partition, tp: int) -> None:
     full = torch.arange(24 * 16).view(24, 16)
     pieces = [local_slice(full, partition, rank, tp) for rank in range(tp)]
-    assert torch.equal(join_slices(pieces, partition), full)
+    assert torch.equal(join_local_slices(pieces, partition), full)
 
 
 def test_stride_gives_each_rank_a_slice_of_each_part() -> None:

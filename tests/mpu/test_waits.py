@@ -8,27 +8,29 @@ from unittest.mock import patch
 
 import pytest
 
-from mpu.wire import waits
+from mpu import collective_tracker
 
 
 @pytest.fixture
 def numbers() -> Iterator[memoryview]:
     """This process's: (state, exchanges begun)."""
-    with patch.object(waits, "_NUMBERS", [memoryview(array("Q", [0, 0]))]):
+    with patch.object(collective_tracker, "_COUNTERS", [memoryview(array("Q", [0, 0]))]):
         shown = memoryview(array("Q", [9, 9]))
-        waits.show_in(shown)
+        collective_tracker.write_counters_to(shown)
         yield shown
 
 
 def test_an_exchange_is_marked_while_it_lasts_and_counted(numbers: memoryview) -> None:
     inside = []
-    exchange, send = (mark(lambda: inside.append(list(numbers))) for mark in (waits.exchanging, waits.sending))
+    exchange, send = (mark(lambda: inside.append(list(numbers)))
+                      for mark in (collective_tracker.track_collective, collective_tracker.track_async_collective))
     exchange()
     send()
-    waits.begin()
+    collective_tracker.mark_waiting()
     inside.append(list(numbers))
-    waits.end()
-    assert inside == [[waits.WAITING, 1], [waits.SENDING, 2], [waits.WAITING, 2]]
+    collective_tracker.mark_idle()
+    assert inside == [[collective_tracker.WAITING, 1], [collective_tracker.LAUNCHING, 2],
+                      [collective_tracker.WAITING, 2]]
     assert list(numbers) == [0, 2]
 
 
@@ -37,16 +39,16 @@ def test_an_error_that_comes_out_of_an_exchange_leaves_the_mark_until_the_next(n
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError):
-        waits.exchanging(fail)()
-    assert list(numbers) == [waits.WAITING, 1]
-    waits.exchanging(lambda: None)()
+        collective_tracker.track_collective(fail)()
+    assert list(numbers) == [collective_tracker.WAITING, 1]
+    collective_tracker.track_collective(lambda: None)()
     assert list(numbers) == [0, 2]
 
 
 def test_numbers_go_on_where_they_are_shown_from_now_on(numbers: memoryview) -> None:
-    waits.exchanging(lambda: None)()
-    waits.begin()
+    collective_tracker.track_collective(lambda: None)()
+    collective_tracker.mark_waiting()
     elsewhere = memoryview(array("Q", [0, 0]))
-    waits.show_in(elsewhere)
-    waits.end()
-    assert list(elsewhere) == [0, 1] and list(numbers) == [waits.WAITING, 1]
+    collective_tracker.write_counters_to(elsewhere)
+    collective_tracker.mark_idle()
+    assert list(elsewhere) == [0, 1] and list(numbers) == [collective_tracker.WAITING, 1]

@@ -1,20 +1,261 @@
-"""What `init_inference` returns: the model, cut and cast, called as it was before; and `generate`."""
+"""`InferenceEngine`, returned by `init_inference`: the sharded and cast module, and `generate` with transformers'
+arguments.
+
+`generate` takes [rows, length] token ids and returns [rows x num_return_sequences, length + new] ids. Shorter
+answers are padded on the right, prompts of unequal length on the left with an attention mask. The decoder with its
+KV cache and CUDA graphs is kept between calls and rebuilt when a call needs more room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config.setting import require
-from megatron.errors import ConfigError
-from megatron.inference.api.answer import Kept, Wanted, answer
-from megatron.inference.api.same import check_tensors
+from megatron.config.config_errors import ErrorList
+from megatron.config.schema import require
+from megatron.errors import ConfigError, NumericsError
+from megatron.inference.api.equivalence import assert_tensors_equal_across_ranks
+from megatron.inference.decoder import MIN_GRAPH_POSITIONS, Decoder, next_power_of_two
+from megatron.inference.generation import GeneratedSequence, Generator, texts_of
+from megatron.inference.int8 import Int8
+from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
-from mpu.collectives import broadcast_into
+from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
+
+MAX_ROWS = 32
+"""Texts at a time; more take turns."""
+
+
+@dataclass(frozen=True)
+class _CachedDecoder:
+    decoder: Decoder
+    weights: Hashable
+    """Where they were: a recorded step reads them there."""
+
+    def fits(self, weights: Hashable, rows: int, length: int) -> bool:
+        return self.weights == weights and self.decoder.rows >= rows and self.decoder.max_positions >= length
+
+
+@final
+class DecoderCache:
+    """The decoder that an engine keeps from answer to answer: its cache, and the steps that an accelerator recorded.
+    It is made for what is asked, and made again where that is more than it has room for."""
+
+    def __init__(self, model: GPT2, limit: int) -> None:
+        """No text has more than `limit` positions."""
+        self.model, self.limit = model, limit
+        self._cached: _CachedDecoder | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy makes a decoder of its own."""
+        return DecoderCache, (self.model, self.limit)
+
+    @contextmanager
+    def acquire(self, texts: int, positions: int) -> Iterator[Decoder]:
+        """For so many texts, of up to so many positions. Whoever asks meanwhile gets another one. It is not kept where
+        an answer breaks off: what is in its rows then may be anything."""
+        made, self._cached = self._cached, None
+        weights, rows, length = (
+            _weight_locations(self.model), min(MAX_ROWS, next_power_of_two(texts)), next_power_of_two(positions))
+        length = min(self.limit, max(MIN_GRAPH_POSITIONS, length))
+        if made is None or not made.fits(weights, rows, length):
+            if made is not None:
+                rows, length = max(rows, made.decoder.rows), max(length, made.decoder.max_positions)
+            made = None  # its cache goes before there is another
+            with torch.inference_mode(False):  # what is made in that mode can be written in no other
+                made = _CachedDecoder(Decoder(self.model, rows, length), weights)
+        yield made.decoder
+        self._cached = made
+
+
+def _weight_locations(model: GPT2) -> Hashable:
+    parts = (part for weight in model.parameters()
+             for part in ((weight.levels, weight.scale) if isinstance(weight, Int8) else (weight,)))
+    return tuple((part.data_ptr(), part.dtype, part.device) for part in parts)
+
+
+DEFAULT_NEW_TOKENS = 20
+"""Where nobody says how many, as in transformers."""
+
+_OFF, _NONE = (None, False), (None,)
+NEUTRAL_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
+    "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE,
+    "guidance_scale": (None, 1.0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "max_time": _NONE, "stop_strings": _NONE,
+    "bad_words_ids": _NONE, "suppress_tokens": _NONE, "begin_suppress_tokens": _NONE, "sequence_bias": _NONE,
+    "forced_bos_token_id": _NONE, "forced_eos_token_id": _NONE, "cache_implementation": _NONE,
+    "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
+    "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
+    "stopping_criteria": (None, []), "token_type_ids": _NONE}
+"""Arguments of transformers' generate that may say what happens anyway."""
+
+HF_PIPELINE_NEW_TOKENS = 256
+"""New tokens that a pipeline of transformers asks for where its caller says nothing. They come as an argument, like a
+caller's."""
+
+UNUSED_ARGUMENTS = frozenset({"bos_token_id", "decoder_start_token_id"})
+"""Of models that begin texts themselves."""
+
+ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"),
+                    (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
+    **dict.fromkeys(("min_length", "min_new_tokens"),
+                    (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")),
+    "top_k": (lambda value: type(value) is int and value >= 0, "a whole number; 0: all"),
+    "temperature": (lambda value: 0 < value < float("inf"), "more than 0; without do_sample, the likeliest token is "
+                    "taken"),
+    "top_p": (lambda value: 0 < value <= 1, "more than 0, at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value < float("inf"), "more than 0; 1 changes nothing")}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """The arguments that are understood, with transformers' defaults."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int = 0
+    min_length: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    seed: int | None = None
+    """Ours; without it, a number of torch's stream."""
+    insists: bool = False
+    """The caller said how long; what only a default says ends where the room does."""
+
+    @classmethod
+    def parse(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GenerateArguments:
+        known = {field.name for field in fields(cls)} - {"insists"}
+        said = {name: value for name, value in {**defaults, **given}.items() if value is not None}
+        problems = ErrorList()
+        for name in given.keys() - known - NEUTRAL_ARGUMENTS.keys() - UNUSED_ARGUMENTS:
+            near = difflib.get_close_matches(name, [*known, *NEUTRAL_ARGUMENTS], n=1)
+            problems.append(f"generate: {name} is unknown; " + (
+                f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
+        for name in said.keys() & NEUTRAL_ARGUMENTS.keys():
+            problems.require(any(said[name] is one or said[name] == one for one in NEUTRAL_ARGUMENTS[name]),
+                             f"generate: {name} is {said[name]!r:.60}, which our decoder does not do: leave it out "
+                             "(transformers' own generate does, without replace_with_kernel_inject)")
+        for name in said.keys() & ARGUMENT_RANGES.keys():
+            fits, expected = ARGUMENT_RANGES[name]
+            is_number = isinstance(said[name], (int, float)) and fits(said[name])
+            problems.require(is_number, f"generate: {name} is {said[name]!r:.60}: expected {expected}")
+        problems.raise_if_any()
+        said = {name: value for name, value in said.items() if name in known}
+        length = "max_length" if "max_length" in said and "max_new_tokens" not in said else "max_new_tokens"
+        insists = given.get(length) not in ((None,) if length == "max_length" else (None, HF_PIPELINE_NEW_TOKENS))
+        return cls(**said, insists=insists)
+
+    def sampling(self) -> Sampling:
+        if not self.do_sample:
+            return Sampling(greedy=True, repetition_penalty=self.repetition_penalty)
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+                        repetition_penalty=self.repetition_penalty)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        given = self.eos_token_id
+        return () if given is None else (given,) if isinstance(given, int) else tuple(given)
+
+    def max_new(self, length: int) -> int:
+        """New tokens after a prompt of `length`."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        return self.max_length - length
+
+    def min_new(self, length: int) -> int:
+        """New tokens before an end."""
+        return self.min_new_tokens or max(0, self.min_length - length)
+
+
+@torch.no_grad()
+def generate_ids(cache: DecoderCache, input_ids: Tensor, mask: Tensor | None, arguments: GenerateArguments) -> Tensor:
+    """[b, s] -> [b x num_return_sequences, s + new]. Collective over tp."""
+    model, limit = cache.model, cache.limit
+    prompts = _prompt_ids(input_ids, mask)
+    assert_tensors_equal_across_ranks([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
+    _check_tokens(prompts, model.config.known_vocab_size)
+    longest = max(map(len, prompts))
+    least, most = _new_token_bounds(arguments, input_ids.shape[1], longest, limit, model.tp.rank == 0)
+    seed = broadcast_json(int(torch.randint(1 << 31, ())) if arguments.seed is None else arguments.seed, model.tp, 0)
+    copies = arguments.num_return_sequences
+    with cache.acquire(len(prompts) * copies, longest + most) as decoder:
+        generator = Generator(decoder, vocabulary=model.config.known_vocab_size, eod=None, should_stop=_stop_at_eos(
+            arguments.eos_ids), banned_tokens=lambda text: arguments.eos_ids if len(text.tokens) < least else ())
+        several = [prompt for prompt in prompts for _ in range(copies)]
+        texts = texts_of(generator, several, most, arguments.sampling(), seed)
+    if any(text.finish_reason == "not finite" for text in texts):
+        raise NumericsError("generate: the model gives logits that are no numbers, or infinite: give init_inference "
+                            "dtype=torch.bfloat16 or torch.float32")
+    new = max(len(text.tokens) for text in texts)
+    pad = (arguments.pad_token_id if arguments.pad_token_id is not None else arguments.eos_ids[0] if arguments.eos_ids
+           else 0)
+    rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]
+    before = input_ids.repeat_interleave(copies, 0)
+    return torch.cat([before, torch.tensor(rows, dtype=before.dtype, device=before.device)], 1)
+
+
+def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, limit: int,
+                      prints_notes: bool) -> tuple[int, int]:
+    """New tokens, at least and at most, of rows of `width`, the `longest` of which has so many real tokens."""
+    least, most, room = arguments.min_new(width), arguments.max_new(width), limit - longest
+    require(most >= 1, f"generate: max_length is {arguments.max_length}, and the prompt has {width} tokens: give "
+            "max_new_tokens")
+    require(most <= room or not arguments.insists and room >= 1,
+            f"generate: a prompt of {longest} tokens and {most} new ones are more than the {limit} that the engine has "
+            "room for: shorten the prompt, or give a smaller max_new_tokens")
+    if most > room and prints_notes:
+        print(f"note: generate: after a prompt of {longest} tokens there is room for {room} new ones, not for the "
+              f"default of {most}", file=sys.stderr, flush=True)
+    most = min(most, room)
+    name = f"min_new_tokens is {least}" if arguments.min_new_tokens else f"min_length is {arguments.min_length}"
+    require(least <= most, f"generate: {name}, and after a prompt of {width} tokens an answer has {most} at most: give "
+            "a smaller one, or a larger max_new_tokens where there is room")
+    return least, most
+
+
+def _stop_at_eos(eos_ids: tuple[int, ...]) -> Callable[[GeneratedSequence], bool]:
+    """An end is a token of the answer."""
+    return lambda text: text.tokens[-1] in eos_ids
+
+
+def _prompt_ids(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
+    require(isinstance(input_ids, Tensor) and input_ids.dim() == 2 and 0 not in input_ids.shape,
+            "generate: input_ids: expected [rows, length] token ids, at least one in a row")
+    if mask is None:
+        return [tuple(row) for row in input_ids.tolist()]
+    require(mask.shape == input_ids.shape, f"generate: attention_mask is {list(mask.shape)}, and input_ids "
+            f"{list(input_ids.shape)}")
+    kept = mask != 0
+    require(bool(kept[:, -1].all() and (kept.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: each "
+            "row of attention_mask is zeros, then ones")
+    return [tuple(row[one].tolist()) for row, one in zip(input_ids, kept)]
+
+
+def _check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """An accelerator would look up what lies beside the table, and say nothing."""
+    for row, prompt in enumerate(prompts):
+        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+        require(wrong is None, f"generate: input_ids: row {row} has the token id {wrong}, and the model has 0 .. "
+                f"{vocabulary - 1}: give ids of its own tokenizer; of padding, attention_mask says where it is")
 
 
 @final
@@ -22,11 +263,11 @@ class InferenceEngine(nn.Module):
     def __init__(self, module: nn.Module, gpt2: GPT2 | None, tp: Group, max_out_tokens: int | None) -> None:
         """`gpt2` is the model for our decoder, where there is one."""
         super().__init__()
-        self.module, self.tp, self._most = module, tp, max_out_tokens
-        self._kept = None  # no submodule: its weights are the module's
+        self.module, self.tp, self._max_out_tokens = module, tp, max_out_tokens
+        self._decoder_cache = None  # no submodule: its weights are the module's
         if gpt2 is not None:
             positions = gpt2.config.max_position_embeddings
-            self._kept = Kept(gpt2, min(max_out_tokens or positions, positions))
+            self._decoder_cache = DecoderCache(gpt2, min(max_out_tokens or positions, positions))
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,26 +276,26 @@ class InferenceEngine(nn.Module):
     def generate(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **given: Any) -> Any:
         """Every rank gives the same prompts, and gets the same answers."""
         input_ids = given.pop("inputs", None) if input_ids is None else input_ids
-        if self._kept is None:
-            return self._by_module(input_ids, attention_mask, given)
+        if self._decoder_cache is None:
+            return self._module_generate(input_ids, attention_mask, given)
         require(input_ids is not None, "generate: give input_ids, [rows, length] token ids")
         assert input_ids is not None
-        defaults = {**self._defaults(), **_said(given.pop("generation_config", None))}
-        return answer(self._kept, input_ids, attention_mask, Wanted.of(defaults, given))
+        defaults = {**self._defaults(), **_generation_config_dict(given.pop("generation_config", None))}
+        return generate_ids(self._decoder_cache, input_ids, attention_mask, GenerateArguments.parse(defaults, given))
 
-    def _by_module(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
+    def _module_generate(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
         """By the generate of the module itself, with rank 0's random numbers."""
         own = getattr(self.module, "generate", None)
         if own is None:
             raise ConfigError(f"generate: {type(self.module).__name__} has no generate of its own: call the engine "
                               "for its outputs")
-        check_tensors([one for one in (input_ids, mask) if one is not None], self.tp, "input_ids")
-        if input_ids is not None and self._most is not None:
+        assert_tensors_equal_across_ranks([one for one in (input_ids, mask) if one is not None], self.tp, "input_ids")
+        if input_ids is not None and self._max_out_tokens is not None:
             length = input_ids.shape[1]
-            asked = given.get("max_length") or length + (given.get("max_new_tokens") or 0)
-            require(max(length, asked) <= self._most, f"generate: {max(length, asked)} tokens are more than "
-                    f"max_out_tokens {self._most} of init_inference")
-        share_random_state(self.tp)
+            total_length = given.get("max_length") or length + (given.get("max_new_tokens") or 0)
+            require(max(length, total_length) <= self._max_out_tokens, f"generate: {max(length, total_length)} tokens "
+                    f"are more than max_out_tokens {self._max_out_tokens} of init_inference")
+        broadcast_rng_state(self.tp)
         said = {"attention_mask": mask} if mask is not None else {}
         return own(input_ids, **said, **given) if input_ids is not None else own(**said, **given)
 
@@ -78,7 +319,7 @@ class InferenceEngine(nn.Module):
             return getattr(self.module, name)
 
 
-def _said(config: Any) -> dict[str, Any]:
+def _generation_config_dict(config: Any) -> dict[str, Any]:
     """By a GenerationConfig that is given in a call, over the model's."""
     if config is None:
         return {}
@@ -89,7 +330,7 @@ def _said(config: Any) -> dict[str, Any]:
     return {name: value for name, value in as_dict().items() if value is not None}
 
 
-def share_random_state(tp: Group) -> None:
+def broadcast_rng_state(tp: Group) -> None:
     """torch's streams go on from where rank 0's are, so that all ranks draw the same."""
     if tp.is_solo:
         return

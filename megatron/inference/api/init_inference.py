@@ -1,11 +1,12 @@
-"""`megatron.inference.init_inference`: a model made ready for inference, as DeepSpeed's tutorial types it.
+"""`megatron.inference.init_inference`: prepares a model for inference, with DeepSpeed's arguments. Collective over all
+ranks.
 
     engine = init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16)
     logits = engine(input_ids)
 
-The model is our GPT-2, whole or from a checkpoint, transformers' GPT-2, or any module with an injection policy. A
-module that is not ours is changed in place, as DeepSpeed does; what can be refused before it is changed is, and leaves
-it as it was. Collective over all ranks.
+The model is our GPT-2 (in memory or from a checkpoint), transformers' GPT-2, or any module with an injection
+policy. Other modules are changed in place, as DeepSpeed does; every check that can run before the change runs
+before it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.agree import agree
-from megatron.config.setting import require
+from megatron.config.schema import require
 from megatron.config.tree import ModelConfig
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError, ConfigError, TrainerError
-from megatron.inference import loading
+from megatron.inference import load
 from megatron.inference.api import arguments, weights
-from megatron.inference.api.arguments import Asked
-from megatron.inference.api.cut import changing, check_even, check_unbroken, cut
-from megatron.inference.api.engine import InferenceEngine, share_random_state
-from megatron.inference.api.weights import HEADED, ours_of
-from megatron.inference.api.policy import Plan, plan_of
-from megatron.inference.api.proof import Proof
-from megatron.inference.api.quantise import check_scales, layers_of_int8, quantise
-from megatron.inference.api.same import check_model
-from megatron.inference.int8 import activations_on
-from megatron.launch import distributed, exits
+from megatron.inference.api.arguments import InferenceArguments
+from megatron.inference.api.engine import InferenceEngine, broadcast_rng_state
+from megatron.inference.api.equivalence import TPEquivalenceCheck, assert_weights_equal_across_ranks
+from megatron.inference.api.policy import TPPlan, make_tp_plan
+from megatron.inference.api.shard_module import (check_divisible, check_not_poisoned, check_scales, int8_layers,
+                                                 poison_on_failure, quantize_layers, shard_module)
+from megatron.inference.api.weights import HF_GPT2_CLASS, gpt2_from_hf_layers
+from megatron.inference.int8 import activation_dtype
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.init import groups_of
+from megatron.zero.api.init import groups_from_mpu
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
 
@@ -44,33 +44,33 @@ from mpu.groups import Groups
 def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
                    **kwargs: Any) -> InferenceEngine:
     """The engine of a model; docs/inference.md lists the arguments, which are DeepSpeed's."""
-    exits.answer_uncaught()
-    asked = arguments.read(config, kwargs)
-    env = distributed.init()
-    groups = _groups(asked)
-    device = distributed.device_for(env)
-    notes = list(asked.notes)
+    exit_codes.install_excepthook()
+    args = arguments.parse_arguments(config, kwargs)
+    env = process_group.init()
+    groups = _build_groups(args)
+    device = process_group.device_for(env)
+    notes = list(args.notes)
     if model is None or isinstance(model, GPT2):
-        engine = _of_ours(model, asked, groups, device)
+        engine = _init_gpt2(model, args, groups, device)
     else:
         require(isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: expected a module "
                 "(of an engine that trains, save a checkpoint, and give checkpoint=, its folder)")
-        engine = _of_theirs(model, asked, groups, device, notes)
-    _say(notes, groups)
+        engine = _init_other_module(model, args, groups, device, notes)
+    _print_notes(notes, groups)
     return engine.eval()
 
 
-def _groups(asked: Asked) -> Groups:
+def _build_groups(args: InferenceArguments) -> Groups:
     """The grid: of the given process groups, or of `tp_size` ranks each."""
-    size = asked.tp_size
-    require(asked.mpu is None or asked.tp_group is None,
+    size = args.tp_size
+    require(args.mpu is None or args.tp_group is None,
             "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
-    if asked.mpu is not None:
-        groups = groups_of(asked.mpu)
-    elif asked.tp_group is not None:
-        groups = mpu_groups.of_handles(asked.tp_group, None)
+    if args.mpu is not None:
+        groups = groups_from_mpu(args.mpu)
+    elif args.tp_group is not None:
+        groups = mpu_groups.groups_from_process_groups(args.tp_group, None)
     else:
-        world = distributed.read_environment().world_size
+        world = process_group.read_environment().world_size
         require(world % (size or 1) == 0, f"init_inference: tensor_parallel.tp_size is {size}, and there are {world} "
                 f"ranks: start {size} of them, or a multiple (python -m megatron.launch --nproc-per-node {size} "
                 "SCRIPT)")
@@ -82,125 +82,126 @@ def _groups(asked: Asked) -> Groups:
 
 # ---- our GPT-2 ------------------------------------------------------------------------------------------------------
 
-def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.device) -> InferenceEngine:
-    require(asked.policy is None, "init_inference: injection_policy is for models that are not ours: our GPT-2 is cut "
+def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, device: torch.device) -> InferenceEngine:
+    require(args.policy is None, "init_inference: injection_policy is for models that are not ours: our GPT-2 is cut "
             "by itself; leave it out")
-    if asked.checkpoint is not None:
-        found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
+    if args.checkpoint is not None:
+        found = weights.open_weights(args.checkpoint, args.base_dir, groups)
         if model is not None:
             shape = model.config
-            agree(lambda: weights.check_shape(shape, found), groups.world)
+            all_succeed_or_raise(lambda: weights.check_same_shape(shape, found), groups.world)
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
-        check_unbroken(model)
-        if model.tp.size == groups.tp.size and asked.dtype is not torch.int8:
-            _check_room(model.config, asked)
-            agree(lambda: _check_finite(model, asked.dtype), groups.world)
-            with changing(model) if asked.dtype else nullcontext():
-                model.to(device, asked.dtype)
-            return _engine(model, model, asked, groups)
-        wanted = "be int8" if asked.dtype is torch.int8 else f"be for {groups.tp.size}"
+        check_not_poisoned(model)
+        if model.tp.size == groups.tp.size and args.dtype is not torch.int8:
+            _check_token_limits(model.config, args)
+            all_succeed_or_raise(lambda: _check_finite(model, args.dtype), groups.world)
+            with poison_on_failure(model) if args.dtype else nullcontext():
+                model.to(device, args.dtype)
+            return _make_engine(model, model, args, groups)
+        wanted = "be int8" if args.dtype is torch.int8 else f"be for {groups.tp.size}"
         require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot "
                 f"{wanted}: save it, and give checkpoint=, which loads at any size")
-        check_model(model, groups.tp)
-        found = weights.of_model(model)
-    _check_room(found.shape, asked)
-    dtype = asked.dtype or _precision(model, found)
-    made = loading.build(found, groups, dtype, device)
-    return _engine(made, made, asked, groups)
+        assert_weights_equal_across_ranks(model, groups.tp)
+        found = weights.weights_of_gpt2(model)
+    _check_token_limits(found.shape, args)
+    dtype = args.dtype or _precision(model, found)
+    made = load.build_model(found, groups, dtype, device)
+    return _make_engine(made, made, args, groups)
 
 
-def _precision(model: GPT2 | None, found: loading.Found) -> torch.dtype:
+def _precision(model: GPT2 | None, opened: load.OpenedModel) -> torch.dtype:
     """As the model is; without one, as it was trained."""
-    return loading.DTYPES[found.precision] if model is None else next(model.parameters()).dtype
+    return load.DTYPES[opened.precision] if model is None else next(model.parameters()).dtype
 
 
-def _check_room(shape: ModelConfig, asked: Asked) -> None:
+def _check_token_limits(shape: ModelConfig, args: InferenceArguments) -> None:
     positions = shape.max_position_embeddings
-    room = min(asked.max_out_tokens or positions, positions)
-    require(asked.min_out_tokens <= room, f"init_inference: min_out_tokens is {asked.min_out_tokens}, and there is "
-            f"room for {room}: the model has {positions} positions"
-            + (f", and max_out_tokens is {asked.max_out_tokens}" if asked.max_out_tokens else ""))
+    limit = min(args.max_out_tokens or positions, positions)
+    require(args.min_out_tokens <= limit, f"init_inference: min_out_tokens is {args.min_out_tokens}, and there is "
+            f"room for {limit}: the model has {positions} positions"
+            + (f", and max_out_tokens is {args.max_out_tokens}" if args.max_out_tokens else ""))
 
 
-def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> InferenceEngine:
-    return InferenceEngine(module, gpt2.eval(), groups.tp, asked.max_out_tokens)
+def _make_engine(module: nn.Module, gpt2: GPT2, args: InferenceArguments, groups: Groups) -> InferenceEngine:
+    return InferenceEngine(module, gpt2.eval(), groups.tp, args.max_out_tokens)
 
 
 # ---- a model that is not ours ---------------------------------------------------------------------------------------
 
-def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.device,
-               notes: list[str]) -> InferenceEngine:
-    check_unbroken(model)
+def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Groups, device: torch.device,
+                       notes: list[str]) -> InferenceEngine:
+    check_not_poisoned(model)
     filling: AbstractContextManager[None] = nullcontext()
-    is_headed_gpt2 = type(model).__name__ == HEADED and type(model).__module__.startswith("transformers.")
-    if asked.checkpoint is not None:
+    is_headed_gpt2 = type(model).__name__ == HF_GPT2_CLASS and type(model).__module__.startswith("transformers.")
+    if args.checkpoint is not None:
         require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
-        found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
-        agree(lambda: weights.check_transformers(model, found), groups.world)
-        filling = weights.filled(model, found, groups)
-    plan = agree(lambda: _planned(model, asked, groups), groups.world)
+        found = weights.open_weights(args.checkpoint, args.base_dir, groups)
+        all_succeed_or_raise(lambda: weights.check_hf_model(model, found), groups.world)
+        filling = weights.fill_hf_model(model, found, groups)
+    plan = all_succeed_or_raise(lambda: _make_plan(model, args, groups), groups.world)
     with filling:
-        agree(lambda: _check_weights(model, plan, asked.dtype, groups), groups.world)
-        proof = agree(lambda: _proof(model, plan, asked, groups), groups.world)
-    with changing(model) if plan.places or asked.dtype else nullcontext():
-        agree(lambda: _cut(model, plan, proof, groups), groups.world)
-        if asked.dtype is torch.int8:
-            quantise(model, plan, groups, activations_on(device), device)
+        all_succeed_or_raise(lambda: _check_weights(model, plan, args.dtype, groups), groups.world)
+        equivalence = all_succeed_or_raise(lambda: _equivalence_check(model, plan, args, groups), groups.world)
+    with poison_on_failure(model) if plan.tp_layers or args.dtype else nullcontext():
+        all_succeed_or_raise(lambda: _shard(model, plan, equivalence, groups), groups.world)
+        if args.dtype is torch.int8:
+            quantize_layers(model, plan, groups, activation_dtype(device), device)
         else:
-            model.to(device, asked.dtype)
+            model.to(device, args.dtype)
     model.eval().requires_grad_(False)
-    share_random_state(groups.tp)
-    if asked.fast and is_headed_gpt2:
+    broadcast_rng_state(groups.tp)
+    if args.fast and is_headed_gpt2:
         try:
-            gpt2 = ours_of(model, groups.tp)
-            _check_room(gpt2.config, asked)
-            return _engine(model, gpt2, asked, groups)
+            gpt2 = gpt2_from_hf_layers(model, groups.tp)
+            _check_token_limits(gpt2.config, args)
+            return _make_engine(model, gpt2, args, groups)
         except TrainerError as error:
             notes.append(f"replace_with_kernel_inject has no effect: {error}")
-    elif asked.fast:
+    elif args.fast:
         notes.append(f"replace_with_kernel_inject has no effect: there is no decoder for a {type(model).__name__}")
-    return InferenceEngine(model, None, groups.tp, asked.max_out_tokens)
+    return InferenceEngine(model, None, groups.tp, args.max_out_tokens)
 
 
-def _planned(model: nn.Module, asked: Asked, groups: Groups) -> Plan:
+def _make_plan(model: nn.Module, args: InferenceArguments, groups: Groups) -> TPPlan:
     """By the layers; their weights may still have to come."""
-    plan = plan_of(model, asked.policy)
-    require(bool(plan.places) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
+    plan = make_tp_plan(model, args.policy)
+    require(bool(plan.tp_layers) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
             f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
             "layers,)}} (docs/inference.md)")
-    check_even(model, plan, groups.tp)
-    if asked.dtype is torch.int8:
-        layers_of_int8(model, plan)
+    check_divisible(model, plan, groups.tp)
+    if args.dtype is torch.int8:
+        int8_layers(model, plan)
     return plan
 
 
-def _check_weights(model: nn.Module, plan: Plan, dtype: torch.dtype | None, groups: Groups) -> None:
-    check_model(model, groups.tp)
+def _check_weights(model: nn.Module, plan: TPPlan, dtype: torch.dtype | None, groups: Groups) -> None:
+    assert_weights_equal_across_ranks(model, groups.tp)
     if dtype is torch.int8:
         check_scales(model, plan)
     else:
         _check_finite(model, dtype)
 
 
-def _proof(model: nn.Module, plan: Plan, asked: Asked, groups: Groups) -> Proof | None:
-    return None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
+def _equivalence_check(model: nn.Module, plan: TPPlan, args: InferenceArguments,
+                       groups: Groups) -> TPEquivalenceCheck | None:
+    return None if groups.tp.is_solo else TPEquivalenceCheck(model, plan, args.example_inputs, groups.tp)
 
 
-def _cut(model: nn.Module, plan: Plan, proof: Proof | None, groups: Groups) -> None:
-    cut(model, plan, groups.tp)
-    if proof is not None:
-        proof.check()
+def _shard(model: nn.Module, plan: TPPlan, equivalence: TPEquivalenceCheck | None, groups: Groups) -> None:
+    shard_module(model, plan, groups.tp)
+    if equivalence is not None:
+        equivalence.check_sharded()
 
 
 @torch.no_grad()
 def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
     """In the precision to come, one parameter at a time."""
     for name, value in model.named_parameters():
-        weights.require_values(name, value)
+        weights.check_not_meta(name, value)
         if not value.is_floating_point() or not value.numel():
             continue
         ends = torch.stack(value.aminmax())  # a cast keeps the order of numbers
@@ -209,7 +210,7 @@ def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
                                   "ask for another dtype")
 
 
-def _say(notes: list[str], groups: Groups) -> None:
+def _print_notes(notes: list[str], groups: Groups) -> None:
     if groups.world.rank == 0:
         for note in notes:
             print(f"note: init_inference: {note}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Where the weights of a GPT-2 come from: a checkpoint folder, DeepSpeed's description of one, or a model in memory.
-
-All of them are read the same way (inference/loading.py), at any tensor parallel size and in any precision.
+"""Where `init_inference` takes the weights of a GPT-2 from: a checkpoint, DeepSpeed's JSON description of one, or a
+model in memory (ours or transformers'). All are read like a checkpoint, at any tensor parallel size and precision
+(load.py).
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.checkpoint.agree import agree
-from megatron.checkpoint.interchange.foreign import Foreign, shapes_of
-from megatron.checkpoint.interchange.huggingface import NEEDED, SAME_GELU, our_shape
-from megatron.checkpoint.interchange.names import HUGGING_FACE
-from megatron.checkpoint.recognise import recognise
-from megatron.config.ds_reader import plain
-from megatron.config.hf_shape import CONFIG, FIELDS, shape_of
-from megatron.config.loose_json import parse
-from megatron.config.problems import Problems
-from megatron.config.setting import require
+from megatron.checkpoint.convert.detect_format import describe_format
+from megatron.checkpoint.convert.external_checkpoint import HUGGING_FACE, ExternalCheckpoint, parameter_shapes
+from megatron.checkpoint.convert.huggingface import REQUIRED_CONFIG, SUPPORTED_GELU, model_config_of
+from megatron.config.config_errors import ErrorList
+from megatron.config.ds_reader import parse_loose_json, to_plain_dicts
+from megatron.config.hf_config import HF_CONFIG_FILE, HF_FIELDS, model_fields_of
+from megatron.config.schema import require
 from megatron.config.tree import ModelConfig
+from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import CheckpointError
-from megatron.inference.loading import Found, open_hf, open_trained
+from megatron.inference.load import OpenedModel, open_hf_folder, open_run_checkpoint
 from megatron.model.gpt2 import GPT2
 from mpu.groups import Group, Groups
-from mpu.partition import mark_partition, partition_of
+from mpu.partition import partition_of, set_partition
 
-SAME = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "tokens", "max_position_embeddings",
-        "layernorm_epsilon")
+COMPARED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "known_vocab_size",
+                   "max_position_embeddings", "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
 
-THEIR_NAMES = {**{ours: theirs for theirs, (ours, _) in FIELDS.items()}, "ffn_size": "n_inner", "tokens": "vocab_size"}
+HF_NAMES = {**{ours: theirs for theirs, (ours, _) in HF_FIELDS.items()}, "ffn_size": "n_inner",
+            "known_vocab_size": "vocab_size"}
+OUR_NAMES = {"known_vocab_size": "tokens"}
+"""How messages name a field, where not as it is."""
 
 
-def open_checkpoint(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> Found:
+def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
     """A folder of ours, or of a Hugging Face GPT-2; or DeepSpeed's description of a folder. Collective."""
-    folder = _folder(given, base_dir)
-    is_hf = (Path(folder) / CONFIG).is_file() and "Hugging Face" in recognise(Path(folder))
-    return open_hf(folder, groups) if is_hf else open_trained(folder, groups)
+    folder = _checkpoint_folder(given, base_dir)
+    is_hf = (Path(folder) / HF_CONFIG_FILE).is_file() and "Hugging Face" in describe_format(Path(folder))
+    return open_hf_folder(folder, groups) if is_hf else open_run_checkpoint(folder, groups)
 
 
-def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
+def _checkpoint_folder(given: str | Mapping[str, Any], base_dir: str) -> str:
     """What `{"type": "ds_model", "checkpoints": FOLDER}` names, or the folder itself."""
     name = given if isinstance(given, str) else "checkpoint"
     if isinstance(given, str):
@@ -54,9 +55,9 @@ def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
         if path.suffix != ".json":
             return os.fspath(path)
         try:
-            problems = Problems()
-            given = plain(parse(path.read_text(encoding="utf-8"), name), problems)
-            problems.stop(name)
+            problems = ErrorList()
+            given = to_plain_dicts(parse_loose_json(path.read_text(encoding="utf-8"), name), problems)
+            problems.raise_if_any(name)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
     require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")
@@ -69,54 +70,55 @@ def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
     return os.fspath(Path(base_dir or given.get("base_dir") or "", files))
 
 
-def of_model(model: GPT2) -> Found:
+def weights_of_gpt2(model: GPT2) -> OpenedModel:
     """Of a whole model of ours."""
     shape, whole = model.config, dict(model.named_parameters())
-    tensors = {name: tensor.detach()[: shape.tokens] if name == "wte.weight" else tensor.detach()
+    tensors = {name: tensor.detach()[: shape.known_vocab_size] if name == "wte.weight" else tensor.detach()
                for name, tensor in whole.items()}
-    weights = Foreign("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
-                                                 for name, tensor in tensors.items()})
-    return Found(weights, shape, {}, "fp32", "the given model")
+    weights = ExternalCheckpoint("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
+                                                            for name, tensor in tensors.items()})
+    return OpenedModel(weights, shape, {}, "fp32", "the given model")
 
 
-def check_shape(wanted: ModelConfig, found: Found) -> None:
+def check_same_shape(wanted: ModelConfig, opened: OpenedModel) -> None:
     """A model of ours and the checkpoint in its place."""
-    _refuse_others(found, {name: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME})
+    _require_equal(opened, {OUR_NAMES.get(name, name): (getattr(opened.shape, name), getattr(wanted, name))
+                            for name in COMPARED_FIELDS})
 
 
-def require_values(name: str, value: Tensor) -> None:
+def check_not_meta(name: str, value: Tensor) -> None:
     require(not value.is_meta, f"init_inference: {name} is on the meta device, and has no values: make the model on "
             "another one, or load its weights first")
 
 
-def check_transformers(model: Any, found: Found) -> None:
+def check_hf_model(model: Any, opened: OpenedModel) -> None:
     """A GPT-2 of transformers and the checkpoint that is to fill it: weights of the same names and shapes may be those
     of another model."""
     for name, value in model.named_parameters():
-        require_values(name, value)
+        check_not_meta(name, value)
     said = model.config.to_dict()
-    wanted = ModelConfig(**shape_of(said))
-    gelu = said.get("activation_function", SAME_GELU[0])
-    _refuse_others(found, {
-        **{THEIR_NAMES[name]: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME},
-        **{name: (value, said.get(name, value)) for name, value in NEEDED.items()},
-        "activation_function": (gelu if gelu in SAME_GELU else SAME_GELU[0], gelu)})
+    wanted = ModelConfig(**model_fields_of(said))
+    gelu = said.get("activation_function", SUPPORTED_GELU[0])
+    _require_equal(opened, {
+        **{HF_NAMES[name]: (getattr(opened.shape, name), getattr(wanted, name)) for name in COMPARED_FIELDS},
+        **{name: (value, said.get(name, value)) for name, value in REQUIRED_CONFIG.items()},
+        "activation_function": (gelu if gelu in SUPPORTED_GELU else SUPPORTED_GELU[0], gelu)})
 
 
-def _refuse_others(found: Found, values: Mapping[str, tuple[Any, Any]]) -> None:
+def _require_equal(opened: OpenedModel, values: Mapping[str, tuple[Any, Any]]) -> None:
     """`values`: of the checkpoint, and of the model."""
     differing = [f"its {name} is {its}, and the given model's is {ours}" for name, (its, ours) in values.items()
                  if its != ours]
-    require(not differing, f"checkpoint {found.name} is another model: {'; '.join(differing)}; leave the model out, "
+    require(not differing, f"checkpoint {opened.name} is another model: {'; '.join(differing)}; leave the model out, "
             "and it is made as the checkpoint says")
 
 
 @contextmanager
-def filled(model: nn.Module, found: Found, groups: Groups) -> Iterator[None]:
+def fill_hf_model(model: nn.Module, opened: OpenedModel, groups: Groups) -> Iterator[None]:
     """A whole GPT-2 of transformers has the weights; where it is refused inside, its own ones again. Collective."""
     own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
     try:
-        agree(lambda: _fill(model, found), groups.world)
+        all_succeed_or_raise(lambda: _copy_weights(model, opened), groups.world)
         yield
     except BaseException:
         with torch.no_grad():
@@ -126,50 +128,50 @@ def filled(model: nn.Module, found: Found, groups: Groups) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, found: Found) -> None:
-    shapes, parameters = shapes_of(found.shape), dict(model.named_parameters())
+def _copy_weights(model: nn.Module, opened: OpenedModel) -> None:
+    shapes, parameters = parameter_shapes(opened.shape), dict(model.named_parameters())
     for name, shape in shapes.items():
         values = torch.empty(shape)
-        found.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
-                           out=values.view(-1))
-        parameters[HUGGING_FACE.theirs(name, "transformer.")].copy_(_theirs(name, values))
+        opened.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
+                            out=values.view(-1))
+        parameters[HUGGING_FACE.to_their_name(name, "transformer.")].copy_(_to_hf_layout(name, values))
 
 
-def _theirs(name: str, values: Tensor) -> Tensor:
-    return values.t() if HUGGING_FACE.turned(name) else values
+def _to_hf_layout(name: str, values: Tensor) -> Tensor:
+    return values.t() if HUGGING_FACE.is_transposed(name) else values
 
 
-HEADED = "GPT2LMHeadModel"
+HF_GPT2_CLASS = "GPT2LMHeadModel"
 
 
 @torch.no_grad()
-def ours_of(theirs: Any, tp: Group) -> GPT2:
+def gpt2_from_hf_layers(theirs: Any, tp: Group) -> GPT2:
     """Our GPT-2 out of the layers of transformers' one, once those are cut: two models over one memory. The module
     stays theirs, with all that a script does with it; our decoder runs on the other face. A ConfigError, or one of the
     configuration, where ours would compute something else."""
-    shape = our_shape(theirs.config.to_dict(), "the given model")
+    shape = model_config_of(theirs.config.to_dict(), "the given model")
     body, head = theirs.transformer, theirs.lm_head
     require(head.weight is body.wte.weight and head.bias is None, "its lm_head is not the token table")
     made = GPT2(shape, tp, deferred=True)
     for block, their in zip(made.blocks, body.h, strict=True):
         for ours, layer in (("ln_1", their.ln_1), ("attn.qkv", their.attn.c_attn), ("attn.proj", their.attn.c_proj),
                             ("ln_2", their.ln_2), ("mlp.fc", their.mlp.c_fc), ("mlp.proj", their.mlp.c_proj)):
-            _put(block, ours, layer)
+            _set_layer(block, ours, layer)
     made.wpe, made.ln_f = body.wpe, body.ln_f
-    _share_table(made, theirs)
+    _share_embedding(made, theirs)
     return made.eval().requires_grad_(False)
 
 
-def _share_table(made: GPT2, theirs: Any) -> None:
+def _share_embedding(made: GPT2, theirs: Any) -> None:
     """Theirs is the real rows of a padded one, and ours this rank's rows of it."""
     whole, partition = theirs.transformer.wte.weight, partition_of(made.wte.weight)
     padded = F.pad(whole, (0, 0, 0, made.wte.padded_shape[0] - len(whole)))
     theirs.transformer.wte.weight = theirs.lm_head.weight = nn.Parameter(padded[: len(whole)], requires_grad=False)
     start, stop = made.wte.vocab_range
     made.wte.weight = nn.Parameter(padded[start:stop], requires_grad=False)
-    mark_partition(made.wte.weight, partition)
+    set_partition(made.wte.weight, partition)
 
 
-def _put(block: nn.Module, path: str, layer: nn.Module) -> None:
+def _set_layer(block: nn.Module, path: str, layer: nn.Module) -> None:
     owner, _, name = path.rpartition(".")
     setattr(block.get_submodule(owner), name, layer)

@@ -1,9 +1,9 @@
-"""Engine: what a training script holds. The names that DeepSpeed's tutorials teach, over the mechanism of engine.py.
+"""`Engine`: DeepSpeed's training engine API over the ZeRO mechanism (megatron/zero/engine.py).
 
     loss = engine(batch);  engine.backward(loss);  engine.step()
     engine.save_checkpoint(folder, client_state={...});  path, client_state = engine.load_checkpoint(folder)
 
-It adds the learning rate schedule, checkpoints, and things to ask. `pretrain_gpt2.py` trains through it as well.
+It adds the learning rate schedule, checkpoints, monitoring and DeepSpeed's queries. `pretrain_gpt2.py` uses it as well.
 """
 
 from __future__ import annotations
@@ -23,182 +23,186 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import agree, called_alike, on_rank_0
-from megatron.checkpoint.background import Background, HostCopy, finish_earlier, under_way_in
-from megatron.checkpoint.choice import is_empty
-from megatron.checkpoint.commit import Keep, probe
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import step_tag
+from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
+from megatron.checkpoint.deletion import BackgroundDeleter
+from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.trash import BehindTheRun
-from megatron.checkpoint.writer import SaveReport, complete
+from megatron.checkpoint.resolve_tag import has_no_checkpoint
+from megatron.checkpoint.writer import SaveReport, finish_save
 from megatron.config.tree import Config
+from megatron.distributed.collective_log import LOAD, SAVE
+from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments, on_rank_0
+from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError
-from megatron.whereabouts import HERE
-from megatron.zero.api.eigenvalues import Eigenvalues
-from megatron.zero.api.layer_drop import ProgressiveLayerDrop
-from megatron.zero.api.batching import Batching, Collate, EpochLoader, make_loader
-from megatron.zero.api.monitor import Monitor, Watch
-from megatron.zero.api.names import TABLE, look_up
-from megatron.zero.api.profiled import ProfiledStep
-from megatron.zero.api.same import check_argument, folder_of
-from megatron.zero.api.saved import (Identity, LoadOptions, check_save_call, load_engine, restore_streams,
-                                     saving_engine, whole_weights, write_weights)
-from megatron.zero.api.schedule import Moved, Scheduler, ZeroOptimizer, can_go_back
-from megatron.zero.api.status import EngineStatus, drive_use
-from megatron.zero.api.weights import PREFIX, load_weights, weights_of
-from megatron.zero.aside import states_of
+from megatron.zero.api.checkpoint_io import (LoadOptions, RunIdentity, check_save_call, gather_full_state_dict,
+                                             load_engine, restore_rng_streams, save_engine_protocol, write_state_dict)
+from megatron.zero.api.compat_names import COMPAT_NAMES, resolve_name
+from megatron.zero.api.data_loader import BatchSizes, CollateFn, EpochDataLoader, build_data_loader
+from megatron.zero.api.engine_features import EigenvalueEstimator, ProfiledStep, ProgressiveLayerDrop
+from megatron.zero.api.engine_monitor import EngineMonitor, MonitorConfig
+from megatron.zero.api.engine_status import EngineStatus, read_nvme_stats
+from megatron.zero.api.model_checks import check_argument, to_folder
+from megatron.zero.api.module_state_dict import MODULE_PREFIX, build_module_state_dict, load_module_weights
+from megatron.zero.api.optimizer import LRSchedulerProtocol, ReversibleSchedulerStep, ZeroOptimizer, is_reversible
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.exchanges import LOAD, SAVE
-from megatron.zero.nested import mapped
+from megatron.zero.hooks import map_tensors
+from megatron.zero.state import parse_offload_states
 from megatron.zero.step import StepReport
 from mpu.collectives import broadcast_json
 
 
 class Engine(EngineStatus):
-    """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
+    """A model in training. Counters and the loss scale are those of `core`, the ZeRO mechanism."""
 
-    def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
-                 watch: Watch = Watch(), mpu: Any = None) -> None:
+    def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer,
+                 scheduler: LRSchedulerProtocol | None, monitor_config: MonitorConfig = MonitorConfig(),
+                 mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
-        self._batching = Batching(core, config)
-        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.homes))
+        self._batch_sizes = BatchSizes(core, config)
+        self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0,
+                                     partial(read_nvme_stats, core.engine_storage))
         self.mpu = mpu
-        self.profiled = ProfiledStep(config, core, self)
-        """What looks at one step of it, module by module, where that is asked for."""
+        self.profiled_step = ProfiledStep(config, core, self)
+        """Profiles one step module by module, if the configuration asks for it."""
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
-        """What tells the model which layers to leave out; None where it leaves out none."""
-        quantisation = core.state.quantisation
-        self._eigenvalues = Eigenvalues(core, config.quantize, quantisation) if quantisation is not None and \
+        """Passes theta to the model's forward; None unless configured."""
+        quantisation = core.state.moq
+        self._eigenvalues = EigenvalueEstimator(core, config.quantize, quantisation) if quantisation is not None and \
             config.quantize.quantize_eigenvalue else None
         self.training_dataloader: DataLoader[Any] | None = None
-        """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
-        self.inside_no_sync_ctxt = self.is_compiled = self._told_of_host = False
-        self.reads_weights_between_steps = True
-        """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
-        it off: they then travel during the forward that follows."""
+        """The loader of `training_data`, if given; its epoch is saved in checkpoints."""
+        self.inside_no_sync_ctxt = self.is_compiled = self._warned_offload_has_no_effect = False
+        self.block_until_params_gathered = True
+        """`step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
+        may set False: the gathers then overlap the next forward."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._lineage = Lineage()
-        self._on_trust: Moved | None = None
-        self._untold: StepReport | None = None
+        self._reversible_lr_step: ReversibleSchedulerStep | None = None
+        self._unreported_step: StepReport | None = None
         self.last_save: SaveReport | None = None
-        """What the last complete save cost."""
-        self._background = Background(core.groups.world, core.meet, self._run_id)
-        self._host_copy = HostCopy(self.device)
-        self._trash = BehindTheRun()
+        """Of the last complete save."""
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
+        self._host_copy = HostSnapshot(self.device)
+        self._deleter = BackgroundDeleter()
         self.notes: list[str] = []
-        """What a user should read once."""
+        """For the user, printed once by `zero.initialize`."""
         self.rng_note: str | None = None
-        """What to say where random streams could not continue from those of the loaded checkpoint."""
-        if watch.writes:
+        """Why random streams could not continue from the loaded checkpoint, or None."""
+        if monitor_config.writes_scalars:
             on_rank_0(self.monitor.open, core.groups.world)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
-            args, kwargs = mapped((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
+            args, kwargs = map_tensors((args, kwargs), lambda x: x.to(torch.float16) if x.is_floating_point() else x)
         if self._eigenvalues is not None and self.training:
-            self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
+            self._eigenvalues.record_forward(args, kwargs)  # of the full model: before layer drop arguments
         if self.progressive_layer_drop is not None and self.training:
-            kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
-        with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled.part("forward"):
+            kwargs = {**kwargs, **self.progressive_layer_drop.forward_arguments()}
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("forward"), \
+                self.profiled_step.phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("backward"), self.profiled.part("backward"):
+        """Run backward; returns the loss divided by the number of micro-batches of a step."""
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("backward"), \
+                self.profiled_step.phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, riders: Sequence[Tensor | float] = ()
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, extra_scalars: Sequence[Tensor | float] = ()
              ) -> StepReport | None:
-        """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
-        move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
-        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`)."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
+        """Call once per micro-batch, after `backward`. At the accumulation boundary: clip, update, zero the gradients
+        and step the scheduler (with `lr_kwargs`), unless the step is skipped for an overflow. `extra_scalars`, at most
+        8 numbers, are summed over all ranks in the step's all-reduce (`StepReport.extra_scalars`). None off the
+        boundary."""
+        with self.config.key_names.translate_errors(), STATUS, self.monitor.phase("step"), \
+                self.profiled_step.phase("step"):
             self.conclude()
-            report = self.core.step(riders=riders, aside=self._background.progress)
-            if self.reads_weights_between_steps:
-                self.core.settle()
+            report = self.core.step(extra_scalars=extra_scalars, engine_scalars=self._background_save.progress)
+            if self.block_until_params_gathered:
+                self.core.wait_for_param_gathers()
         if self._eigenvalues is not None and report is not None and report.applied:
-            with self.config.words.speaking():
+            with self.config.key_names.translate_errors():
                 self._eigenvalues.after_step()
-        self._tell_of_bits()
-        self._batching.after_step(report is not None)
+        self._print_quantization_changes()
+        self._batch_sizes.after_step(report is not None)
         if report is None:
             return None
-        self.optimizer.note_step()
-        self._move_rate_on(report, lr_kwargs or {})
-        self._untold = report
+        self.optimizer.mark_step_taken()
+        self._step_scheduler(report, lr_kwargs or {})
+        self._unreported_step = report
         if not self.core.is_deferred:
-            self._tell()
+            self._report_last_step()
         self.monitor.step_done(self)
-        self.profiled.step_done()
+        self.profiled_step.step_done()
         return report
 
-    def _tell_of_bits(self) -> None:
-        """Which fell in this step."""
-        quantisation = self.core.state.quantisation
-        for line in () if quantisation is None else quantisation.take_news():
+    def _print_quantization_changes(self) -> None:
+        """On rank 0, the MoQ bit widths that fell in this step."""
+        quantisation = self.core.state.moq
+        for line in () if quantisation is None else quantisation.take_messages():
             if self.groups.world.rank == 0:
                 print(line, flush=True)
 
-    def _move_rate_on(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
-        """At once where the rate can go back, should the step turn out to have been skipped."""
+    def _step_scheduler(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
+        """If the overflow check is still pending, step only a scheduler that can be undone; others wait for the
+        result."""
         scheduler = self.lr_scheduler
         if scheduler is None:
             return
-        if self.core.is_deferred and can_go_back(scheduler):
-            self._on_trust = Moved(scheduler, self.optimizer.param_groups, lr_kwargs)
+        if self.core.is_deferred and is_reversible(scheduler):
+            self._reversible_lr_step = ReversibleSchedulerStep(scheduler, self.optimizer.param_groups, lr_kwargs)
         elif report.applied:
             scheduler.step(**lr_kwargs)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group in the next step."""
-        self._settle_rate()
+        self._undo_lr_step_if_skipped()
         return [float(group["lr"]) for group in self.core.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group in the next step."""
-        self._settle_rate()
+        self._undo_lr_step_if_skipped()
         return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
 
     def get_pld_theta(self) -> float | None:
-        """theta of progressive layer dropping in the last step; None where no layer is left out."""
-        asked = self.progressive_layer_drop
-        return None if asked is None else asked.get_theta(max(0, self.global_steps - 1))
+        """theta of progressive layer drop in the last step; None if it is off."""
+        layer_drop = self.progressive_layer_drop
+        return None if layer_drop is None else layer_drop.get_theta(max(0, self.global_steps - 1))
 
-    def _settle_rate(self) -> None:
-        """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""
-        if self._on_trust is not None and (report := self.core.learn()) is not None:
-            moved, self._on_trust = self._on_trust, None
+    def _undo_lr_step_if_skipped(self) -> None:
+        """Undo a scheduler step that was taken before the result, if the step was skipped. Local."""
+        if self._reversible_lr_step is not None and (report := self.core.read_step_result()) is not None:
+            moved, self._reversible_lr_step = self._reversible_lr_step, None
             if not report.applied:
-                moved.take_back()
+                moved.undo()
 
     def conclude(self) -> None:
-        """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
-        The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
-        self.core.conclude()
-        self._tell()
+        """Wait for the result of the last step, and raise its errors. Collective. `step` calls it first: on an
+        accelerator the host reads the result of a step one step late."""
+        self.core.finish_step()
+        self._report_last_step()
 
-    def _tell(self) -> None:
-        """The last step is known: say why it was skipped, where that is unusual, and do what waited for it."""
-        self._settle_rate()
-        report, self._untold = self._untold, None
+    def _report_last_step(self) -> None:
+        """Undo the scheduler step of a skipped step, print its warning, and poll the background save. Local."""
+        self._undo_lr_step_if_skipped()
+        report, self._unreported_step = self._unreported_step, None
         if report is None:
             return
-        if report.complaint is not None and self.groups.world.rank == 0:
-            print(f"warning: {report.complaint}", file=sys.stderr)
-        if report.remark is not None and self.groups.world.rank == 0:
-            print(report.remark, flush=True)
-        self._background.poll(report.aside)
+        if report.skip_warning is not None and self.groups.world.rank == 0:
+            print(f"warning: {report.skip_warning}", file=sys.stderr)
+        if report.note is not None and self.groups.world.rank == 0:
+            print(report.note, flush=True)
+        self._background_save.poll(report.engine_scalars)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)
@@ -212,12 +216,12 @@ class Engine(EngineStatus):
         return self.core.module.training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what has been accumulated, whichever way."""
+        """Discard the accumulated gradients."""
         self.core.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward without summing over ranks; stages 0 and 1 only. `step` belongs outside."""
+        """Skip gradient reduction in backward; stages 0 and 1 only. Call `step` outside."""
         before = self.inside_no_sync_ctxt
         with self.core.no_sync():
             self.inside_no_sync_ctxt = True
@@ -228,8 +232,8 @@ class Engine(EngineStatus):
 
     def compile(self, backend: str | Callable[..., Any] = "inductor",
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """torch.compile the forward of each unit (the model itself, where it has no blocks); the engine's hooks stay
-        outside."""
+        """torch.compile the forward of each unit, or of the whole model if it has no blocks. The engine's hooks stay
+        outside the compiled code."""
         units = self.core.unit_modules()
         for module in units[1:] or units:
             module.forward = torch.compile(module.forward, backend=backend, **(compile_kwargs or {}))
@@ -237,15 +241,15 @@ class Engine(EngineStatus):
 
     def deepspeed_io(self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train",
                      pin_memory: bool = True, data_sampler: Sampler[Any] | None = None,
-                     collate_fn: Collate | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
-        """A loader of this data parallel rank's share; shuffled where `route` is "train"."""
-        return make_loader(dataset, self.groups.dp, batch_size or self._batching.micro, self.config.train.seed,
-                           self.device, steps=lambda: self.core.micro_steps, collate_fn=collate_fn,
-                           shuffle=route == "train", sampler=data_sampler, workers=num_local_io_workers or 0,
-                           pin_memory=pin_memory)
+                     collate_fn: CollateFn | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
+        """A loader of this data parallel rank's samples, shuffled if `route` is "train"."""
+        return build_data_loader(dataset, self.groups.dp, batch_size or self._batch_sizes.micro_batch_size,
+                                 self.config.train.seed, self.device, count_steps=lambda: self.core.micro_steps,
+                                 collate_fn=collate_fn, shuffle=route == "train", sampler=data_sampler,
+                                 workers=num_local_io_workers or 0, pin_memory=pin_memory)
 
     def to(self, *places: Any, **named: Any) -> Engine:
-        """Accepted where the model is there already, in that precision: the engine has placed it."""
+        """Returns self if the model already has that device and dtype; otherwise raises ConfigError."""
         for place in (*places, *(named[name] for name in ("device", "dtype") if name in named)):
             if isinstance(place, torch.dtype):
                 here: Any = self.working_dtype
@@ -260,48 +264,48 @@ class Engine(EngineStatus):
         return self
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with. Every
-        rank says the same, and is not asked here: where one does not, its next step is refused (settings.py)."""
-        self._batching.set_micro(micro_batch_size)
+        """From the next step on; the number of micro-batches stays. Existing loaders keep their size. Ranks must pass
+        the same value: this call does not compare them, but the next step raises if they differ."""
+        self._batch_sizes.set_micro_batch_size(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, by another number of micro-batches; their size stays. Every rank says the same, and is
-        not asked here either."""
-        self._batching.set_total(train_batch_size)
+        """From the next step on, by another number of micro-batches of the same size. Ranks must pass the same value,
+        as above."""
+        self._batch_sizes.set_train_batch_size(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """The micro-batch under way is the last of its optimizer step."""
-        return self.core.at_boundary
+        """The current micro-batch is the last of its optimizer step."""
+        return self.core.is_at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
-        the same, and is not asked here: where one does not, its step is refused (settings.py), or the run ends."""
+        """Set whether the next `step` ends an optimizer step; None returns to counting micro-batches. Ranks must pass
+        the same value: if they differ, the step raises or the collective check ends the run."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
     def settle(self) -> None:
-        """Wait for what is still on its way between ranks; before leaving the process."""
-        self.core.settle()
+        """Wait for pending parameter gathers. Call it before the process exits."""
+        self.core.wait_for_param_gathers()
 
     def offload_states(self, include: Iterable[Any] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
                        non_blocking: bool = False) -> None:
-        """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` names
-        some of `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
-        self.core.meet("engine.offload_states()")
-        states = agree(lambda: states_of(include, device), self.groups.world)
-        called_alike("offload_states", {"include": states}, self.groups.world)
+        """Move GPU state to the host between two steps, until `reload_states`. `include` is a subset of
+        `zero.OffloadStateTypeEnum` (default: everything). Collective."""
+        self.core.assert_collective_call("engine.offload_states()")
+        states = all_succeed_or_raise(lambda: parse_offload_states(include, device), self.groups.world)
+        assert_same_arguments("offload_states", {"include": states}, self.groups.world)
         wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
-        if not wins and not self._told_of_host:
-            self._told_of_host = True
+        if not wins and not self._warned_offload_has_no_effect:
+            self._warned_offload_has_no_effect = True
             if self.groups.world.rank == 0:
                 print(" note: engine.offload_states() has no effect here: the device is the host", flush=True)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """What `offload_states` has set aside comes back, bit for bit."""
+        """Move offloaded state back, bit for bit."""
         self.core.reload_states(non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective.
-        Called again, it does nothing."""
+        """Detach the engine: remove its hooks and leave full parameters in the working precision. Collective;
+        idempotent."""
         if self.core.is_detached:
             return
         self.finish_save()
@@ -312,127 +316,129 @@ class Engine(EngineStatus):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of the model; at stage 3 placeholders while their blocks do not run. Beside a delayed update
-        they have the values of before it, until `conclude`."""
-        self.core.settle()
+        """The parameters of the model; at stage 3 empty placeholders outside their block's forward and backward. During
+        a delayed update they hold the values before it, until the step is finished."""
+        self.core.wait_for_param_gathers()
         return self.core.module.parameters(recurse)
 
     def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
                           exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state dict in the working precision. At stage 3 every rank calls it, rank 0 gets the whole on its
-        host and the others an empty one; it needs `stage3_gather_16bit_weights_on_model_save`."""
+        """The model's state dict in the working precision. At stage 3 it is collective and needs
+        `stage3_gather_16bit_weights_on_model_save`: rank 0 gets full tensors on its host, the others an empty dict."""
         state = {} if destination is None else destination
-        state.update(weights_of(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
-                                frozen=not exclude_frozen_parameters))
+        state.update(build_module_state_dict(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
+                                             frozen=not exclude_frozen_parameters))
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """`module_state_dict`, its names beginning with `module.`, as in DeepSpeed and DistributedDataParallel."""
-        return self.module_state_dict(prefix=PREFIX)
+        """`module_state_dict` with the name prefix `module.`, as in DeepSpeed and DistributedDataParallel."""
+        return self.module_state_dict(prefix=MODULE_PREFIX)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """New weights for the model and the optimizer's masters: those of data parallel rank 0. Every rank calls it."""
+        """Load data parallel rank 0's weights into the model and the optimizer's masters. Collective."""
         check_argument("the state dict of load_module_state_dict", state_dict, Mapping, "a dict of tensors by name")
-        load_weights(self.core, state_dict, strict)
+        load_module_weights(self.core, state_dict, strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_module_state_dict` for what `state_dict` gave, with its prefix."""
-        load_weights(self.core, {name.removeprefix(PREFIX): value for name, value in state_dict.items()}, strict)
+        """`load_module_state_dict` for the output of `state_dict`, with its prefix."""
+        load_module_weights(self.core, {name.removeprefix(MODULE_PREFIX): value
+                                        for name, value in state_dict.items()}, strict)
 
-    if not TYPE_CHECKING:  # for scripts; our own code names what is there
+    if not TYPE_CHECKING:  # for user scripts only: mypy checks our own attribute names
 
         def __getattr__(self, name: str) -> Any:
-            """Other names: DeepSpeed's by the table, then the model's own."""
-            if hasattr(type(self), name):  # a property that failed inside is no name of the model's
+            """DeepSpeed's names (compat_names.py), then the model's attributes."""
+            if hasattr(type(self), name):  # an AttributeError inside a property of the engine
                 raise AttributeError(f"engine.{name} is not available here")
-            if name in TABLE:
-                return look_up(self, name)
+            if name in COMPAT_NAMES:
+                return resolve_name(self, name)
             module = None if "core" not in vars(self) else self.core.module
             if not name.startswith("__") and hasattr(module, name):
                 return getattr(module, name)
-            near = difflib.get_close_matches(name, {*dir(type(self)), *TABLE}, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *COMPAT_NAMES}, n=1, cutoff=0.75)
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
                                  + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    @HERE.doing(SAVE)
+    @STATUS.in_activity(SAVE)
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
                         save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
-                        then: Callable[[SaveReport], None] | None = None) -> bool:
-        """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given. Without
-        `save_latest` a load uses it only by its tag.
-        `client_state` (JSON values and tensors) comes back from `load_checkpoint`. It is rank 0's, as is the folder:
-        values of other ranks may differ (a loss), and of a key that only they have a warning says that it is lost.
-        Everything else is the same on all ranks.
+                        on_complete: Callable[[SaveReport], None] | None = None) -> bool:
+        """Save everything a resumed run needs. Collective. The tag is `global_step<N>` unless given; without
+        `save_latest` a load finds it only by tag.
 
-        `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
-        of the program has called `then`. An error of the writing is raised there, on every rank. State that is
-        not on the device is not copied: there is no room for it twice, and the save is made at once."""
-        root = folder_of("save_checkpoint", save_dir)
-        self.core.meet(SAVE)
+        `client_state` (JSON values and tensors) and the folder are rank 0's; `load_checkpoint` returns the former. Its
+        values may differ between ranks (a loss); a warning names keys that rank 0 lacks. All other arguments must be
+        equal.
+
+        `in_background` returns after a copy to the host. The checkpoint is complete when a later `step`, `finish_save`
+        or the end of the program has called `on_complete`; write errors are raised there, on every rank. Offloaded
+        state is saved in the foreground, as there is no memory for a copy.
+        """
+        root = to_folder("save_checkpoint", save_dir)
+        self.core.assert_collective_call(SAVE)
         check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
-        name = step_tag(self.global_steps) if tag is None else str(tag)
-        earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
+        name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
+        earlier = on_rank_0(lambda: _prepare_save_root(root), self.groups.world)
         self.finish_save()
-        finish_earlier(earlier, self.groups.world)
-        who = Identity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
-        in_background &= not self.core.homes.are_elsewhere
+        wait_for_earlier_saves(earlier, self.groups.world)
+        identity = RunIdentity(self._run_id, self.config.as_dict(), self.layout, self._lineage)
+        in_background &= not self.core.engine_storage.has_offloaded_state
         epochs = self.training_dataloader
-        steps = saving_engine(
-            self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop={**self._batching.state(),
-                  "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
+        steps = save_engine_protocol(
+            self.core, root, name, identity, client_state=client_state or {}, scheduler=self.lr_scheduler,
+            loop_state={**self._batch_sizes.state_dict(),
+                        "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None, latest=save_latest,
-            trash=self._trash)
-        self._background.start(steps, partial(self._saved, then), root, name) if in_background else \
-            self._saved(then, complete(steps, self.groups.world))
+            snapshot=self._host_copy.copy_tensors if in_background else None, latest=save_latest, deleter=self._deleter)
+        self._background_save.start(steps, partial(self._on_save_complete, on_complete), root, name) if in_background \
+            else self._on_save_complete(on_complete, finish_save(steps, self.groups.world))
         return True
 
-    def _saved(self, then: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
+    def _on_save_complete(self, on_complete: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
         self.last_save = report
-        if then is not None:
-            then(report)
+        if on_complete is not None:
+            on_complete(report)
 
     @property
     def is_saving(self) -> bool:
-        """A save is under way in the background."""
-        return self._background.busy
+        """A background save is pending."""
+        return self._background_save.has_pending_save
 
     def finish_save(self) -> None:
-        """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
-        self._background.wait()
+        """Wait for the pending save, if any. Collective. Call it before the process exits."""
+        self._background_save.wait_for_save()
 
     def abandon_save(self) -> bool:
-        """The save under way, if there is one, is not to be completed. Sends nothing: a rank that leaves may call it
-        alone, others between the same two steps. True where it was too late: the save is complete."""
-        return self._background.abandon()
+        """Abandon the pending save, if any; True if it was already complete. Communicates nothing: a rank that exits
+        may call it alone, other ranks between the same two steps."""
+        return self._background_save.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
                         load_module_strict: bool = True, load_optimizer_states: bool = True,
                         load_lr_scheduler_states: bool = True, load_module_only: bool = False,
                         custom_load_fn: None = None) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Restore a checkpoint of any layout, `tag` or else the one that `latest` names; its path and the client_state.
-        (None, None), with a warning, where `load_dir` holds no checkpoint and none was named. Every rank calls it with
-        the same arguments; folders may differ, where what they hold is of the same save."""
+        """Restore a checkpoint saved with any layout, `tag` or the one named by `latest`; returns its path and
+        client_state. Returns (None, None) with a warning if no tag is given and `load_dir` has no checkpoint.
+        Collective with equal arguments; the folders may differ if they hold the same save."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
-        root = folder_of("load_checkpoint", load_dir)
-        self.core.meet(LOAD)
-        called_alike("load_checkpoint", {
+        root = to_folder("load_checkpoint", load_dir)
+        self.core.assert_collective_call(LOAD)
+        assert_same_arguments("load_checkpoint", {
             "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
             "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
-        if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
+        if tag is None and on_rank_0(lambda: has_no_checkpoint(root), self.groups.world):
             if self.groups.world.rank == 0:
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
                       file=sys.stderr)
@@ -444,58 +450,60 @@ class Engine(EngineStatus):
             rng=not load_module_only))
         return str(found.folder), state
 
-    @HERE.doing(LOAD)
+    @STATUS.in_activity(LOAD)
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
-        """`load_checkpoint` for one that is open already; the client_state."""
-        self.core.meet(LOAD)
-        called_alike("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
+        """`load_checkpoint` for an open checkpoint; returns the client_state."""
+        self.core.assert_collective_call(LOAD)
+        assert_same_arguments("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
         return self._restore(found, options)
 
-    @HERE.doing(LOAD)
+    @STATUS.in_activity(LOAD)
     def _restore(self, found: Checkpoint, options: LoadOptions) -> dict[str, Any]:
-        """The ranks have met, with the same options."""
+        """Restore after the ranks have agreed on the options."""
         self.conclude()
         load_engine(self.core, found, self.lr_scheduler, options)
-        self._batching.begin_step()
-        self.monitor.forget_loss()
+        self._batch_sizes.discard_step()
+        self.monitor.reset_loss()
         if options.counters:
-            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.record)
-            self._restore_loop(found.shared_state.get("loop", {}))
-        self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)
+            self._run_id, self._lineage = found.shared_state["run_id"], Lineage(found.manifest.commit_record)
+            self._restore_loop_state(found.shared_state.get("loop", {}))
+        self.rng_note = (restore_rng_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)
         state: dict[str, Any] = found.shared_state["client_state"]
         return state
 
-    def _restore_loop(self, saved: Mapping[str, Any]) -> None:
-        note = self._batching.restore(saved)
+    def _restore_loop_state(self, saved: Mapping[str, Any]) -> None:
+        note = self._batch_sizes.restore(saved)
         if note is not None and self.groups.world.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
         epochs = self.training_dataloader
-        if isinstance(epochs, EpochLoader) and saved.get("epoch") is not None:
-            epochs.go_to_epoch(saved["epoch"])
+        if isinstance(epochs, EpochDataLoader) and saved.get("epoch") is not None:
+            epochs.set_epoch(saved["epoch"])
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
-        """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
-        `stage3_gather_16bit_weights_on_model_save` allows it; else a warning and False. The folder is rank 0's."""
+        """Write the weights in the working precision as one state dict (safetensors if the name ends so), to rank 0's
+        folder. At stage 3 without `stage3_gather_16bit_weights_on_model_save` it warns and returns False.
+        Collective."""
         check_argument("save_filename", save_filename or None, str | os.PathLike, "the name of a file")
-        path = folder_of("save_16bit_model", save_dir) / save_filename
-        self.core.meet("engine.save_16bit_model()")
-        called_alike("save_16bit_model", {"save_filename": str(save_filename),
-                                          "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
+        path = to_folder("save_16bit_model", save_dir) / save_filename
+        self.core.assert_collective_call("engine.save_16bit_model()")
+        assert_same_arguments(
+            "save_16bit_model", {"save_filename": str(save_filename),
+                                 "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
             if self.groups.world.rank == 0:
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "
                       "stage3_gather_16bit_weights_on_model_save to gather them", file=sys.stderr)
             return False
-        weights = whole_weights(self.core, frozen=not exclude_frozen_parameters)
-        on_rank_0(lambda: write_weights(weights, path), self.groups.world)
+        weights = gather_full_state_dict(self.core, frozen=not exclude_frozen_parameters)
+        on_rank_0(lambda: write_state_dict(weights, path), self.groups.world)
         return True
 
     save_fp16_model = save_16bit_model
 
 
-def _prepared(root: Path) -> list[str]:
-    """The folder can be written; whose saves come before."""
-    probe(root)
-    return under_way_in(root)
+def _prepare_save_root(root: Path) -> list[str]:
+    """Check that the folder is writable; the pending saves in it that must finish first."""
+    check_save_root_is_writable(root)
+    return pending_saves_in(root)

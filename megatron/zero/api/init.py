@@ -1,13 +1,13 @@
-"""Models larger than one rank's memory: `zero.Init` splits parameters as they are made, `GatheredParameters` makes
-them whole for a while.
+"""Models larger than one rank's memory: `zero.Init` shards parameters as they are created, `zero.GatheredParameters`
+gathers them.
 
-    with zero.Init():                          # at most one layer's parameters are whole at a time
+    with zero.Init():                          # at most one layer's parameters are gathered at a time
         model = Model()
     with zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
-        model.head.weight.zero_()              # rank 0's edit becomes everyone's
+        model.head.weight.zero_()              # the edit of rank 0 reaches all ranks
 
-Inside `Init`, what a constructor writes in place to a parameter that is split already (`nn.init.xavier_uniform_(p)`)
-counts. `Module.apply`, inside and until there is an engine, makes each module's own parameters whole for the function.
+Inside `Init`, in-place initialization of a sharded parameter (`nn.init.xavier_uniform_(p)`) works. `Module.apply`
+gathers each module's own parameters for the function, until an engine exists.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatron.checkpoint.agree import agree
-from megatron.config import ds_file
+from megatron.config import ds_json
 from megatron.config.tree import Config
+from megatron.distributed import exit_codes
+from megatron.distributed.collective_log import assert_collective_call, owning_engine
+from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
+from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError, TrainerError
-from megatron.launch import exits
-from megatron.launch.distributed import read_environment
-from megatron.launch.exits import answer_uncaught, explain
-from megatron.zero.api.offload import name_of_command
-from megatron.zero.holders import Holder, holder_of
-from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable
-from megatron.zero.initial_params import Building, Depot, Drawn, Parked, is_unfilled
-from megatron.zero.together import meet, owner_of
+from megatron.zero.api.offload_plan import command_hash
+from megatron.zero.deferred_init import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
+from megatron.zero.offload.swap_dir import SwapDir, check_nvme_path, close_all_swap_dirs
+from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
-from mpu.classic import current_groups
-from mpu.draws import source_of
 from mpu.groups import Group, Groups
+from mpu.parallel_state import current_groups
+from mpu.weight_init import initializer_of
 
-MOST_FREED = 16 << 20
-"""Bytes of whole parameters that are let go before the system is given the memory back."""
+TRIM_AFTER_BYTES = 16 << 20
+"""Bytes of full parameters to free before malloc_trim is called."""
 
 
 @contextmanager
 def GatheredParameters(  # noqa: N802 (the name that scripts know)
         params: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
-    """Parameters are whole inside; all data parallel ranks enter together. Ordinary tensors are left alone.
+    """Parameters are gathered inside; all data parallel ranks must enter together. Ordinary tensors are left alone.
 
-    Edits count where `modifier_rank` says whose; without it they are refused, since they would be lost. There are no
-    gradients inside of what is edited, and of what is split: its elements are gone when a backward asks for them."""
+    With `modifier_rank` that rank's edits are kept; without it edits raise, since they would be lost. Gradients are off
+    inside for parameters that may be edited or are sharded: a backward would find their elements freed.
+    """
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     for parameter in given:
         if not isinstance(parameter, nn.Parameter):
@@ -62,202 +63,208 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     if not enabled:
         yield
         return
-    holders: dict[int, Holder] = {}  # in the order given, which is the same on every rank; each once
+    holders: dict[int, ParamOwner] = {}  # unique, in the given order, which is equal on all ranks
     names: list[str] = []
     for parameter in given:
-        if (holder := holder_of(parameter)) is not None:
+        if (holder := param_owner(parameter)) is not None:
             holders.setdefault(id(holder), holder)
             names.append(holder.describe(parameter))
-    without_gradients = modifier_rank is not None or any(holder.comes_and_goes for holder in holders.values())
-    with _loan([*holders.values()], modifier_rank, names), torch.no_grad() if without_gradients else nullcontext():
+    without_gradients = modifier_rank is not None or any(holder.params_are_sharded for holder in holders.values())
+    with _gather_for_user([*holders.values()], modifier_rank,
+                          names), torch.no_grad() if without_gradients else nullcontext():
         yield
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine with all its parameters gathered: forwards inside exchange nothing, and each rank may run as many as it
-    wants. Every rank enters and leaves."""
+    """Gather all parameters of an engine: forwards inside do not communicate, so each rank may run any number.
+    Collective."""
     with GatheredParameters(model.parameters()):
         yield model
 
 
 @contextmanager
-def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterator[None]:
-    """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
+def _gather_for_user(holders: list[ParamOwner], modifier_rank: int | None, names: list[str]) -> Iterator[None]:
+    """Gather inside, reshard afterwards. An error of one rank is raised on all, so that none waits for a rank that
+    left."""
     if not holders:
         yield
         return
-    dp, engine = holders[0].dp, owner_of(holders[0])
+    dp, engine = holders[0].dp, owning_engine(holders[0])
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        meet(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
-    for owner in {id(owner): owner for owner in map(owner_of, holders) if owner is not None}.values():
-        owner.finish_update()
-    agree(lambda: _check_before_loan(holders), dp)
+        assert_collective_call(engine.log, dp, f"GatheredParameters of {names[0]}{more}",
+                               details=f"{modifier_rank} {names}")
+    for owner in {id(owner): owner for owner in map(owning_engine, holders) if owner is not None}.values():
+        owner.finish_delayed_update()
+    all_succeed_or_raise(lambda: _check_before_gather(holders), dp)
     failure: Exception | None = None
     try:
         for holder in holders:
-            holder.lend()
+            holder.gather_for_user()
         try:
             yield
         except Exception as error:
             failure = error
-        if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
+        if failure is None or not exit_reason_of(failure).is_peer_loss:  # a lost peer would not answer
             if engine is not None:
-                engine.log.meet("the end of GatheredParameters")
-            agree(lambda: _check_before_return(holders, editor, failure), dp)
+                engine.log.record_barrier("the end of GatheredParameters")
+            all_succeed_or_raise(lambda: _check_before_reshard(holders, modifier_rank, failure), dp)
     except BaseException:
         for holder in holders:
-            holder.cancel_loan()
+            holder.cancel_user_gather()
         if failure is not None:
             raise failure from None
         raise
-    if editor is None:
-        _take_back(holders, None)
+    if modifier_rank is None:
+        _reshard_all(holders, None)
         return
     with ExitStack() as changes:
-        for owner in filter(None, map(owner_of, holders)):
-            changes.enter_context(owner.change("edit"))
-        agree(lambda: _take_back(holders, editor), dp)
+        for owner in filter(None, map(owning_engine, holders)):
+            changes.enter_context(owner.guard_state_change("edit"))
+        all_succeed_or_raise(lambda: _reshard_all(holders, modifier_rank), dp)
 
 
-def _take_back(holders: list[Holder], editor: int | None) -> None:
-    """All of them, also after one that fails: the peers exchange the edits of the others."""
+def _reshard_all(holders: list[ParamOwner], modifier_rank: int | None) -> None:
+    """Continue after an error: the peers still exchange the edits of the other owners. Raises the first error."""
     failure: TrainerError | None = None
     try:
         for holder in holders:
             try:
-                holder.take_back(editor)
-            except TrainerError as error:  # of a drive
+                holder.reshard_after_user(modifier_rank)
+            except TrainerError as error:  # an NVMe error
                 failure = failure or error
         if failure is not None:
             raise failure
     except BaseException:
         for holder in holders:
-            holder.cancel_loan()
+            holder.cancel_user_gather()
         raise
 
 
-def _check_before_loan(holders: list[Holder]) -> None:
+def _check_before_gather(holders: list[ParamOwner]) -> None:
     for holder in holders:
-        holder.check_before_loan()
+        holder.check_before_user_gather()
 
 
-def _check_before_return(holders: list[Holder], editor: int | None, failure: Exception | None) -> None:
+def _check_before_reshard(holders: list[ParamOwner], modifier_rank: int | None, failure: Exception | None) -> None:
     if failure is not None:
         raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
                           "nothing was changed: see its traceback")
     for holder in holders:
-        holder.check_before_return(editor)
+        holder.check_before_user_reshard(modifier_rank)
 
 
 class Init:
-    """Context: every parameter made inside is split over data parallel at once; or, with `module`, those it has. Of
-    nested ones the outermost counts.
+    """Context: each parameter created inside is sharded over data parallel ranks at once; or, with `module`, those it
+    has. The outermost of nested contexts counts.
 
-    Ranks keep parts of rank 0's values until `zero.initialize`, whose configuration says where they are then. `dtype`
-    is the precision of what is kept meanwhile (default: as made). `remote_device` says where: "cpu" is the host, "nvme"
-    the `zero_optimization.offload_param.nvme_path` of the configuration; without it that configuration's
-    `offload_param.device` does. `pin_memory` has no effect: nothing is computed with meanwhile."""
+    The shards hold rank 0's values until `zero.initialize`, whose configuration decides their later storage. `dtype` is
+    the precision until then (default: as created). `remote_device` is the storage until then: "cpu" or "nvme"
+    (`zero_optimization.offload_param.nvme_path` of the configuration); default is its `offload_param.device`.
+    `pin_memory` has no effect.
+    """
 
     def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
                  mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
                  config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None, config: Any = None,
                  enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None) -> None:
-        answer_uncaught()
+        install_excepthook()
         source = config if config_dict_or_path is None else config_dict_or_path
-        self._asked, self._path = meanwhile(remote_device, source)
+        self._requested_device, self._nvme_path = init_placement(remote_device, source)
         self._enabled, self._dtype = enabled, dtype
-        self._dp = _data_parallel(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
-        self._undo = ExitStack()
-        self._unfilled: list[nn.Module] = []
-        self._freed = 0  # bytes of whole parameters, since the system was given such memory back
+        self._dp = _data_parallel_group(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
+        self._undo_patches = ExitStack()
+        self._modules_without_values: list[nn.Module] = []
+        self._freed_bytes = 0  # full parameters freed since the last malloc_trim
         if enabled:
-            setattr(nn.Module, "apply", _apply_gathered)  # for good: it differs where parameters wait for an engine
+            setattr(nn.Module, "apply", _apply_gathered)  # permanent: differs only for parameters without an engine
         if module is not None and enabled:
-            self._begin()
+            self._start_partitioning()
             for child in module.modules():
-                self._park(child)
-            self._end()
+                self._partition_module(child)
+            self._finish_partitioning()
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._begin()
+            self._start_partitioning()
             with ExitStack() as undo:
                 undo.push(self)
                 for cls in _all_subclasses(nn.Module):
-                    self._watch(cls)
-                self._watch_new_classes()
+                    self._patch_class(cls)
+                self._patch_new_classes()
                 undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
-        self._undo.close()
+        self._undo_patches.close()
         if self._enabled:
-            self._end()
+            self._finish_partitioning()
 
-    def _begin(self) -> None:
-        self._building = Building(is_open=True)
-        self._where = None if self._asked is None else torch.device("cpu") if self._path is None else depot(self._path)
+    def _start_partitioning(self) -> None:
+        self._init_context = InitContext(is_open=True)
+        self._storage = (None if self._requested_device is None else torch.device("cpu") if self._nvme_path is None
+                         else open_nvme_arena(self._nvme_path))
 
-    def _end(self) -> None:
-        unfilled, self._unfilled = self._unfilled, []
+    def _finish_partitioning(self) -> None:
+        unfilled, self._modules_without_values = self._modules_without_values, []
         for module in unfilled:
-            self._park(module)
-        self._building.is_open = False
-        self._where = None  # the drive's files go with the last parameter that is there
+            self._partition_module(module)
+        self._init_context.is_open = False
+        self._storage = None  # swap files are removed with their last parameter
 
-    def _watch(self, cls: type) -> None:
+    def _patch_class(self, cls: type) -> None:
         if "__init__" in vars(cls):
-            self._replace(cls, "__init__", self._then_park(cls, vars(cls)["__init__"]))
+            self._patch_attribute(cls, "__init__", self._wrap_init(cls, vars(cls)["__init__"]))
 
-    def _watch_new_classes(self) -> None:
-        """Those that are defined inside the block."""
+    def _patch_new_classes(self) -> None:
+        """Also patch classes that are defined inside the context."""
         init = self
 
         def __init_subclass__(cls: type, /, **named: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**named)  # type: ignore[misc]
-            init._watch(cls)
+            init._patch_class(cls)
 
         known = vars(nn.Module).get("__init_subclass__")
-        self._undo.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
-                            partial(delattr, nn.Module, "__init_subclass__"))
+        self._undo_patches.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
+                                    partial(delattr, nn.Module, "__init_subclass__"))
         setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
-    def _replace(self, cls: type, name: str, value: Any) -> None:
+    def _patch_attribute(self, cls: type, name: str, value: Any) -> None:
         before = vars(cls)[name]
-        setattr(cls, name, value)  # a class may refuse
-        self._undo.callback(setattr, cls, name, before)
+        setattr(cls, name, value)  # raises if the metaclass forbids it
+        self._undo_patches.callback(setattr, cls, name, before)
 
-    def _then_park(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_init(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def init_and_park(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
-            if _class_that_constructs(type(module)) is cls:  # else a base class's part of it: there is more to come
-                self._park(module)
+            if _class_defining_init(type(module)) is cls:  # in a base class's __init__ more parameters follow
+                self._partition_module(module)
 
         return init_and_park
 
-    def _park(self, module: nn.Module) -> None:
+    def _partition_module(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            if holder_of(parameter) is not None or is_lazy(parameter):
+            if param_owner(parameter) is not None or is_lazy(parameter):
                 continue
-            source = source_of(parameter)
-            if not is_unfilled(parameter):
-                self._keep(parameter)
+            source = initializer_of(parameter)
+            if not lacks_values(parameter):
+                self._partition_param(parameter)
             elif source is not None:
-                Drawn(parameter, source, self._dp, self._building)
+                LazyInitParam(parameter, source, self._dp, self._init_context)
             else:
-                self._unfilled.append(module)  # it is about to have a source
+                self._modules_without_values.append(module)  # its values are set later in the context
 
-    def _keep(self, parameter: nn.Parameter) -> None:
-        self._freed += parameter.nbytes
-        Parked(parameter, self._dp, self._building, dtype=self._dtype, where=self._where, asked=self._asked)
-        if self._freed > MOST_FREED:
-            give_back_freed()
-            self._freed = 0
+    def _partition_param(self, parameter: nn.Parameter) -> None:
+        self._freed_bytes += parameter.nbytes
+        InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage,
+                         remote_device=self._requested_device)
+        if self._freed_bytes > TRIM_AFTER_BYTES:
+            trim_malloc()
+            self._freed_bytes = 0
 
 
-def _class_that_constructs(cls: type) -> type:
+def _class_defining_init(cls: type) -> type:
     """The class whose `__init__` runs first."""
     return next(base for base in cls.__mro__ if "__init__" in vars(base))
 
@@ -274,23 +281,23 @@ def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply`, where parameters wait for their engine: they are whole for `fn`, and rank 0's edits count."""
+    """`Module.apply` before an engine exists: parameters are gathered for `fn`, and rank 0's edits are kept."""
     for child in module.children():
         child.apply(fn)
     waiting = [parameter for parameter in module.parameters(recurse=False)
-               if (holder := holder_of(parameter)) is not None and not holder.is_settled]
+               if (holder := param_owner(parameter)) is not None and not holder.is_engine_owned]
     with GatheredParameters(waiting, modifier_rank=0) if waiting else nullcontext():
         fn(module)
     return module
 
 
-def _data_parallel(handle: Any, mpu: Any) -> Group:
+def _data_parallel_group(handle: Any, mpu: Any) -> Group:
     if handle is not None:
-        return mpu_groups.of_handle(handle)
-    return groups_of(mpu).dp
+        return mpu_groups.group_from_process_group(handle)
+    return groups_from_mpu(mpu).dp
 
 
-def groups_of(mpu: Any) -> Groups:
+def groups_from_mpu(mpu: Any) -> Groups:
     """The groups behind `mpu`: a `Groups`, an object with the classic accessors, or None (data parallel only)."""
     if isinstance(mpu, Groups):
         return mpu
@@ -301,9 +308,9 @@ def groups_of(mpu: Any) -> Groups:
     if missing:
         raise ConfigError(f"mpu is {mpu!r:.80}, without {', '.join(missing)}; pass our `mpu` package, a Groups, or an "
                           "object with get_{model,data}_parallel_{rank,group,world_size}")
-    if mpu is sys.modules["mpu"]:  # whose groups of one need no process group
+    if mpu is sys.modules["mpu"]:  # its single-rank groups have no process group
         return current_groups()
-    groups = mpu_groups.of_handles(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
+    groups = mpu_groups.groups_from_process_groups(mpu.get_model_parallel_group(), mpu.get_data_parallel_group())
     found = [(group.rank, group.size) for group in (groups.tp, groups.dp)]
     wanted = [(mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()),
               (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())]
@@ -314,52 +321,53 @@ def groups_of(mpu: Any) -> Groups:
     return groups
 
 
-DEVICE, PATH = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
+DEVICE_KEY, PATH_KEY = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
 
 
-def meanwhile(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
-              ) -> tuple[str | None, str | None]:
-    """(what was asked for: "cpu", "nvme" or None, the folder on the drive)."""
+def init_placement(remote_device: str | None, source: str | os.PathLike[str] | Mapping[str, Any] | None,
+                   ) -> tuple[str | None, str | None]:
+    """(remote device "cpu", "nvme" or None; NVMe folder or None). Raises ConfigError if arguments contradict."""
     if remote_device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'none', 'cpu' or 'nvme'")
-    found = None if source is None else ds_file.read(source, "config_dict_or_path")
-    device = None if found is None else found.keys.get(DEVICE)
+    found = None if source is None else ds_json.read_ds_json(source, "config_dict_or_path")
+    device = None if found is None else found.keys.get(DEVICE_KEY)
     if found is not None and None not in (remote_device, device) and remote_device != device:
-        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE} of {found.name} {device!r}; "
-                          "leave one of them out")
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}, and {DEVICE_KEY} of {found.name} "
+                          f"{device!r}; leave one of them out")
     asked = device if remote_device is None else remote_device
     if asked != "nvme":
         return (None if asked == "none" else asked), None
     if found is None:
         raise ConfigError("zero.Init: remote_device 'nvme' needs the configuration, which names the drive's folder: "
-                          f"give config_dict_or_path= with {PATH}")
-    path = found.keys.get(PATH)
+                          f"give config_dict_or_path= with {PATH_KEY}")
+    path = found.keys.get(PATH_KEY)
     if path is None:
-        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH}, which {found.name} does not give: name a "
+        raise ConfigError(f"zero.Init: remote_device 'nvme' needs {PATH_KEY}, which {found.name} does not give: name a "
                           "folder on the drive")
-    usable(path, PATH)
+    check_nvme_path(path, PATH_KEY)
     return asked, path
 
 
-def depot(path: str) -> Depot:
-    """A folder of this rank's own below it."""
-    exits.before_leaving(close_all)
-    return Depot(SwapFolder(path, f"{name_of_command()}-init", read_environment().rank, flag=PATH))
+def open_nvme_arena(path: str) -> NvmeInitArena:
+    """An arena in this rank's swap directory under `path`."""
+    exit_codes.before_exit(close_all_swap_dirs)
+    return NvmeInitArena(SwapDir(path, f"{command_hash()}-init", read_environment().rank, flag=PATH_KEY))
 
 
-def give_back_freed() -> None:
-    """The C library keeps what is freed below something that is in use, and finds it unfit for the next large tensor:
-    what has gone would still be charged to us."""
+def trim_malloc() -> None:
+    """Return freed memory to the system: glibc keeps blocks below ones in use, and does not reuse them for the next
+    large tensor, so they would count as ours."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # of glibc
+    if hasattr(libc, "malloc_trim"):  # glibc only
         libc.malloc_trim(0)
 
 
-def notes_of_init(model: nn.Module, config: Config, device: str) -> list[str]:
-    """Where `zero.Init` was asked to keep parameters, if they live elsewhere from now on. `device` is the engine's."""
+def init_placement_notes(model: nn.Module, config: Config, device: str) -> list[str]:
+    """Notes if parameters move from where `zero.Init` stored them. `device` is the engine's."""
     home = config.offload.offload_param_device
-    holders = [holder_of(parameter) for parameter in model.parameters()]
-    asked = {holder.asked for holder in holders if isinstance(holder, Parked) and holder.asked is not None}
+    holders = [param_owner(parameter) for parameter in model.parameters()]
+    asked = {holder.remote_device for holder in holders if isinstance(holder, InitShardedParam)
+             and holder.remote_device is not None}
     place = device if home == "none" else home
     return [f" note: zero.Init kept parameters on {other} until now; from here on they are where "
             f"--offload-param-device {home} says" for other in sorted(asked - {place})]

@@ -1,4 +1,5 @@
-"""`zero.initialize`, an engine for any model and loop from a DeepSpeed-style configuration; `zero.init_distributed`.
+"""`zero.initialize` builds an engine for any model and loop from a DeepSpeed-style configuration;
+`zero.init_distributed`.
 
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -24,41 +25,40 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.checkpoint.agree import alike
-from megatron.config import ds_file, ds_together
-from megatron.config.problems import Draft
-from megatron.config.ds_together import BATCH
-from megatron.config.ds_reader import Found
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config import ds_cross_keys, ds_json
+from megatron.config.config_errors import ErrorCollector
+from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
+from megatron.config.ds_reader import DsKeyValues
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config, ModelConfig
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.consistency import assert_equal_across_ranks
+from megatron.distributed.process_group import DEFAULT_TIMEOUT_SECONDS, Environment
+from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError
-from megatron.launch import distributed, exits
-from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
-from megatron.optim.adam import LARGEST_TILE
+from megatron.optim.adam import MAX_TILE_NUMEL
 from megatron.optim.build import build_rule
 from megatron.optim.muon import Muon
-from megatron.optim.rule import ParamGroup, Rule
-from megatron.optim.schedule import Schedule
+from megatron.optim.rule import ParamGroup, UpdateRule
+from megatron.optim.schedulers import LRSchedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.init import groups_of, notes_of_init
-from megatron.zero.api.layer_drop import check_forward
-from megatron.zero.api.monitor import Watch, watch_of
-from megatron.zero.api.offload import homes_of, offload_notes
-from megatron.zero.api.same import check_argument, check_model, check_parameters, taking
-from megatron.zero.api.schedule import FollowSchedule, Scheduler, ZeroOptimizer, schedule_of
+from megatron.zero.api.engine_features import check_forward_signature
+from megatron.zero.api.engine_monitor import MonitorConfig, read_monitor_config
+from megatron.zero.api.init import groups_from_mpu, init_placement_notes
+from megatron.zero.api.model_checks import check_argument, check_parameters, check_same_model, claim_model
+from megatron.zero.api.offload_plan import create_engine_storage, offload_notes
+from megatron.zero.api.optimizer import LRScheduleAdapter, LRSchedulerProtocol, ZeroOptimizer, build_lr_schedule
 from megatron.zero.engine import NO_OPTIMIZER, ZeroEngine
-from megatron.zero.hidden import note_of_split, split_groups
+from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.policy import notes as zero_notes
-from megatron.zero.precision import DTYPES
-from megatron.zero.settings import plain
-from megatron.zero.watch import watch_over
+from megatron.zero.stages import ineffective_setting_notes as zero_notes
+from megatron.zero.step_result import to_plain_values
+from megatron.zero.units import muon_split_note, split_muon_groups
 from mpu.groups import Groups
 
-
 DEFAULT_PORT = 29500
-FOREIGN_LAUNCHERS = ("SLURM_", "OMPI_")
+OTHER_LAUNCHER_PREFIXES = ("SLURM_", "OMPI_")
 
 
 def initialize(args: Namespace | None = None, model: nn.Module | None = None,
@@ -70,16 +70,17 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
                config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
                config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
                device: torch.device | None = None,
-               ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, Scheduler | None]:
-    """The engine of a model, its optimizer, a loader of `training_data` and the learning rate scheduler.
+               ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, LRSchedulerProtocol | None]:
+    """Build (engine, optimizer, loader of `training_data` or None, learning rate scheduler or None).
 
-    `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
-    callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
-    makes it from the optimizer), or the config's. Without an optimizer, a scheduler and `model_parameters` the engine
-    only evaluates: it freezes the model's parameters, and keeps neither masters nor optimizer state. `mpu` names the
-    groups where the model is tensor parallel. All parameters get the values of data parallel rank 0, move to `device`
-    (default: this rank's) one by one, and to the working precision."""
-    exits.answer_uncaught()
+    `config` is a path or dict with DeepSpeed's keys (or `args.deepspeed_config`). `optimizer` may be an optimizer or a
+    callable that takes the parameters, default the config's; `lr_scheduler` a scheduler or a callable that takes the
+    optimizer, default the config's. Without an optimizer, a scheduler and `model_parameters` the engine only evaluates:
+    it freezes the parameters and keeps no masters or optimizer state. `mpu` gives the groups of a tensor parallel
+    model. Parameters get the values of data parallel rank 0 and move one by one to `device` (default: this rank's) and
+    to the working precision. Collective; raises ConfigError.
+    """
+    exit_codes.install_excepthook()
     check_argument("model", model, nn.Module, "an nn.Module")
     check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
     check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
@@ -89,85 +90,87 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         check_argument("lr_scheduler", lr_scheduler, Callable | None, "a scheduler, or a function that makes one")
     assert model is not None
     argument, source = _config_source(args, config, config_params)
-    if isinstance(source, Config):  # the trainer's: it has met already
-        distributed.init()
+    if isinstance(source, Config):  # the trainer has initialized torch.distributed
+        process_group.init()
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    groups = groups_of(mpu)
-    settings = _settings(source, argument, groups)
+    groups = groups_from_mpu(mpu)
+    settings = _read_settings(source, argument, groups)
     if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
         settings = replace(settings, config=replace(settings.config, model=shape))
     config = settings.config
-    with config.words.speaking():
-        alike(config.told(), groups.world,
-              "the ranks give zero.initialize different configurations")
-    device = device or distributed.device_for(distributed.read_environment())
+    with config.key_names.translate_errors():
+        assert_equal_across_ranks(config.rank_invariant_settings(), groups.world,
+                                  "the ranks give zero.initialize different configurations")
+    device = device or process_group.device_for(process_group.read_environment())
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
-    with config.words.speaking():
+        torch.cuda.set_device(device)  # control messages use the current device
+    with config.key_names.translate_errors():
         check_parameters(model)
         evaluates = not (settings.has_optimizer or settings.has_scheduler) and \
             all(given is None for given in (optimizer, model_parameters, lr_scheduler))
-        rule, param_groups, defaults, client = _rule_and_groups(settings, model, () if evaluates else model_parameters,
-                                                                optimizer, evaluates)
+        rule, param_groups, defaults, client = _build_rule_and_groups(
+            settings, model, () if evaluates else model_parameters, optimizer, evaluates)
         if not evaluates:
             _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
-            check_forward(model)
-        check_model(model, groups.world)
-        alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
-        moved = notes_of_init(model, config, device.type)
-        homes, told = homes_of(config, rule, model, device, groups)
-    with taking(model), ExitStack() as failed:
-        failed.callback(homes.close)  # of a full drive, which whoever tries again needs empty
+            check_forward_signature(model)
+        check_same_model(model, groups.world)
+        assert_equal_across_ranks(_optimizer_description(rule, param_groups, model), groups.world,
+                                  "the ranks give zero.initialize different optimizers")
+        placement_notes = init_placement_notes(model, config, device.type)
+        storage, offload_lines = create_engine_storage(config, rule, model, device, groups)
+    with claim_model(model), ExitStack() as on_failure:
+        on_failure.callback(storage.close)  # frees NVMe space for a retry
         if evaluates:
             model.requires_grad_(False)
         _move_buffers(model, device, DTYPES[config.precision.name])
-        with config.words.speaking():
+        with config.key_names.translate_errors():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                              param_groups=param_groups, device=device, homes=homes,
+                              param_groups=param_groups, device=device, engine_storage=storage,
                               clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
                               quantize=config.quantize, seed=config.train.seed)
-        watch_over(core)
+        start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)
-        scheduler = _scheduler(settings, lr_scheduler, wrapped)
-        alike(_schedule(scheduler), groups.world, "the ranks give zero.initialize different schedules")
-        engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
-        failed.callback(engine.monitor.close)
-        engine.notes = [*moved, *told, *_notes(settings, core)]
+        scheduler = _build_scheduler(settings, lr_scheduler, wrapped)
+        assert_equal_across_ranks(_schedule_description(scheduler), groups.world,
+                                  "the ranks give zero.initialize different schedules")
+        engine = Engine(core, config, wrapped, scheduler, settings.monitor_config, mpu)
+        on_failure.callback(engine.monitor.close)
+        engine.notes = [*placement_notes, *offload_lines, *_engine_notes(settings, core)]
         if groups.world.rank == 0:
-            _say(settings, engine, groups.dp.size)
-            _warn_of_empty(() if evaluates else param_groups)
+            _print_notes(settings, engine, groups.dp.size)
+            _warn_empty_groups(() if evaluates else param_groups)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        failed.pop_all()
+        on_failure.pop_all()
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
-def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
-    """What an optimizer calculates with, and on which parameters: their order in a group is no difference."""
+def _optimizer_description(rule: UpdateRule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
+    """For comparison between ranks: the rule, hyper-parameters and parameter names (in any order) of each group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {"the rule": type(rule).__name__}
     for number, group in enumerate(param_groups):
-        found |= {f"{name} of param group {number}": plain(value) for name, value in group.items()
+        found |= {f"{name} of param group {number}": to_plain_values(value) for name, value in group.items()
                   if name != "params"}
-        found[f"param group {number}"] = _listed([names.get(parameter, "?") for parameter in group["params"]])
+        found[f"param group {number}"] = _describe_names([names.get(parameter, "?") for parameter in group["params"]])
     return found
 
 
-def _schedule(scheduler: Scheduler | None) -> dict[str, Any]:
-    state = {} if scheduler is None else plain(scheduler.state_dict())
+def _schedule_description(scheduler: LRSchedulerProtocol | None) -> dict[str, Any]:
+    state = {} if scheduler is None else to_plain_values(scheduler.state_dict())
     return {"lr_scheduler": type(scheduler).__name__, **state}
 
 
-def _listed(names: list[str]) -> str:
+def _describe_names(names: list[str]) -> str:
     return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The flags of a DeepSpeed script: --deepspeed, --deepspeed_config FILE. (`--local_rank` is the script's own.)"""
+    """Add --deepspeed and --deepspeed_config FILE. (`--local_rank` is left to the script.)"""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
     group.add_argument("--deepspeed_config", "--deepspeed-config", default=None, metavar="FILE",
@@ -176,110 +179,114 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _config_source(args: Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
-    """The one argument that the configuration is given in, and what it says."""
-    named = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
-             "config": config, "config_params": config_params}
-    given = [name for name, value in named.items() if value is not None]
+    """(name, value) of the one argument that gives the configuration. Raises ConfigError unless it is exactly one."""
+    by_name = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
+               "config": config, "config_params": config_params}
+    given = [name for name, value in by_name.items() if value is not None]
     if len(given) != 1:
         raise ConfigError(f"zero.initialize needs one configuration, found {' and '.join(given) or 'none'}: "
                           "give config= (a path or a dict), or args.deepspeed_config")
-    check_argument(given[0], named[given[0]], str | os.PathLike | Mapping | Config, "a path, or a dict")
-    return given[0], named[given[0]]
+    check_argument(given[0], by_name[given[0]], str | os.PathLike | Mapping | Config, "a path, or a dict")
+    return given[0], by_name[given[0]]
 
 
 DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
-"""Where its defaults are not ours; the learning rate's depends on the optimizer."""
+"""Where DeepSpeed's defaults differ from ours; the default learning rate depends on the optimizer."""
 
 
-SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop", "quantize")
-"""Sections of the configuration that are an engine's as a whole."""
+ENGINE_SECTIONS = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop",
+                   "quantize")
+"""Config sections that belong to the engine entirely."""
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """A configuration, and what of it was really said."""
+class _EngineSettings:
+    """A configuration, and which parts the user gave explicitly."""
 
     config: Config
     has_optimizer: bool = True
     has_scheduler: bool = True
-    watch: Watch = Watch()
-    """The trainer's Config asks for nothing: it has a log of its own."""
-    found: Found | None = None
-    """The file or dict, where it is one."""
+    monitor_config: MonitorConfig = MonitorConfig()
+    """Empty for the trainer's Config: the trainer has its own log."""
+    ds_config: DsKeyValues | None = None
+    """The parsed file or dict; None for a Config."""
 
 
-def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
+def _read_settings(source: Any, argument: str, groups: Groups) -> _EngineSettings:
     if isinstance(source, Config):
-        return _Settings(source)
-    draft, sizes = Draft(), BATCH[:2]
-    found, _ = ds_file.examine(source, argument)
+        return _EngineSettings(source)
+    draft, sizes = ErrorCollector(), BATCH_SIZE_KEYS[:2]
+    found, _ = ds_json.parse_ds_json(source, argument)
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
-    config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size},
-                           fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr}, world_size=groups.world.size,
-                           in_engine=True, argument=argument, draft=draft)
-    if found.keys.keys().isdisjoint(sizes) and found.refused.isdisjoint(sizes):
-        draft.note([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
-                    + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes)], found.name)
-    draft.stop()
-    keys = {**found.keys, **found.of_engine}
-    return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys, config.log), found)
+    config = ds_json.build_ds_config(source, flags={"model_parallel_size": groups.tp.size},
+                                     fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr},
+                                     world_size=groups.world.size, in_engine=True, argument=argument, collector=draft)
+    if found.keys.keys().isdisjoint(sizes) and found.invalid_keys.isdisjoint(sizes):
+        draft.add_errors([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
+                          + ' ("auto" is for programs that do)' * any(key in found.auto_keys for key in sizes)],
+                         found.name)
+    draft.raise_if_any()
+    keys = {**found.keys, **found.engine_values}
+    return _EngineSettings(config, "optimizer.type" in keys, "scheduler.type" in keys,
+                           read_monitor_config(keys, config.log), found)
 
 
-def _notes(settings: _Settings, core: ZeroEngine) -> Iterator[str]:
+def _engine_notes(settings: _EngineSettings, core: ZeroEngine) -> Iterator[str]:
     config = settings.config
-    splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
-    iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
-    yield from (*offload_notes(config, core.homes, splits=splits), *config.layer_drop.notes(),
+    splits = any(bucket.params_are_sharded for bucket in (*core.buckets, *core.frozen_buckets))
+    iters = config.train.train_iters if settings.ds_config is None else None  # unknown for a user's loop
+    yield from (*offload_notes(config, core.engine_storage, params_are_sharded=splits), *config.layer_drop.notes(),
                 *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes())
     if isinstance(core.rule, Muon):
-        yield note_of_split(core.param_groups)
+        yield muon_split_note(core.param_groups)
 
 
-def _warn_of_empty(param_groups: Sequence[ParamGroup]) -> None:
+def _warn_empty_groups(param_groups: Sequence[ParamGroup]) -> None:
     for number in (number for number, group in enumerate(param_groups) if not group["params"]):
         print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
 
 
-def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:
-    """What a user should read once: keys that were understood in another way, or can do nothing here; with
-    `dump_state`, the whole configuration."""
-    config, found = settings.config, settings.found
+def _print_notes(settings: _EngineSettings, engine: Engine, dp_size: int) -> None:
+    """Print notes about keys that are read differently or have no effect, and with `dump_state` the whole
+    configuration."""
+    config, found = settings.config, settings.ds_config
     if found is None:
         return
     idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=engine.device.type == "cuda")
-    of_settings = [_in_its_words(config, found.name, note) for note in (*engine.notes, *idle)]
-    for line in (*config.notes, *of_settings, *_threads(config, engine.device)):
+    of_settings = [_in_terms_of_config(config, found.name, note) for note in (*engine.notes, *idle)]
+    for line in (*config.notes, *of_settings, *_thread_notes(config, engine.device)):
         print(line.strip(), flush=True)
-    if found.of_engine.get("dump_state"):
-        print("\n".join(["configuration", *_rows(settings, dp_size)]), flush=True)
+    if found.engine_values.get("dump_state"):
+        print("\n".join(["configuration", *_config_lines(settings, dp_size)]), flush=True)
 
 
-def _in_its_words(config: Config, name: str, line: str) -> str:
-    """A line about the engine, which speaks of flags; a note that is about keys says of which file."""
-    said, note = config.in_its_words(line), line.startswith(" note: ")
+def _in_terms_of_config(config: Config, name: str, line: str) -> str:
+    """Translate flag names in a line to config keys; prefix a translated note with the config's file name."""
+    said, note = config.translate(line), line.startswith(" note: ")
     return f"{name}: " * (note and said != line) + said.removeprefix(" note: ")
 
 
-def _threads(config: Config, device: torch.device) -> Iterator[str]:
-    """What a rank has of the node's cores, where the host computes and a launcher has divided them."""
-    ranks, threads = distributed.read_environment().local_world_size, torch.get_num_threads()
+def _thread_notes(config: Config, device: torch.device) -> Iterator[str]:
+    """Threads per rank, if the host computes and the node has several ranks."""
+    ranks, threads = process_group.read_environment().local_world_size, torch.get_num_threads()
     if ranks > 1 and (device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
         yield f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each (OMP_NUM_THREADS)"
 
 
-def _rows(settings: _Settings, dp_size: int) -> Iterator[str]:
-    """What the engine was told, and what it made of it."""
+def _config_lines(settings: _EngineSettings, dp_size: int) -> Iterator[str]:
+    """The effective configuration, one value per line."""
     config = settings.config
     sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-    tree = {"batch": dict(zip(BATCH, sizes, strict=True)), **config.as_dict(), "report": asdict(settings.watch)}
-    for section in ("batch", *SHOWN, "report"):
+    tree = {"batch": dict(zip(BATCH_SIZE_KEYS, sizes, strict=True)), **config.as_dict(),
+            "report": asdict(settings.monitor_config)}
+    for section in ("batch", *ENGINE_SECTIONS, "report"):
         yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
 
 
-def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
-                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], Optimizer | None]:
-    """The client's optimizer, or the configuration's over the client's parameters (default: the model's); the
-    hyper-parameters of a group that names none come third, and the client's optimizer, where there is one, last."""
+def _build_rule_and_groups(settings: _EngineSettings, model: nn.Module, parameters: Any, client: Any, evaluates: bool,
+                           ) -> tuple[UpdateRule, list[ParamGroup], dict[str, Any], Optimizer | None]:
+    """(rule, param groups, defaults, client optimizer): the client's optimizer, or the config's over `parameters`
+    (default: the model's). Groups get the default hyper-parameters that they do not set."""
     given = list(model.parameters() if parameters is None else parameters)
     if client is not None and not isinstance(client, Optimizer):
         client = client(given)
@@ -288,17 +295,17 @@ def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, cli
     if not (settings.has_optimizer or evaluates):
         raise ConfigError(NO_OPTIMIZER)
     config = settings.config
-    rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
+    rule, defaults = build_rule(config.optim, _tile_numel(config.zero.sub_group_size))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     defaults = {"lr": config.schedule.lr, **defaults}
     complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
     if isinstance(rule, Muon):
-        complete = split_groups(model, complete, config.schedule.lr)
+        complete = split_muon_groups(model, complete, config.schedule.lr)
     return rule, complete, defaults, None
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Every trainable parameter of the model is in one group, and groups hold no others."""
+    """Raise ConfigError unless each trainable parameter is in exactly one group, and groups hold only the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     count = Counter(id(parameter) for group in groups for parameter in group["params"])
     strangers = len(count.keys() - names.keys())
@@ -316,25 +323,26 @@ def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
 
 
-def _tile(sub_group_size: int) -> int:
-    """Tiles are cut where rows are, so that their size changes no bits."""
-    return min(LARGEST_TILE, align(sub_group_size))
+def _tile_numel(sub_group_size: int) -> int:
+    """Tiles end at row boundaries, so that their size does not change results."""
+    return min(MAX_TILE_NUMEL, align(sub_group_size))
 
 
-def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Scheduler | None:
-    if isinstance(given, Schedule):
-        return FollowSchedule(optimizer, given)
+def _build_scheduler(settings: _EngineSettings, given: Any, optimizer: ZeroOptimizer) -> LRSchedulerProtocol | None:
+    if isinstance(given, LRSchedule):
+        return LRScheduleAdapter(optimizer, given)
     if given is not None:
-        scheduler: Scheduler = given if hasattr(given, "state_dict") else given(optimizer)
+        scheduler: LRSchedulerProtocol = given if hasattr(given, "state_dict") else given(optimizer)
         return scheduler
     if not settings.has_scheduler:
         return None
-    own_floor = ds_together.own_floor(settings.found) if settings.found else None
-    return FollowSchedule(optimizer, schedule_of(settings.config), own_floor)
+    own_floor = ds_cross_keys.param_group_min_lr(settings.ds_config) if settings.ds_config else None
+    return LRScheduleAdapter(optimizer, build_lr_schedule(settings.config), own_floor)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """To the device; numbers with a point to the working precision. (Parameters go with their buckets.)"""
+    """Move buffers to the device, floating point ones to the working precision. (Parameters move with their
+    buckets.)"""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
@@ -345,40 +353,40 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                      timeout: timedelta | float | None = None, init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
-    """Meet the other ranks that a launcher started; may be called again.
+    """Initialize torch.distributed; may be called again.
 
-    `rank` and `world_size` say it where no launcher does; `distributed_port` counts where MASTER_PORT is not set, and
-    `init_method` (torch's) in place of both. Slurm's and OpenMPI's variables count unless `auto_mpi_discovery` is off.
-    `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
-    the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
-    already."""
-    exits.answer_uncaught()
+    `rank` and `world_size` are for runs without a launcher. `distributed_port` applies if MASTER_PORT is not set, and
+    `init_method` (torch's) replaces both. Slurm's and OpenMPI's variables are read unless `auto_mpi_discovery` is off.
+    `timeout` (timedelta or seconds) is the limit for a silent peer. `verbose` and `config` are ignored.
+    `dist_init_required=False` means that the script has already initialized it.
+    """
+    exit_codes.install_excepthook()
     if dist_init_required is False:
         return
-    env = _place(rank, world_size, auto_mpi_discovery)
+    env = _resolve_environment(rank, world_size, auto_mpi_discovery)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    with distributed.setting_variables():
+    with process_group.restore_variables_on_error():
         if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
-                                       init_method=init_method, also_alone=True)
-    _tell(env)
+        process_group.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                         init_method=init_method, even_for_one_rank=True)
+    _export_environment(env)
 
 
-def _tell(env: Environment) -> None:
-    """The place as torchrun's variables, where the launcher (or none) set others: `read_environment` finds the same."""
+def _export_environment(env: Environment) -> None:
+    """Set torchrun's variables if another launcher (or none) was used, so that `read_environment` agrees."""
     for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
                          ("LOCAL_WORLD_SIZE", env.local_world_size)):
         os.environ.setdefault(name, str(number))
 
 
-def _place(rank: int, world_size: int, any_launcher: bool) -> Environment:
-    """This rank's place: a launcher's, or the given one; both must agree."""
+def _resolve_environment(rank: int, world_size: int, accepts_any_launcher: bool) -> Environment:
+    """This rank's environment from the launcher or the arguments. Raises ConfigError if they disagree."""
     environ = {name: value for name, value in os.environ.items()
-               if any_launcher or not name.startswith(FOREIGN_LAUNCHERS)}
+               if accepts_any_launcher or not name.startswith(OTHER_LAUNCHER_PREFIXES)}
     given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
     for name, number in given.items():
         if environ.setdefault(name, str(number)) != str(number):
             raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
                               f"{environ[name]}; leave the argument out")
-    return distributed.read_environment(environ)
+    return process_group.read_environment(environ)

@@ -1,10 +1,10 @@
-"""DeepSpeed's module of this name: adam.py, for `from megatron.zero.ops.adam import DeepSpeedCPUAdam`."""
+"""`deepspeed.ops` under this name: `from megatron.zero.ops.adam import DeepSpeedCPUAdam`."""
 
 from importlib import import_module
 from typing import Any, NoReturn
 
 
-def refuse(name: str) -> NoReturn:
+def raise_unsupported(name: str) -> NoReturn:
     raise AttributeError(f"megatron.zero.ops.{name} is not supported: give \"optimizer\": {{\"type\": \"AdamW\"}} in "
                          "the configuration, or a torch optimizer to initialize")
 
@@ -12,4 +12,4 @@ def refuse(name: str) -> NoReturn:
 def __getattr__(name: str) -> Any:
     if name == "adam":  # imported on first use: it imports torch
         return import_module("megatron.zero.ops.adam")
-    refuse(name)
+    raise_unsupported(name)

@@ -1,12 +1,12 @@
-"""DeepSpeed's module of this name; its class is in megatron/optim/cpu_adam.py."""
+"""`deepspeed.ops.adam` under this name; the class is in megatron/optim/torch_rule.py."""
 
 from typing import NoReturn
 
-from megatron.optim.cpu_adam import DeepSpeedCPUAdam
-from megatron.zero.ops import refuse
+from megatron.optim.torch_rule import DeepSpeedCPUAdam
+from megatron.zero.ops import raise_unsupported
 
 __all__ = ["DeepSpeedCPUAdam"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    refuse(f"adam.{name}")
+    raise_unsupported(f"adam.{name}")

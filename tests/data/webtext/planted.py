@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from data.webtext.document import Document
-from data.webtext.shards import shard_name
+from data.webtext.documents import Document, shard_name
 
 EVALUATION = ("The lighthouse keeper counted eleven grey ships before breakfast and wrote their names, as she had "
               "every morning since the war, into a ledger that nobody would ever ask her to produce.")
@@ -120,5 +119,5 @@ def write(pages: Sequence[Page], folder: Path, shards: int = 3) -> list[Path]:
     paths = [folder / shard_name(number) for number in range(shards)]
     for number, path in enumerate(paths):
         part = pages[len(pages) * number // shards:len(pages) * (number + 1) // shards]
-        path.write_bytes(b"".join(Document(page.text).line() for page in part))
+        path.write_bytes(b"".join(Document(page.text).to_line() for page in part))
     return paths

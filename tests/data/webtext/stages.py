@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.storage import staged_file
-from data.webtext.counts import Counts
-from data.webtext.document import Document, Drop, Function
+from data.webtext.documents import Document, DocumentCounts, DocumentFunction, DroppedDocument
 from data.webtext.runner import GlobalStage, MapStage
 
 
@@ -24,27 +23,27 @@ class Options:
     die: str = "die"
 
 
-def make(options: Options) -> Function:
-    def shout(document: Document) -> Document | Drop:
+def make(options: Options) -> DocumentFunction:
+    def shout(document: Document) -> Document | DroppedDocument:
         if options.fail in document.text:
             raise ZeroDivisionError("a library gave up")
         if options.die in document.text:
             os.kill(os.getpid(), signal.SIGKILL)
         if options.drop in document.text:
-            return Drop("asked for")
+            return DroppedDocument("asked for")
         return replace(document, text=document.text.upper())
 
     return shout
 
 
 def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int,
-            report: Callable[[Counts], None]) -> None:
+            report: Callable[[DocumentCounts], None]) -> None:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
-    counts = Counts()
+    counts = DocumentCounts()
     with staged_file(output / "part-00000.jsonl") as file:
         for line in reversed(lines):
-            counts.keep(len(line), len(line))
+            counts.add_kept(len(line), len(line))
             file.write(line)
     report(counts)
 

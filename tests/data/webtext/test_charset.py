@@ -8,12 +8,12 @@ import pytest
 
 from data.webtext import extract
 from data.webtext.__main__ import main
-from data.webtext.document import Fault
-from data.webtext.inputs import find, plan
-from data.webtext.reading import Reading, read_unit
-from data.webtext.record import read_record
-from data.webtext.report import line
-from data.webtext.runner import MapStage, run_map
+from data.webtext.documents import DocumentError
+from data.webtext.readers import WebReadOptions, read_unit
+from data.webtext.report import summary_line
+from data.webtext.runner import MapStage, run_map_stage
+from data.webtext.source_files import find_source_files, plan_units
+from data.webtext.stage_folder import read_stage_record
 
 RUSSIAN = "Кот спал весь день на тёплой крыше"
 WESTERN = "The “café” – naïve, 5 €"
@@ -25,11 +25,13 @@ HEBREW = "החתול ישן כל היום"
 ARABIC = "نامت القطة طوال اليوم"
 
 
-def read_page(folder: Path, page: bytes, reading: Reading = Reading()) -> tuple[str, tuple[str, ...]] | Fault:
+def read_page(folder: Path, page: bytes,
+              reading: WebReadOptions = WebReadOptions()) -> tuple[str, tuple[str, ...]] | DocumentError:
     """Text and repairs, or what is wrong with it."""
     (folder / "a.html").write_bytes(page)
-    (read,) = (read for unit in plan(find([folder / "a.html"])[0], 1 << 20) for read in read_unit(unit, reading))
-    return read.value if isinstance(read.value, Fault) else (read.value.text, read.repairs)
+    (read,) = (read for unit in plan_units(find_source_files([folder / "a.html"])[0], 1 << 20)
+               for read in read_unit(unit, reading))
+    return read.value if isinstance(read.value, DocumentError) else (read.value.text, read.repairs)
 
 
 def page_of(text: str, codec: str, head: str = "") -> bytes:
@@ -107,7 +109,7 @@ NO_DECLARATIONS = [
 @pytest.mark.parametrize("head", NO_DECLARATIONS, ids=range(len(NO_DECLARATIONS)))
 def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path, head: str) -> None:
     found = read_page(tmp_path, page_of(RUSSIAN, "cp1251", head.encode().decode("cp1251")))
-    assert isinstance(found, Fault) and found.reason == "no character set" and "--charset" in str(found)
+    assert isinstance(found, DocumentError) and found.reason == "no character set" and "--charset" in str(found)
     page = page_of(RUSSIAN, "utf-8", head)
     assert read_page(tmp_path, page) == (page.decode(), ())
 
@@ -115,7 +117,7 @@ def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path, head: str) -
 def test_a_declaration_after_the_head_is_none(tmp_path: Path) -> None:
     late = "<script>" + " " * 1200 + "</script>"
     found = read_page(tmp_path, page_of(RUSSIAN + "<meta charset=windows-1251>", "cp1251", late))
-    assert isinstance(found, Fault) and found.reason == "no character set"
+    assert isinstance(found, DocumentError) and found.reason == "no character set"
 
 
 @pytest.mark.parametrize("declaration", [
@@ -141,10 +143,10 @@ MARKS = [("utf-8", b"\xef\xbb\xbf"), ("utf-16-le", b"\xff\xfe"), ("utf-16-be", b
 def test_the_mark_is_before_the_server_and_the_server_before_the_page(
         tmp_path: Path, codec: str, mark: bytes, says: str, server: str | None) -> None:
     page = page_of(RUSSIAN, codec, says)
-    assert read_page(tmp_path, mark + page, Reading(charset=server)) == (page.decode(codec), ())
+    assert read_page(tmp_path, mark + page, WebReadOptions(charset=server)) == (page.decode(codec), ())
     if server == "windows-1251":
         page = page_of(RUSSIAN, "cp1251", says)
-        assert read_page(tmp_path, page, Reading(charset=server)) == (page.decode("cp1251"), ())
+        assert read_page(tmp_path, page, WebReadOptions(charset=server)) == (page.decode("cp1251"), ())
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
@@ -168,13 +170,15 @@ def test_no_page_takes_long(tmp_path: Path, hostile: bytes) -> None:
 
 # ------------------------------------------------------------------------------------------ bytes that do not fit
 
-@pytest.mark.parametrize("reading", [Reading(), Reading(on_error="skip"), Reading(on_error="replace")])
+
+@pytest.mark.parametrize("reading", [WebReadOptions(), WebReadOptions(on_error="skip"),
+                                     WebReadOptions(on_error="replace")])
 @pytest.mark.parametrize(("label", "codec", "text", "reason"), [
     ("utf-8", "utf-8", RUSSIAN, "not UTF-8"), ("Shift_JIS", "cp932", JAPANESE, "not shift_jis"),
     ("gb2312", "gbk", CHINESE, "not gbk"), ("euc-kr", "euc_kr", KOREAN, "not euc-kr"),
     ("big5", "big5", "貓在溫暖的屋頂上", "not big5"), ("euc-jp", "euc_jp", JAPANESE, "not euc-jp")])
 def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
-        tmp_path: Path, reading: Reading, label: str, codec: str, text: str, reason: str) -> None:
+        tmp_path: Path, reading: WebReadOptions, label: str, codec: str, text: str, reason: str) -> None:
     page = page_of(text, codec, f"<meta charset={label}>")
     for bad in (b"\xff", b"\x81", b"\xfe"):
         assert read_page(tmp_path, page.replace(b"</p>", bad + b"</p>"), reading) == (
@@ -223,11 +227,11 @@ def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(t
                                                                                ) -> None:
     page = page_of(text, codec)
     for on_error in ("strict", "skip"):
-        found = read_page(tmp_path, page, Reading(on_error=on_error))
-        assert isinstance(found, Fault) and found.reason == "no character set"
-    assert read_page(tmp_path, page, Reading(on_error="replace")) != found
+        found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
+        assert isinstance(found, DocumentError) and found.reason == "no character set"
+    assert read_page(tmp_path, page, WebReadOptions(on_error="replace")) != found
     label = {"cp932": "shift_jis", "cp1251": "windows-1251", "cp1253": "windows-1253", "cp1255": "windows-1255"}
-    assert read_page(tmp_path, page, Reading(charset=label.get(codec, codec.replace("_", "-")))) == (
+    assert read_page(tmp_path, page, WebReadOptions(charset=label.get(codec, codec.replace("_", "-")))) == (
         page.decode(codec), ())
 
 
@@ -235,15 +239,15 @@ def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(t
                                   b"\x1f\x8b\x08\0\xf1", b"PK\x03\x04\x14\0\xe9"])
 def test_what_is_no_text_is_no_page(tmp_path: Path, page: bytes) -> None:
     for on_error in ("strict", "skip", "replace"):
-        found = read_page(tmp_path, page, Reading(on_error=on_error))
-        assert isinstance(found, Fault) and found.reason == "not text"
+        found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))
+        assert isinstance(found, DocumentError) and found.reason == "not text"
 
 
 @pytest.mark.parametrize("label", ["hz-gb-2312", "iso-2022-kr", "ISO-2022-CN", "csiso2022kr"])
 def test_what_no_browser_reads_is_a_fault_that_says_so(tmp_path: Path, label: str) -> None:
     found = read_page(tmp_path, f"<meta charset={label}><p>text".encode())
-    assert isinstance(found, Fault) and found.reason == "refused character set" and "iconv" in str(found)
-    assert read_page(tmp_path, f"<meta charset={label}><p>text".encode(), Reading(charset="utf-8")) == (
+    assert isinstance(found, DocumentError) and found.reason == "refused character set" and "iconv" in str(found)
+    assert read_page(tmp_path, f"<meta charset={label}><p>text".encode(), WebReadOptions(charset="utf-8")) == (
         f"<meta charset={label}><p>text", ())
 
 
@@ -251,8 +255,8 @@ def test_what_no_browser_reads_is_a_fault_that_says_so(tmp_path: Path, label: st
 def test_utf_32_is_not_taken_for_utf_16(tmp_path: Path, codec: str) -> None:
     for server in (None, "utf-8"):
         found = read_page(tmp_path, ("\ufeff" * (codec != "utf-32") + f"<p>{RUSSIAN}").encode(codec),
-                          Reading(charset=server))
-        assert isinstance(found, Fault) and found.reason == "refused character set" and "UTF-32" in str(found)
+                          WebReadOptions(charset=server))
+        assert isinstance(found, DocumentError) and found.reason == "refused character set" and "UTF-32" in str(found)
 
 
 # --------------------------------------------------------------------------------------------------- nothing is lost
@@ -267,13 +271,13 @@ def test_every_page_of_a_crawl_is_kept_or_counted_and_told(tmp_path: Path) -> No
     for name, page in {"damaged": damaged, "nothing": page_of(RUSSIAN, "cp1251"), "image": b"\x89PNG\0\xff",
                        "hz": b"<meta charset=hz-gb-2312>x", "curly": "<p>“curly”".encode("cp1252")}.items():
         (pages / f"{name}.html").write_bytes(page)
-    stage = MapStage("extract", extract.make, extract.ExtractOptions())
-    record = run_map(stage, [pages], tmp_path / "out", Reading(on_error="skip"))
+    stage = MapStage("extract", extract.make_extract, extract.ExtractOptions())
+    record = run_map_stage(stage, [pages], tmp_path / "out", WebReadOptions(on_error="skip"))
     assert (record.counts.documents_in, record.counts.documents_kept) == (len(LABELS) + 5, len(LABELS) + 2)
     assert record.counts.dropped == {"no character set": 1, "not text": 1, "refused character set": 1}
     assert record.counts.repaired == {"no character set": 1, "not UTF-8": 1}
-    assert line(record).endswith("dropped: no character set 1, not text 1, refused character set 1; "
-                                 "repaired: no character set 1, not UTF-8 1")
+    assert summary_line(record).endswith("dropped: no character set 1, not text 1, refused character set 1; "
+                                         "repaired: no character set 1, not UTF-8 1")
     kept = (tmp_path / "out" / "part-00000.jsonl").read_text()
     assert all(text in kept for label, codec, text in LABELS)
 
@@ -282,7 +286,7 @@ def test_the_server_s_word_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "a.html").write_bytes(page_of(RUSSIAN, "cp1251"))
     main(["read", str(tmp_path / "a.html"), "--output", str(tmp_path / "out"), "--charset", "CP1251"])
     assert RUSSIAN in (tmp_path / "out" / "part-00000.jsonl").read_text()
-    record = read_record(tmp_path / "out")
+    record = read_stage_record(tmp_path / "out")
     assert record and record.key["parameters"]["reading"]["charset"] == "windows-1251"
     for label in ("cp-unheard-of", "iso-2022-kr", ""):
         with pytest.raises(SystemExit) as left:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from data.storage import DataError
-from data.webtext.decontaminate import LEAST, MARGIN, RUN, Options, evaluation_runs, make, passages, shared_runs
-from data.webtext.document import Document, Drop
-from data.webtext.words import words
+from data.webtext.decontaminate import (CUT_MARGIN, MIN_PART_CHARACTERS, NGRAM_WORDS, DecontaminateOptions,
+                                        make_decontaminate, read_evaluation_ngrams, read_passages, shared_ngrams)
+from data.webtext.documents import Document, DroppedDocument
+from data.webtext.ngram_hashes import hash_words
 from tests.data.webtext.planted import EVALUATION, babble, plant
 
 
@@ -25,29 +26,29 @@ def evaluation(tmp_path: Path) -> str:
 
 
 def test_planted_passages_are_dropped_and_all_else_is_the_same_object(evaluation: str) -> None:
-    stage = make(Options((evaluation,)))
+    stage = make_decontaminate(DecontaminateOptions((evaluation,)))
     pages = plant(0, originals=20, words=100)
     for page in pages:
         document = Document(page.text, "http://a.example/", {"k": 1})
         result = stage(document)
         if page.kind == "contaminated":
-            assert result == Drop("evaluation text: 10 runs or more")
+            assert result == DroppedDocument("evaluation text: 10 runs or more")
         else:
             assert result is document
 
 
 def test_cutting_takes_the_passage_and_its_margin_and_leaves_the_rest(evaluation: str) -> None:
-    stage = make(Options((evaluation,), "cut"))
+    stage = make_decontaminate(DecontaminateOptions((evaluation,), "cut"))
     for page in plant(1, originals=10, words=150):
         result = stage(Document(page.text, "u", {"k": 1}))
         if page.kind == "contaminated":
             assert isinstance(result, Document) and result.url == "u"
-            assert result.meta == {"k": 1, "evaluation_runs_cut": len(EVALUATION.split()) - RUN + 1}
-            assert not shared_runs(words(result.text), evaluation_runs([evaluation]))
+            assert result.meta == {"k": 1, "evaluation_runs_cut": len(EVALUATION.split()) - NGRAM_WORDS + 1}
+            assert not shared_ngrams(hash_words(result.text), read_evaluation_ngrams([evaluation]))
             parts = result.text.split(" " + EVALUATION.upper()[:5])[0].split("\n\n")
             assert page.text.startswith(parts[0]) and page.text.endswith(parts[-1])
             lost = len(page.text) - len(result.text) - len(EVALUATION)
-            assert 2 * MARGIN - 4 <= lost <= 2 * MARGIN + 60  # to the next whole word on either side
+            assert 2 * CUT_MARGIN - 4 <= lost <= 2 * CUT_MARGIN + 60  # to the next whole word on either side
         else:
             assert isinstance(result, Document) and result.text == page.text and result.meta == {"k": 1}
 
@@ -60,40 +61,43 @@ def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> N
     looked_for = set()
     for text in texts:
         plain = re.findall(r"\w+", text.lower())
-        length = min(RUN, len(plain))
+        length = min(NGRAM_WORDS, len(plain))
         looked_for |= {tuple(plain[k:k + length]) for k in range(len(plain) - length + 1) if length >= 8}
-    runs = evaluation_runs([str(tmp_path / "e.json")])
+    runs = read_evaluation_ngrams([str(tmp_path / "e.json")])
     assert sum(map(len, runs.values())) == len(looked_for)
     for _ in range(200):
         text = " ".join([*rng.choices("abcd", k=30), rng.choice(texts), *rng.choices("ab", k=5)])
         plain = re.findall(r"\w+", text.lower())
-        expected = [(first, length) for first in range(len(plain)) for length in range(8, RUN + 1)
+        expected = [(first, length) for first in range(len(plain)) for length in range(8, NGRAM_WORDS + 1)
                     if first + length <= len(plain) and tuple(plain[first:first + length]) in looked_for]
-        assert shared_runs(words(text), runs) == expected
+        assert shared_ngrams(hash_words(text), runs) == expected
 
 
 @pytest.mark.parametrize("change, found", [
     (str.upper, True), (lambda text: text.replace(" ", "\n\t"), True), (lambda text: text.replace(",", " ,;- "), True),
-    (lambda text: " ".join(text.split()[:RUN]), True), (lambda text: " ".join(text.split()[:RUN - 1]), False),
-    (lambda text: " ".join(word if k % RUN else "other" for k, word in enumerate(text.split())), False),
+    (lambda text: " ".join(text.split()[:NGRAM_WORDS]), True),
+    (lambda text: " ".join(text.split()[:NGRAM_WORDS - 1]), False),
+    (lambda text: " ".join(word if k % NGRAM_WORDS else "other" for k, word in enumerate(text.split())), False),
 ])
 def test_disguises(change, found: bool, evaluation: str) -> None:  # type: ignore[no-untyped-def]
-    result = make(Options((evaluation,)))(Document("Before it. " + change(EVALUATION) + " After it."))
-    assert isinstance(result, Drop) == found
+    stage = make_decontaminate(DecontaminateOptions((evaluation,)))
+    result = stage(Document("Before it. " + change(EVALUATION) + " After it."))
+    assert isinstance(result, DroppedDocument) == found
 
 
 def test_one_run_and_a_few_are_told_apart(evaluation: str) -> None:
-    stage, plain = make(Options((evaluation,))), EVALUATION.split()
-    assert stage(Document(" ".join(plain[:13]))) == Drop("evaluation text: 1 run")
-    assert stage(Document(" ".join(plain[:14]))) == Drop("evaluation text: 2 to 9 runs")
+    stage, plain = make_decontaminate(DecontaminateOptions((evaluation,))), EVALUATION.split()
+    assert stage(Document(" ".join(plain[:13]))) == DroppedDocument("evaluation text: 1 run")
+    assert stage(Document(" ".join(plain[:14]))) == DroppedDocument("evaluation text: 2 to 9 runs")
 
 
 def test_scraps_are_not_kept(evaluation: str) -> None:
-    stage, rng = make(Options((evaluation,), "cut")), random.Random(3)
-    for text in (EVALUATION, "x " * (MARGIN // 2) + EVALUATION, f"{'y' * (MARGIN + LEAST - 20)} {EVALUATION}"):
-        assert stage(Document(text)) == Drop("evaluation text: 10 runs or more, too little left")
+    stage, rng = make_decontaminate(DecontaminateOptions((evaluation,), "cut")), random.Random(3)
+    for text in (EVALUATION, "x " * (CUT_MARGIN // 2) + EVALUATION,
+                 f"{'y' * (CUT_MARGIN + MIN_PART_CHARACTERS - 20)} {EVALUATION}"):
+        assert stage(Document(text)) == DroppedDocument("evaluation text: 10 runs or more, too little left")
     many = " ".join(f"{babble(rng, 200)} {EVALUATION}" for _ in range(11))
-    assert isinstance(stage(Document(many)), Drop)
+    assert isinstance(stage(Document(many)), DroppedDocument)
     assert isinstance(stage(Document(many[:-len(EVALUATION)])), Document)
 
 
@@ -103,7 +107,7 @@ def test_evaluation_files_of_every_kind_hold_the_same_passages(tmp_path: Path) -
     for name, content in contents.items():
         raw = content.encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-        assert list(passages(str(tmp_path / name))) == [EVALUATION]
+        assert list(read_passages(str(tmp_path / name))) == [EVALUATION]
 
 
 def test_a_file_that_would_protect_nothing_is_an_error(tmp_path: Path) -> None:
@@ -112,11 +116,11 @@ def test_a_file_that_would_protect_nothing_is_an_error(tmp_path: Path) -> None:
                                    ("e.gz", b"no gzip", "cannot read")]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
-            evaluation_runs([str(tmp_path / name)])
+            read_evaluation_ngrams([str(tmp_path / name)])
     with pytest.raises(DataError, match="missing.txt: cannot read"):
-        make(Options((str(tmp_path / "missing.txt"),)))
+        make_decontaminate(DecontaminateOptions((str(tmp_path / "missing.txt"),)))
 
 
 def test_the_stage_travels_to_workers(evaluation: str) -> None:
-    stage = pickle.loads(pickle.dumps(make(Options((evaluation,)))))
-    assert isinstance(stage(Document(EVALUATION)), Drop)
+    stage = pickle.loads(pickle.dumps(make_decontaminate(DecontaminateOptions((evaluation,)))))
+    assert isinstance(stage(Document(EVALUATION)), DroppedDocument)

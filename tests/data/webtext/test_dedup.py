@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext import near, signatures
-from data.webtext.counts import Counts
-from data.webtext.dedup import Options, run, sign_share
-from data.webtext.document import Document, parse
-from data.webtext.minhash import shingles_of, similarity
+from data.webtext import dedup, minhash
+from data.webtext.dedup import DedupOptions, run_dedup, write_signature_share
+from data.webtext.documents import Document, DocumentCounts, parse_shard_line
+from data.webtext.minhash import jaccard_similarity, shingle_hashes
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
-def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> Counts:
-    counts = [Counts()]
-    run(shards, output, Options(**options), workers, counts.append)
+def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> DocumentCounts:
+    counts = [DocumentCounts()]
+    run_dedup(shards, output, DedupOptions(**options), workers, counts.append)
     return sum(counts[1:], counts[0])
 
 
@@ -32,12 +31,12 @@ def visible(folder: Path) -> dict[str, bytes]:
 
 
 def kept_of(folder: Path) -> list[str]:
-    return [parse(line, path.name).text for path in sorted(folder.glob("part-*"))
+    return [parse_shard_line(line, path.name).text for path in sorted(folder.glob("part-*"))
             for line in path.read_bytes().splitlines()]
 
 
 def shingle_sets(texts: Sequence[str]) -> list[set[int]]:
-    return [set(shingles_of(text).tolist()) for text in texts]
+    return [set(shingle_hashes(text).tolist()) for text in texts]
 
 
 def jaccard(left: set[int], right: set[int]) -> float:
@@ -150,7 +149,7 @@ def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
 def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = plant(3, originals=15, words=150)
     deduplicate(write(pages, tmp_path / "in", 3), tmp_path / "out")
-    monkeypatch.setattr(signatures.cut, "__defaults__", (1000,))  # bytes; most lines are longer than that
+    monkeypatch.setattr(minhash.split_into_ranges, "__defaults__", (1000,))  # bytes; most lines are longer than that
     deduplicate(write(pages, tmp_path / "in40", 40), tmp_path / "out40")
     assert kept_of(tmp_path / "out") == kept_of(tmp_path / "out40")
 
@@ -159,9 +158,9 @@ def test_the_digest_is_that_of_the_words_and_where_they_end(monkeypatch: pytest.
     rng = random.Random(11)
     digests: dict[tuple[str, ...], bytes] = {}
     for number in range(3000):
-        monkeypatch.setattr(signatures, "PIECE", rng.choice([1, 2, 5, 1000]))
+        monkeypatch.setattr(minhash, "DIGEST_BLOCK_CHARACTERS", rng.choice([1, 2, 5, 1000]))
         text = "".join(rng.choice("ab \n\u3000\x1c") for _ in range(rng.randint(0, 8)))
-        assert digests.setdefault(tuple(text.split()), signatures.digest(text)) == signatures.digest(text)
+        assert digests.setdefault(tuple(text.split()), minhash.text_digest(text)) == minhash.text_digest(text)
     assert len(set(digests.values())) == len(digests) > 50
 
 
@@ -195,10 +194,10 @@ def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
     template = babble(random.Random(6), 400)
     pages = [Page(f"{template} number {number}", "template") for number in range(500)]
     compared = []
-    monkeypatch.setattr(near, "similarity", lambda *pair: compared.append(pair) or similarity(*pair))
+    monkeypatch.setattr(dedup, "jaccard_similarity", lambda *pair: compared.append(pair) or jaccard_similarity(*pair))
     deduplicate(write(pages, tmp_path / "in"), tmp_path / "out")
     assert kept_of(tmp_path / "out") == [pages[0].text]
-    assert len(compared) <= 500 + near.BATCH
+    assert len(compared) <= 500 + dedup.PAIRS_PER_BATCH
 
 
 def test_without_near_only_exact_copies_go(tmp_path: Path) -> None:
@@ -211,13 +210,13 @@ def test_signatures_of_several_machines_are_used_and_stale_ones_are_not(
     shards = write(plant(8, originals=8, words=100), tmp_path / "in", 5)
     deduplicate(shards, tmp_path / "alone")
     for machine in range(3):
-        sign_share(shards, tmp_path / "out", Options(), 1, machine, 3)
+        write_signature_share(shards, tmp_path / "out", DedupOptions(), 1, machine, 3)
     made = []
-    sign_range = signatures.sign_range
-    monkeypatch.setattr(signatures, "sign_range",
+    sign_range = minhash.signature_rows
+    monkeypatch.setattr(minhash, "signature_rows",
                         lambda piece, banding: made.append(piece.path) or sign_range(piece, banding))
     with shards[3].open("ab") as file:
-        file.write(Document("a new page").line())
+        file.write(Document("a new page").to_line())
     counts = deduplicate(shards, tmp_path / "out")
     assert made == [str(shards[3])]
     assert counts.documents_kept == len(kept_of(tmp_path / "alone")) + 1
@@ -237,7 +236,7 @@ def test_pages_that_are_all_too_short_are_compared_as_they_are(tmp_path: Path) -
 
 
 def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
-    (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").line() + b"{no\n")
+    (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").to_line() + b"{no\n")
     with pytest.raises(DataError, match=r"part-00000.jsonl \(byte 17\): not JSON"):
         deduplicate([shard], tmp_path / "out")
     with pytest.raises(DataError, match="part-00009.jsonl: cannot read: No such file"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.webtext.document import Document
+from data.webtext.documents import Document
 from tests.data.webtext.planted import plant, write
 from tests.data.webtext.test_dedup import deduplicate, visible
 
@@ -33,9 +33,10 @@ def deadly(function):
     return call
 for name in ("fsync", "replace", "pread", "open"):
     setattr(os, name, deadly(getattr(os, name)))
-real_lines = dedup.shard_lines
-dedup.shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
-dedup.run(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.Options(memory=1 << 16), 1, lambda _: None)
+real_lines = dedup.read_shard_lines
+dedup.read_shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
+dedup.run_dedup(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.DedupOptions(memory=1 << 16), 1,
+                lambda _: None)
 print(left[0])
 """
 
@@ -75,12 +76,12 @@ def test_a_run_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from data.webtext import shards
-from data.webtext.dedup import Options, run
+from data.webtext import documents
+from data.webtext.dedup import DedupOptions, run_dedup
 from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
-shards.cut.__defaults__ = (int(range_bytes),)
-run(sorted(Path(folder).glob("part-*")), Path(output), Options(memory=int(memory)), 1, lambda counts: None)
+documents.split_into_ranges.__defaults__ = (int(range_bytes),)
+run_dedup(sorted(Path(folder).glob("part-*")), Path(output), DedupOptions(memory=int(memory)), 1, lambda counts: None)
 print(peak())
 """
 
@@ -94,7 +95,7 @@ def peak_memory(tmp_path: Path, documents: int, phrases: int, memory: int, range
         with (folder / f"part-{shard:05d}.jsonl").open("wb") as file:
             for number in range(documents // 4):
                 if number % 10 or not line:
-                    line = Document(" ".join(rng.choices(pool, k=phrases))).line()
+                    line = Document(" ".join(rng.choices(pool, k=phrases))).to_line()
                 file.write(line)
     arguments = [folder, tmp_path / f"out{documents}", memory, range_bytes]
     result = subprocess.run([sys.executable, "-c", PEAK, *map(str, arguments)], cwd=REPOSITORY, capture_output=True,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext.document import Document, Fault, Keys, parse, read_line
+from data.webtext.documents import Document, DocumentError, JsonKeys, parse_json_line, parse_shard_line
 
 # line, reason of the fault, part of the message, and the document that repairing gives (None: it cannot be repaired)
 DIRT: list[tuple[bytes, str, str, Document | None]] = [
@@ -46,16 +46,16 @@ DIRT: list[tuple[bytes, str, str, Document | None]] = [
 @pytest.mark.parametrize(("line", "reason", "message", "mended"), DIRT, ids=range(len(DIRT)))
 def test_dirt_is_named_and_repaired_only_where_that_is_asked_for(line: bytes, reason: str, message: str,
                                                                  mended: Document | None) -> None:
-    with pytest.raises(Fault) as caught:
-        read_line(line)
+    with pytest.raises(DocumentError) as caught:
+        parse_json_line(line)
     assert caught.value.reason == reason and message in str(caught.value)
     if mended is None:
-        with pytest.raises(Fault):
-            read_line(line, mend=True)
+        with pytest.raises(DocumentError):
+            parse_json_line(line, repair=True)
     else:
-        document, repairs = read_line(line, mend=True)
+        document, repairs = parse_json_line(line, repair=True)
         assert document == mended and repairs
-        assert read_line(document.line()) == (mended, ()), "what was repaired is clean"
+        assert parse_json_line(document.to_line()) == (mended, ()), "what was repaired is clean"
 
 
 CLEAN: list[tuple[bytes, Document]] = [
@@ -75,12 +75,12 @@ CLEAN: list[tuple[bytes, Document]] = [
 @pytest.mark.parametrize(("line", "document"), CLEAN, ids=range(len(CLEAN)))
 @pytest.mark.parametrize("mend", [False, True])
 def test_clean_lines_are_read_alike_with_and_without_repairs(line: bytes, document: Document, mend: bool) -> None:
-    assert read_line(line, mend=mend) == (document, ())
+    assert parse_json_line(line, repair=mend) == (document, ())
 
 
 def test_other_keys_can_hold_text_and_address() -> None:
     line = b'{"content": "a", "link": "u", "text": "other"}'
-    assert read_line(line, Keys("content", "link"))[0] == Document("a", "u", {"text": "other"})
+    assert parse_json_line(line, JsonKeys("content", "link"))[0] == Document("a", "u", {"text": "other"})
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
@@ -100,13 +100,13 @@ def test_any_document_comes_back_from_its_line_which_is_one_line_of_utf8() -> No
         text, url = str(random_value(rng)), rng.choice([None, "http://a.org/é"])
         meta = {str(random_value(rng, 9)): random_value(rng) for _ in range(rng.randrange(3))}
         document = Document(text, url, meta)
-        line = document.line()
+        line = document.to_line()
         assert line.count(b"\n") == 1 and line.endswith(b"\n")
-        assert parse(line, "x") == document
-        assert parse(line, "x").line() == line
+        assert parse_shard_line(line, "x") == document
+        assert parse_shard_line(line, "x").to_line() == line
         assert json.loads(line)["text"] == text
 
 
 def test_the_place_begins_the_error_of_a_shard() -> None:
     with pytest.raises(DataError, match=r"^part-00000.jsonl:3: no key 'text'"):
-        parse(b"{}", "part-00000.jsonl:3")
+        parse_shard_line(b"{}", "part-00000.jsonl:3")

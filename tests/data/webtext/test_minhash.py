@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 
 from data.storage import DataError
-from data.webtext.minhash import HASHES, RECALL_AT_THRESHOLD, Banding, shingles_of, signatures, similarity
-from data.webtext.words import Numbers
+from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, Banding, jaccard_similarity, minhash_signatures,
+                                  shingle_hashes)
+from data.webtext.ngram_hashes import HashArray
 
 
-def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tuple[Numbers, Numbers]:
+def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tuple[HashArray, HashArray]:
     """Two sets of `size` with about that Jaccard index."""
     shared = round(2 * size * alike / (1 + alike))
     numbers = rng.integers(0, 1 << 64, 2 * size - shared, dtype=np.uint64)
     return np.sort(numbers[:size]), np.sort(numbers[size - shared:])
 
 
-def agreement(left: Numbers, right: Numbers) -> float:
-    first, second = signatures([left, right])
+def agreement(left: HashArray, right: HashArray) -> float:
+    first, second = minhash_signatures([left, right])
     return float((first == second).mean())
 
 
@@ -27,7 +28,7 @@ def test_similarity_is_the_jaccard_index() -> None:
     for _ in range(100):
         left, right = (np.unique(rng.integers(0, 60, 40, dtype=np.uint64)) for _ in range(2))
         a, b = set(left.tolist()), set(right.tolist())
-        assert similarity(left, right) == len(a & b) / len(a | b)
+        assert jaccard_similarity(left, right) == len(a & b) / len(a | b)
 
 
 @pytest.mark.parametrize("alike", [0.1, 0.5, 0.8, 0.9])
@@ -36,8 +37,8 @@ def test_signatures_agree_as_often_as_sets_are_alike(alike: float) -> None:
     shares = []
     for _ in range(100):
         left, right = pair_of_sets(rng, alike)
-        shares.append(agreement(left, right) - similarity(left, right))
-    deviation = (alike * (1 - alike) / HASHES) ** 0.5  # of one estimate, if the hashes were perfectly random
+        shares.append(agreement(left, right) - jaccard_similarity(left, right))
+    deviation = (alike * (1 - alike) / NUM_HASHES) ** 0.5  # of one estimate, if the hashes were perfectly random
     assert abs(np.mean(shares)) < 4 * deviation / 10  # the mean of 100
     assert 0.75 * deviation < np.std(shares) < 1.3 * deviation
 
@@ -46,35 +47,35 @@ def test_signatures_agree_as_often_as_sets_are_alike(alike: float) -> None:
 def test_bands_find_pairs_with_the_probability_promised(threshold: float) -> None:
     rng, banding = np.random.default_rng(2), Banding.for_threshold(threshold)
     assert banding.recall(threshold) >= RECALL_AT_THRESHOLD
-    assert Banding(HASHES // (banding.rows + 1), banding.rows + 1).recall(threshold) < RECALL_AT_THRESHOLD
+    assert Banding(NUM_HASHES // (banding.rows + 1), banding.rows + 1).recall(threshold) < RECALL_AT_THRESHOLD
     for alike in (threshold, threshold - 0.2, (1 + threshold) / 2):
         found, expected = 0, 0.0
         for _ in range(200):
             left, right = pair_of_sets(rng, alike)
-            bands = banding.bands_of(signatures([left, right]))
+            bands = banding.bands_of(minhash_signatures([left, right]))
             found += bool((bands[0] == bands[1]).any())
-            expected += banding.recall(similarity(left, right))
+            expected += banding.recall(jaccard_similarity(left, right))
         assert abs(found - expected) <= 4 * (200 * 0.25) ** 0.5  # four deviations of a fair coin at most
 
 
 def test_a_signature_depends_on_the_set_of_shingles_alone() -> None:
     rng = np.random.default_rng(3)
     sets = [rng.integers(0, 1 << 64, size, dtype=np.uint64) for size in (1, 70_000, 3, 2, 30_000, 10, 100_000, 1)]
-    together = signatures(sets)
+    together = minhash_signatures(sets)
     for shingles, found in zip(sets, together):
-        assert (signatures([np.concatenate([shingles, shingles[::-1]])])[0] == found).all()
+        assert (minhash_signatures([np.concatenate([shingles, shingles[::-1]])])[0] == found).all()
 
 
 def test_bands_of_different_places_never_meet() -> None:
     banding = Banding(16, 8)
-    bands = banding.bands_of(np.zeros((1, HASHES), np.uint32))
+    bands = banding.bands_of(np.zeros((1, NUM_HASHES), np.uint32))
     assert len(set(bands[0].tolist())) == 16
 
 
 def test_a_band_changes_with_each_of_its_places_and_no_other() -> None:
     banding = Banding(16, 7)
-    plain = np.random.default_rng(4).integers(0, 1 << 32, (1, HASHES), dtype=np.uint32)
-    for place in range(HASHES):
+    plain = np.random.default_rng(4).integers(0, 1 << 32, (1, NUM_HASHES), dtype=np.uint32)
+    for place in range(NUM_HASHES):
         for bit in (0, 13, 31):
             changed = plain.copy()
             changed[0, place] ^= np.uint32(1 << bit)
@@ -83,8 +84,8 @@ def test_a_band_changes_with_each_of_its_places_and_no_other() -> None:
 
 
 def test_a_text_of_less_than_five_words_has_no_shingle() -> None:
-    assert len(shingles_of("one two three, four!")) == 0
-    assert len(shingles_of("one two three, four: five")) == 1
+    assert len(shingle_hashes("one two three, four!")) == 0
+    assert len(shingle_hashes("one two three, four: five")) == 1
 
 
 @pytest.mark.parametrize("threshold", [0, 0.29, 1.01, float("nan")])

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from data.webtext.document import Document, Fault
-from data.webtext.inputs import find, plan
-from data.webtext.reading import Read, Reading, read_unit
+from data.webtext.documents import Document, DocumentError
+from data.webtext.readers import ReadResult, WebReadOptions, read_unit
+from data.webtext.source_files import find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -96,18 +96,18 @@ def plain(value: Any) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
-def read_file(path: Path, reading: Reading = Reading()) -> list[Read]:
-    sources, _ = find([path])
-    return [read for unit in plan(sources, 1 << 20) for read in read_unit(unit, reading)]
+def read_file(path: Path, reading: WebReadOptions = WebReadOptions()) -> list[ReadResult]:
+    sources, _ = find_source_files([path])
+    return [read for unit in plan_units(sources, 1 << 20) for read in read_unit(unit, reading)]
 
 
 def check_lines(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     found = [read.value if isinstance(read.value, Document) else None for read in read_file(path)]
     assert found == slow_reader(content), content
-    for read in read_file(path, Reading(on_error="replace")):
+    for read in read_file(path, WebReadOptions(on_error="replace")):
         if isinstance(read.value, Document):
-            read.value.line()  # what was repaired can be written
+            read.value.to_line()  # what was repaired can be written
             assert read.repairs or read.value in found
         else:
             assert None in found
@@ -120,7 +120,7 @@ def check_array(path: Path, content: bytes) -> None:
     try:
         whole = json.loads(content.decode("utf-8-sig"), object_pairs_hook=Pairs)
     except (ValueError, RecursionError):
-        assert any(isinstance(value, Fault) for value in values) or not content.strip(), content
+        assert any(isinstance(value, DocumentError) for value in values) or not content.strip(), content
         return
     if isinstance(whole, list) and not isinstance(whole, Pairs):
         expected = [slow_line(json.dumps(plain(value)).encode()) if sound(value) else None for value in whole]
@@ -130,7 +130,7 @@ def check_array(path: Path, content: bytes) -> None:
 def check_compressed(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     values = [read.value for read in read_file(path)]
-    if not any(isinstance(value, Fault) for value in values):
+    if not any(isinstance(value, DocumentError) for value in values):
         assert values == DOCUMENTS or not content, content
 
 

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from data import recorded, split_json
-from data.cached import cached_corpus
-from data.inputs import find
-from data.preprocess import Reading
-from data.preprocess import main as preprocess
+from data import input_files, split_json
+from data.input_files import find_text_files
+from data.preprocess import TextReadOptions, main as preprocess
+from data.sources import cached_corpus
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import folder as folders
+from data.webtext import stage_folder as folders
 from data.webtext.__main__ import main
-from data.webtext.folder import clear, run_merge
-from data.webtext.inputs import shards_of
-from data.webtext.runner import run_global
+from data.webtext.runner import run_global_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares, remove_stage
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE
 from tests.data.webtext.test_runner import contents, texts_in
@@ -152,7 +151,7 @@ def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> No
         record["outputs"].append(record["outputs"][0] | {"name": name})
     Path("A/stage.json").write_text(json.dumps(record))
     Path("part-00000.jsonl").write_text("precious\n")
-    clear(Path("A"))
+    remove_stage(Path("A"))
     assert [*everything()] == ["part-00000.jsonl", "raw/a.jsonl"]
 
 
@@ -187,7 +186,7 @@ def test_a_merge_takes_what_the_shares_list(raw: Path) -> None:
     Path("M0/part-00009.jsonl").write_text('{"text": "of nobody"}\n')
     Path("M0/sub").mkdir()
     Path("M0/sub/part-00000.jsonl").write_text('{"text": "of nobody"}\n')
-    run_merge(parts, Path("M"))
+    merge_shares(parts, Path("M"))
     stage("read", "raw", "--output", "one")
     assert contents(Path("M")) == contents(Path("one"))
 
@@ -197,7 +196,7 @@ def test_a_share_with_a_changed_shard_is_not_merged(raw: Path) -> None:
     shard = next(parts[1].glob("part-*"))
     shard.write_bytes(shard.read_bytes().replace(b"document", b"Document"))
     with pytest.raises(DataError, match=f"^{shard}: expected content with the sha256"):
-        run_merge(parts, Path("M"))
+        merge_shares(parts, Path("M"))
     assert not [*Path("M").glob("*.json*")]
 
 
@@ -210,7 +209,7 @@ def test_a_merge_whose_shards_go_away_is_not_complete(raw: Path, monkeypatch: py
 
     monkeypatch.setattr(folders.os, "link", links_but_one)
     with pytest.raises(DataError, match="^M: a shard is gone that this stage has just written"):
-        run_merge(parts, Path("M"))
+        merge_shares(parts, Path("M"))
     assert not Path("M/stage.json").exists()
 
 
@@ -221,7 +220,7 @@ def test_two_shares_with_one_shard_are_not_merged(raw: Path) -> None:
     Path("M1/stage.json").write_text(json.dumps(record))
     shutil.copy("M1/" + sorted(os.listdir("M1"))[-2], "M1/part-00000.jsonl")
     with pytest.raises(DataError, match="two shares have a shard part-00000.jsonl|is complete"):
-        run_merge(parts, Path("M"))
+        merge_shares(parts, Path("M"))
 
 
 # ------------------------------------------------------------------------------------------------------ readers
@@ -229,9 +228,9 @@ def test_two_shares_with_one_shard_are_not_merged(raw: Path) -> None:
 READERS: dict[str, Callable[[str], object]] = {
     "data.preprocess": lambda name: preprocess(["--input", name, "--output-prefix", "c", *BYTE]),
     "data.split_json": lambda name: split_json.main([name, "--output-prefix", "c", "--split", "1,0,0"]),
-    "--train-data": lambda name: cached_corpus(name, ByteLevelTokenizer(), Reading(), "cache"),
+    "--train-data": lambda name: cached_corpus(name, ByteLevelTokenizer(), TextReadOptions(), "cache"),
     "a map stage": lambda name: stage("clean", name, "--output", "out", "--min-tokens", "1"),
-    "a global stage": lambda name: run_global(REVERSE, [name], Path("out"))}
+    "a global stage": lambda name: run_global_stage(REVERSE, [name], Path("out"))}
 
 
 @pytest.fixture(params=READERS.values(), ids=READERS)
@@ -270,24 +269,24 @@ def test_a_stage_that_is_not_complete_is_refused_by_whoever_reads_it(raw: Path, 
 def test_the_part_of_a_split_is_read_as_listed(raw: Path) -> None:
     stage("read", "raw", "--output", "A")
     stage("split", "A", "--output", "S", "--split", "1,1,1")
-    every = find(["S"]).files
-    assert every == sorted(shard.path for shard in shards_of(Path("S"))) and len(every) > 6
-    assert find(["S/train"]).files == [path for path in every if path.startswith("S/train/")]
-    shard = find(["S/train"]).files[-1]
+    every = find_text_files(["S"]).files
+    assert every == sorted(shard.path for shard in shards_of_stage(Path("S"))) and len(every) > 6
+    assert find_text_files(["S/train"]).files == [path for path in every if path.startswith("S/train/")]
+    shard = find_text_files(["S/train"]).files[-1]
     for action, told in ((lambda: shutil.copy(shard, "S/train/part-00099.jsonl"), "part-00099.jsonl: is not one of"),
                          (lambda: os.remove("S/train/part-00099.jsonl"), None),
                          (lambda: os.remove(shard), "found no file")):
         action()
         for given in ("S", "S/train"):
             if told is None:
-                find([given])
+                find_text_files([given])
             else:
                 with pytest.raises(DataError, match=told):
-                    find([given])
+                    find_text_files([given])
             if told is not None:
                 with pytest.raises(DataError, match=told):
                     stage("clean", given, "--output", "out")
-    assert find(["S/valid"]).files
+    assert find_text_files(["S/valid"]).files
 
 
 def test_other_files_in_the_folder_of_a_stage_are_left_out_and_named(raw: Path) -> None:
@@ -295,24 +294,25 @@ def test_other_files_in_the_folder_of_a_stage_are_left_out_and_named(raw: Path) 
     stage("dedup", "A", "--output", "S", "--exact-only")
     stage("read", "raw", "--output", "S/inside")
     Path("S/notes.txt").write_text("mine")
-    found = find(["S"])
-    assert found.files == sorted(shard.path for shard in shards_of(Path("S")))
-    assert "not of the stage (" in found.left_out and "S/notes.txt" in found.strangers
-    assert len(found.strangers) == 1 + len(shards_of(Path("S/inside")))
+    found = find_text_files(["S"])
+    assert found.files == sorted(shard.path for shard in shards_of_stage(Path("S")))
+    assert "not of the stage (" in found.left_out and "S/notes.txt" in found.not_of_stage
+    assert len(found.not_of_stage) == 1 + len(shards_of_stage(Path("S/inside")))
 
 
 def test_stages_in_a_folder_of_files_are_read_as_they_are_listed(raw: Path) -> None:
     stage("read", "raw", "--output", "all/A")
     shutil.copy("raw/a.jsonl", "all/own.jsonl")
-    assert find(["all"]).files == [*(shard.path for shard in shards_of(Path("all/A"))), "all/own.jsonl"]
+    assert find_text_files(["all"]).files == [*(shard.path for shard in shards_of_stage(Path("all/A"))),
+                                              "all/own.jsonl"]
     Path("all/A/part-00000.jsonl").unlink()
     with pytest.raises(DataError, match="^all/A/part-00000.jsonl: expected"):
-        find(["all"])
+        find_text_files(["all"])
 
 
 def test_a_folder_of_the_users_with_such_names_is_read_as_it_is(raw: Path) -> None:
     Path("own/.work").mkdir(parents=True)
     shutil.copy("raw/a.jsonl", "own/part-00005.jsonl")
     Path("own/stage.json").write_text('{"act": 1}')
-    assert find(["own"]).files == ["own/part-00005.jsonl"]
-    assert recorded.listed(Path("own")) is None
+    assert find_text_files(["own"]).files == ["own/part-00005.jsonl"]
+    assert input_files.shards_of_folder(Path("own")) is None

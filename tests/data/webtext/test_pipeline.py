@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from data.corpora import open_datasets
 from data.indexed import IndexedCorpus
-from data.lock import alone
-from data.storage import DataError, StorageFault
+from data.sources import open_datasets
+from data.storage import DataError, StorageFault, hold_writer_lock
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main
-from data.webtext.pipeline import marker_of, tokenise
-from data.webtext.sample import build as build_sample
+from data.webtext.sample import build_sample as build_sample
+from data.webtext.stages import origin_file_of, tokenize_part
 from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_language import TEXTS
@@ -273,16 +272,16 @@ def test_a_corpus_that_another_run_put_there_is_not_taken_for_ours(tmp_path: Pat
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
         main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
-    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
     ours = Path(f"{prefix}.bin").read_bytes()
-    mark = marker_of(prefix).read_bytes()
-    tokenise(tmp_path / "b", "train", prefix, tokenizer, 1)  # as large as ours
-    marker_of(prefix).write_bytes(mark)  # the run that began first came to this point last
+    mark = origin_file_of(prefix).read_bytes()
+    tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)  # as large as ours
+    origin_file_of(prefix).write_bytes(mark)  # the run that began first came to this point last
     assert Path(f"{prefix}.bin").read_bytes() != ours
-    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
     assert Path(f"{prefix}.bin").read_bytes() == ours
     before = Path(f"{prefix}.idx").stat().st_mtime_ns
-    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
     assert Path(f"{prefix}.idx").stat().st_mtime_ns == before, "what is there is made again"
 
 
@@ -291,7 +290,7 @@ def test_a_corpus_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
         main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
-    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
-    with alone(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
-        tokenise(tmp_path / "b", "train", prefix, tokenizer, 1)
+    tokenize_part(tmp_path / "a", "train", prefix, tokenizer, 1)
+    with hold_writer_lock(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
+        tokenize_part(tmp_path / "b", "train", prefix, tokenizer, 1)
     assert IndexedCorpus(prefix).num_documents == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from data.webtext.prescan import declared
+from data.webtext.encoding import declared_encoding
 from tests.data.webtext.prescan_steps import prescan
 
 FRAGMENTS = [
@@ -19,7 +19,7 @@ def test_the_prescan_finds_what_the_steps_of_the_standard_find() -> None:
     for _ in range(20_000):
         page = b"".join(rng.choices([*FRAGMENTS, *OFTEN], [1] * len(FRAGMENTS) + [6, 4, 1], k=rng.randint(1, 10)))
         page = b"<p>" + page + b"<body>"  # not the declaration of XML; and no second search of the head
-        expected, encoding = prescan(page), declared(page)
+        expected, encoding = prescan(page), declared_encoding(page)
         assert (encoding and encoding.name) == expected, page
         found += expected is not None
     assert found > 100

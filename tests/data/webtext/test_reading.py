@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from data.webtext import extract, inputs
-from data.webtext.document import Document, Fault, read_line
-from data.webtext.inputs import Piece, find, plan
-from data.webtext.jsonarray import elements
-from data.webtext.reading import Read, Reading, read_unit
-from data.webtext.shards import share
+from data.webtext import extract, source_files
+from data.webtext.documents import Document, DocumentError, machine_share, parse_json_line
+from data.webtext.readers import ReadResult, WebReadOptions, array_elements, read_unit
+from data.webtext.source_files import FileRange, find_source_files, plan_units
 
 zstd = pytest.importorskip("backports.zstd")
 
@@ -28,18 +26,19 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd.compress}
 
 
-def read_all(paths: list[Path], reading: Reading = Reading(), shard_bytes: int = 1 << 24) -> list[Read]:
-    sources, _ = find(paths, reading.format)
-    return [read for unit in plan(sources, shard_bytes) for read in read_unit(unit, reading)]
+def read_all(paths: list[Path], reading: WebReadOptions = WebReadOptions(),
+             shard_bytes: int = 1 << 24) -> list[ReadResult]:
+    sources, _ = find_source_files(paths, reading.format)
+    return [read for unit in plan_units(sources, shard_bytes) for read in read_unit(unit, reading)]
 
 
-def documents(reads: list[Read]) -> list[Document]:
+def documents(reads: list[ReadResult]) -> list[Document]:
     assert all(isinstance(read.value, Document) for read in reads), [read.value for read in reads]
     return [read.value for read in reads if isinstance(read.value, Document)]
 
 
-def reasons(reads: list[Read]) -> list[str]:
-    return [read.value.reason if isinstance(read.value, Fault) else "" for read in reads]
+def reasons(reads: list[ReadResult]) -> list[str]:
+    return [read.value.reason if isinstance(read.value, DocumentError) else "" for read in reads]
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
@@ -64,7 +63,7 @@ def test_every_format_is_read_compressed_or_not(tmp_path: Path, compression: str
     everything = [document for _, found in contents.values() for document in found]
     assert documents(read_all([tmp_path])) == everything, "a folder is its files by name"
     (tmp_path / "list").write_text("http://a.org\nhttp://b.org\n")
-    assert documents(read_all([tmp_path / "list"], Reading(format="urls"))) == [
+    assert documents(read_all([tmp_path / "list"], WebReadOptions(format="urls"))) == [
         Document("", "http://a.org"), Document("", "http://b.org")]
 
 
@@ -73,7 +72,7 @@ def test_what_ends_a_line_and_what_does_not(tmp_path: Path) -> None:
     path.write_bytes('\ufeff{"text": "a"}\r\n\n   \n\r\n{"text": "b\u2028\u0085"}\n{"text": "c"}'.encode())
     reads = read_all([path])
     assert [document.text for document in documents(reads)] == ["a", "b\u2028\u0085", "c"]
-    assert [read.where() for read in reads] == [f"{path}:1 (byte 0)", f"{path}:5 (byte 25)", f"{path}:6 (byte 44)"]
+    assert [read.location() for read in reads] == [f"{path}:1 (byte 0)", f"{path}:5 (byte 25)", f"{path}:6 (byte 44)"]
 
 
 def test_a_file_cut_anywhere_gives_every_line_once(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_a_file_cut_anywhere_gives_every_line_once(tmp_path: Path) -> None:
         whole = [(read.offset, read.size, read.value) for read in read_all([path])]
         assert len(whole) == sum(map(bool, lines))
         for shard_bytes in [*range(1, 40, 3), 400, 1000, 5000]:
-            cut = read_all([path], Reading(), shard_bytes)
+            cut = read_all([path], WebReadOptions(), shard_bytes)
             assert [(read.offset, read.size, read.value) for read in cut] == whole, shard_bytes
 
 
@@ -94,14 +93,14 @@ def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) 
     for number, size in enumerate([0, 5, 90, 1, 1, 1, 250, 30]):
         (tmp_path / f"{number}.jsonl").write_bytes(b"x" * size)
     (tmp_path / "9.jsonl.gz").write_bytes(b"x" * 500)
-    sources, _ = find([tmp_path])
-    units = plan(sources, 100)
+    sources, _ = find_source_files([tmp_path])
+    units = plan_units(sources, 100)
     pieces = [piece for unit in units for piece in unit]
     assert [piece.source for piece in pieces if piece.start == 0] == sources
-    assert all(inputs.total_size(unit) <= 100 or len(unit) == 1 for unit in units)
-    assert pieces[-1] == Piece(sources[-1]), "a compressed file is not cut"
+    assert all(source_files.unit_bytes(unit) <= 100 or len(unit) == 1 for unit in units)
+    assert pieces[-1] == FileRange(sources[-1]), "a compressed file is not cut"
     for count in (1, 3, 20):
-        shares = [share(len(units), index, count) for index in range(count)]
+        shares = [machine_share(len(units), index, count) for index in range(count)]
         assert [k for part in shares for k in part] == list(range(len(units)))
 
 
@@ -112,13 +111,14 @@ def test_a_document_over_the_limit_is_passed_over_and_those_beside_it_are_not(tm
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([good[0], long, good[1], long, good[2]]))
     (tmp_path / "b.json").write_bytes(b"[" + b", ".join([good[0], long, good[1], long, good[2]]) + b"]")
     (tmp_path / "c.txt").write_bytes(b"x" * 101)
-    reading = Reading(max_bytes=limit)
+    reading = WebReadOptions(max_bytes=limit)
     expected = ["", "too long", "", "too long", ""]
     for name in ("a.jsonl", "b.json"):
         for shard_bytes in (1 << 20, 7):
             assert reasons(read_all([tmp_path / name], reading, shard_bytes)) == expected, name
     assert reasons(read_all([tmp_path / "c.txt"], reading)) == ["too long"]
-    assert reasons(read_all([tmp_path / "a.jsonl"], Reading(max_bytes=len(long)))) == [""] * 5, "the limit itself fits"
+    read = read_all([tmp_path / "a.jsonl"], WebReadOptions(max_bytes=len(long)))
+    assert reasons(read) == [""] * 5, "the limit itself fits"
 
 
 def test_a_line_of_50_megabytes_is_read(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads(array.decode("utf-8-sig"))
     for size in range(1, len(array) + 2):
-        monkeypatch.setattr("data.webtext.jsonarray.READ", size)
-        found = list(elements(io.BytesIO(array), 1000))
+        monkeypatch.setattr("data.webtext.readers.ARRAY_READ_BYTES", size)
+        found = list(array_elements(io.BytesIO(array), 1000))
         assert [json.loads(content or b"") for _, _, content in found] == expected, size
         for offset, length, content in found:
             assert content and content in array[offset:offset + length]
@@ -155,7 +155,7 @@ def test_a_broken_array_keeps_what_is_whole_and_says_what_is_wrong(tmp_path: Pat
     (tmp_path / "a.json").write_bytes(array)
     reads = read_all([tmp_path / "a.json"])
     assert reasons(reads)[:good] == [""] * good
-    assert isinstance(reads[good].value, Fault) and message in str(reads[good].value)
+    assert isinstance(reads[good].value, DocumentError) and message in str(reads[good].value)
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
@@ -175,17 +175,17 @@ def test_compressed_data_that_ends_early_or_is_damaged_is_a_fault(tmp_path: Path
 def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.dat", ".hidden.jsonl", "c.JSONL"):
         (tmp_path / name).write_text('{"text": "a"}\n')
-    sources, notes = find([tmp_path])
+    sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
     assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 of unknown kind (b.dat)"]
     with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
-        find([tmp_path / "b.dat"])
-    assert find([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
+        find_source_files([tmp_path / "b.dat"])
+    assert find_source_files([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
     with pytest.raises(DataError, match="missing.jsonl: cannot read: No such file"):
-        find([tmp_path / "missing.jsonl"])
+        find_source_files([tmp_path / "missing.jsonl"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no file to read"):
-        find([tmp_path / "empty"])
+        find_source_files([tmp_path / "empty"])
 
 
 def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path: Path,
@@ -202,11 +202,11 @@ def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path:
 def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
     with pytest.raises(DataError, match="p.jsonl: is no file but a pipe or a device"):
-        find([tmp_path / "p.jsonl"])
+        find_source_files([tmp_path / "p.jsonl"])
     with pytest.raises(DataError, match="is no file but a pipe or a device"):
-        find([Path("/dev/zero")], "jsonl")
+        find_source_files([Path("/dev/zero")], "jsonl")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    sources, notes = find([tmp_path])
+    sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
     assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
 
@@ -217,13 +217,13 @@ def test_a_pipe_is_told_as_one_before_its_name_is_asked(tmp_path: Path, name: st
     """--format would not help."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=f"{name}: is no file but a pipe or a device, .*; write what comes .* first"):
-        find([tmp_path / name], format)
+        find_source_files([tmp_path / name], format)
 
 
 @pytest.mark.parametrize(("depth", "told"), [(150, "nested more than 100 deep"), (100_000, "nested too deeply")])
 def test_deep_json_is_told_in_words_of_json(depth: int, told: str) -> None:
-    with pytest.raises(Fault, match=f"not JSON we can read: {told}$"):
-        read_line(b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(DocumentError, match=f"not JSON we can read: {told}$"):
+        parse_json_line(b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> No
     (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in" / "round").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "0123456789abcdef.json").write_text('{"text": "c"}\n')  # no cache of ours here
-    sources, notes = find([tmp_path / "in"])
+    sources, notes = find_source_files([tmp_path / "in"])
     assert [source.name for source in sources] == ["0123456789abcdef.json", "a.jsonl", "link/deep/b.jsonl"]
     assert len(notes) == 1 and "1 link to a folder around it" in notes[0] and "round" in notes[0]
 
@@ -245,15 +245,15 @@ def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> No
     b'{"text": "a", "x": ' + b'{"k":' * depth + b'"\\ud800"' + b"}" * (depth + 1) for depth in (200, 900, 20_000)])
 @pytest.mark.parametrize("mend", [False, True])
 def test_what_is_nested_too_deeply_is_a_fault(line: bytes, mend: bool) -> None:
-    with pytest.raises(Fault, match="not JSON we can read"):
-        read_line(line, mend=mend)
+    with pytest.raises(DocumentError, match="not JSON we can read"):
+        parse_json_line(line, repair=mend)
 
 
 def test_what_is_nested_as_people_do_is_read() -> None:
     wide = b'{"text": "a", "x": [' + b"[1]," * 5000 + b"[1]]}"
-    assert len(read_line(wide)[0].meta["x"]) == 5001
+    assert len(parse_json_line(wide)[0].meta["x"]) == 5001
     deep = b'{"text": "a", "x": ' + b"[" * 90 + b'"\\ud800"' + b"]" * 90 + b"}"
-    assert read_line(deep, mend=True)[1] == ("lone surrogate",)
+    assert parse_json_line(deep, repair=True)[1] == ("lone surrogate",)
 
 
 TEXT = "a <b> c, and 1 < 2 > 0"
@@ -263,13 +263,13 @@ TEXT = "a <b> c, and 1 < 2 > 0"
 def test_a_record_is_no_page_for_the_name_of_a_file_in_it(tmp_path: Path, meta: dict[str, Any]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXT, **meta}) + "\n")
     document = documents(read_all([tmp_path / "a.jsonl"]))[0]
-    assert extract.make(extract.ExtractOptions())(document) == document
+    assert extract.make_extract(extract.ExtractOptions())(document) == document
 
 
 def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text("<p>one &lt;b&gt; two")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<p>one", "format": "html"}) + "\n")
-    stage = extract.make(extract.ExtractOptions())
+    stage = extract.make_extract(extract.ExtractOptions())
     page, record = (stage(document) for document in documents(read_all([tmp_path / "a.html", tmp_path / "b.jsonl"])))
     assert isinstance(page, Document) and isinstance(record, Document)
     assert (page.text, page.meta, record.text) == ("one <b> two", {"file": "a.html"}, "one")

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from data import recorded
-from data.cached import cached_corpus
-from data.preprocess import Reading, build_corpus
-from data.recorded import check_recorded
-from data.split_json import split_json
+from data import input_files
+from data.input_files import check_stage_shards
+from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import parse_split
+from data.sources import cached_corpus
+from data.split_json import split_json
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import dedup, runner, split
-from data.webtext.folder import run_merge
-from data.webtext.inputs import shards_of
-from data.webtext.pipeline import tokenise
-from data.webtext.runner import GlobalStage, Work, run_global, run_map
+from data.webtext.runner import GlobalStage, StageRunOptions, run_global_stage, run_map_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares
+from data.webtext.stages import tokenize_part
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
-SMALL = Work(shard_bytes=500)
+SMALL = StageRunOptions(shard_bytes=500)
 BYTE = ByteLevelTokenizer()
-SPLIT = GlobalStage("split", split.run, split.Options("8,1,1"))
-DEDUP = GlobalStage("dedup", dedup.run, dedup.Options(), dedup.sign_share)
+SPLIT = GlobalStage("split", split.run_split, split.SplitOptions("8,1,1"))
+DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signature_share)
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def stage(tmp_path: Path) -> Path:
     """Of nine shards."""
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps({"text": f"some text {i}"}) + "\n" for i in range(160)))
-    run_map(SHOUT, [raw], tmp_path / "stage", work=SMALL)
-    assert len(shards_of(tmp_path / "stage")) == 9
+    run_map_stage(SHOUT, [raw], tmp_path / "stage", run_options=SMALL)
+    assert len(shards_of_stage(tmp_path / "stage")) == 9
     return tmp_path / "stage"
 
 
@@ -58,16 +58,16 @@ def refused(shard: Path, action: Callable[[], object]) -> None:
 
 
 READERS: dict[str, Callable[[Path, Path], object]] = {
-    "a map stage": lambda stage, out: run_map(SHOUT, [stage], out, work=SMALL),
-    "with workers": lambda stage, out: run_map(SHOUT, [stage], out, work=replace(SMALL, workers=2)),
-    "a global stage": lambda stage, out: run_global(REVERSE, [stage], out),
-    "a share of one": lambda stage, out: run_global(SPLIT, [stage], out, replace(SMALL, shard=(0, 2))),
-    "a share that is prepared": lambda stage, out: run_global(DEDUP, [stage], out, replace(SMALL, shard=(1, 2))),
-    "tokens of the pipeline": lambda stage, out: tokenise(stage, "train", out, BYTE, 1),
+    "a map stage": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=SMALL),
+    "with workers": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=replace(SMALL, workers=2)),
+    "a global stage": lambda stage, out: run_global_stage(REVERSE, [stage], out),
+    "a share of one": lambda stage, out: run_global_stage(SPLIT, [stage], out, replace(SMALL, shard=(0, 2))),
+    "a share that is prepared": lambda stage, out: run_global_stage(DEDUP, [stage], out, replace(SMALL, shard=(1, 2))),
+    "tokens of the pipeline": lambda stage, out: tokenize_part(stage, "train", out, BYTE, 1),
     "data.preprocess, a folder": lambda stage, out: build_corpus(sorted(stage.glob("part-*")), out, BYTE),
     "data.preprocess, a file": lambda stage, out: build_corpus([stage / "part-00006.jsonl"], out, BYTE),
     "data.split_json": lambda stage, out: split_json([str(stage / "part-00006.jsonl")], str(out), parse_split("1,1,1")),
-    "--train-data": lambda stage, out: cached_corpus(str(stage), BYTE, Reading(), str(out))}
+    "--train-data": lambda stage, out: cached_corpus(str(stage), BYTE, TextReadOptions(), str(out))}
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
@@ -85,34 +85,34 @@ def test_two_shards_that_were_exchanged_are_refused(stage: Path, tmp_path: Path)
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    refused(first, lambda: run_global(REVERSE, [stage], tmp_path / "out"))
+    refused(first, lambda: run_global_stage(REVERSE, [stage], tmp_path / "out"))
 
 
 def test_the_parts_of_a_split_are_checked_wherever_they_are_named(stage: Path, tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    run_global(SPLIT, [stage], tmp_path / "split")
+    run_global_stage(SPLIT, [stage], tmp_path / "split")
     shard = next((tmp_path / "split" / "train").iterdir())
     change(shard)
     refused(shard, lambda: build_corpus([shard], tmp_path / "c", BYTE))
     monkeypatch.chdir(shard.parent)
     with pytest.raises(DataError, match=f"^{shard.name}: expected content"):
         build_corpus([shard.name], tmp_path / "c", BYTE)
-    refused(shard, lambda: tokenise(tmp_path / "split", "train", tmp_path / "c", BYTE, 1))
+    refused(shard, lambda: tokenize_part(tmp_path / "split", "train", tmp_path / "c", BYTE, 1))
     assert not list(tmp_path.glob("c.*"))
 
 
 def test_a_shard_that_was_damaged_before_shares_are_merged_is_refused_by_the_merge(stage: Path, tmp_path: Path) -> None:
     for k in range(2):
-        run_map(SHOUT, [stage], tmp_path / f"share{k}", work=replace(SMALL, shard=(k, 2)))
+        run_map_stage(SHOUT, [stage], tmp_path / f"share{k}", run_options=replace(SMALL, shard=(k, 2)))
     change(tmp_path / "share1" / "part-00007.jsonl")
     merged = tmp_path / "merged"
     refused(tmp_path / "share1" / "part-00007.jsonl",
-            lambda: run_merge([tmp_path / "share0", tmp_path / "share1"], merged))
+            lambda: merge_shares([tmp_path / "share0", tmp_path / "share1"], merged))
     assert not (merged / "stage.json").exists() and not list(merged.glob("part-*"))
     change(tmp_path / "share1" / "part-00007.jsonl")
-    assert len(run_merge([tmp_path / "share0", tmp_path / "share1"], merged).outputs) == 9
+    assert len(merge_shares([tmp_path / "share0", tmp_path / "share1"], merged).outputs) == 9
     change(merged / "part-00007.jsonl")
-    refused(merged / "part-00007.jsonl", lambda: run_global(REVERSE, [merged], tmp_path / "out"))
+    refused(merged / "part-00007.jsonl", lambda: run_global_stage(REVERSE, [merged], tmp_path / "out"))
 
 
 def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(stage: Path, tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_a_shard_that_changes_while_a_global_stage_reads_it_ends_the_stage(stage
         shards[2].write_bytes(shards[2].read_bytes().lower())
 
     with pytest.raises(DataError, match="part-00002.jsonl: changed while it was read"):
-        run_global(replace(REVERSE, run=run), [stage], tmp_path / "out")
+        run_global_stage(replace(REVERSE, run=run), [stage], tmp_path / "out")
     assert not (tmp_path / "out" / "stage.json").exists()
 
 
 def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    really, original, made = recorded.sha256_file, runner.make_part, list[str]()
-    monkeypatch.setattr(recorded, "sha256_file", lambda path: (read.append(Path(path).name), really(path))[1])
+    really, original, made = input_files.sha256_file, runner.run_job, list[str]()
+    monkeypatch.setattr(input_files, "sha256_file", lambda path: (read.append(Path(path).name), really(path))[1])
 
     def four(job, stage, reading):  # type: ignore[no-untyped-def]
         if len(made) == 4:
@@ -137,22 +137,22 @@ def test_only_what_is_still_to_be_read_is_checked(stage: Path, tmp_path: Path, m
         return original(job, stage, reading)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(runner, "make_part", four)
-        run_map(SHOUT, [stage], tmp_path / "out", work=SMALL)
-    every = [Path(shard.path).name for shard in shards_of(stage)]
+        patched.setattr(runner, "run_job", four)
+        run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
+    every = [Path(shard.path).name for shard in shards_of_stage(stage)]
     assert read == every
     read.clear()
-    run_map(SHOUT, [stage], tmp_path / "out", work=SMALL)
+    run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
     assert read and read[1:] == every[len(every) - len(read) + 1:] and len(read) <= len(every) - 3
-    run_global(REVERSE, [tmp_path / "out"], tmp_path / "next")
-    tokenise(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
+    run_global_stage(REVERSE, [tmp_path / "out"], tmp_path / "next")
+    tokenize_part(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
     read.clear()
-    run_map(SHOUT, [stage], tmp_path / "out", work=SMALL)
-    run_global(REVERSE, [tmp_path / "out"], tmp_path / "next")
-    tokenise(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
+    run_map_stage(SHOUT, [stage], tmp_path / "out", run_options=SMALL)
+    run_global_stage(REVERSE, [tmp_path / "out"], tmp_path / "next")
+    tokenize_part(tmp_path / "next", "train", tmp_path / "c", BYTE, 1)
     assert read == [], "what is done is not read again"
     other = replace(SHOUT, options=Options(drop="other"))
-    run_map(other, [stage], tmp_path / "share", work=replace(SMALL, shard=(1, 3)))
+    run_map_stage(other, [stage], tmp_path / "share", run_options=replace(SMALL, shard=(1, 3)))
     assert 0 < len(read) <= 4, "a share of the work, a share of the reading"
 
 
@@ -163,12 +163,12 @@ def test_files_that_no_stage_wrote_are_read_as_they_are(stage: Path, tmp_path: P
     shards = sorted(own.glob("part-*"))
     for content in ("{}", "[]", '{"outputs": 3}', '{"outputs": [3]}', '{"outputs": []}', "null"):
         (own / "stage.json").write_text(content)
-        check_recorded(shards)
+        check_stage_shards(shards)
     (own / "stage.json").write_text("{")
     with pytest.raises(DataError, match="stage.json: not the record of a stage"):
-        check_recorded(shards)
+        check_stage_shards(shards)
     (own / "stage.json").unlink()
-    check_recorded([*shards, own / "part-1.jsonl", "nowhere/part-00000.jsonl"])
+    check_stage_shards([*shards, own / "part-1.jsonl", "nowhere/part-00000.jsonl"])
     renamed = (stage / "part-00002.jsonl").rename(stage / "mine.jsonl")
     change(renamed)
-    check_recorded([renamed])
+    check_stage_shards([renamed])

@@ -12,16 +12,15 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import runner
-from data.webtext.counts import Counts
-from data.webtext.folder import run_merge
-from data.webtext.inputs import shards_of
-from data.webtext.reading import Reading
-from data.webtext.record import read_record
-from data.webtext.runner import Work, run_global, run_map
+from data.webtext.documents import DocumentCounts
+from data.webtext.readers import WebReadOptions
+from data.webtext.runner import StageRunOptions, run_global_stage, run_map_stage
+from data.webtext.source_files import shards_of_stage
+from data.webtext.stage_folder import merge_shares, read_stage_record
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
-SMALL = Work(shard_bytes=500)
+SMALL = StageRunOptions(shard_bytes=500)
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -36,7 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts_in(folder: Path) -> list[str]:
-    return [json.loads(line)["text"] for shard in shards_of(folder)
+    return [json.loads(line)["text"] for shard in shards_of_stage(folder)
             for line in Path(shard.path).read_bytes().splitlines()]
 
 
@@ -50,7 +49,7 @@ def raw(tmp_path: Path) -> Path:
 
 
 def test_a_map_stage_is_the_function_on_every_document_in_order(raw: Path, tmp_path: Path) -> None:
-    record = run_map(SHOUT, [raw], tmp_path / "out", work=SMALL)
+    record = run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=SMALL)
     expected = [f"TEXT {i}" for i in range(200) if i % 5] + [f"MORE {i}" for i in range(7)]
     assert texts_in(tmp_path / "out") == expected
     assert len(record.outputs) > 5
@@ -58,59 +57,59 @@ def test_a_map_stage_is_the_function_on_every_document_in_order(raw: Path, tmp_p
     assert (record.counts.documents_in, record.counts.documents_kept) == (207, 167)
     assert record.counts.bytes_in == sum(path.stat().st_size for path in raw.iterdir())
     assert record.counts.bytes_kept == sum(output.bytes for output in record.outputs)
-    assert read_record(tmp_path / "out") == record
+    assert read_stage_record(tmp_path / "out") == record
 
 
 def test_any_number_of_workers_and_machines_makes_the_same_folder(raw: Path, tmp_path: Path) -> None:
-    run_map(SHOUT, [raw], tmp_path / "one", work=SMALL)
-    run_map(SHOUT, [raw], tmp_path / "three", work=replace(SMALL, workers=3))
+    run_map_stage(SHOUT, [raw], tmp_path / "one", run_options=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "three", run_options=replace(SMALL, workers=3))
     shares = [tmp_path / f"share{k}" for k in range(4)]
     for k, folder in enumerate(shares):
-        run_map(SHOUT, [raw], folder, work=replace(SMALL, shard=(k, 4)))
-    run_merge(shares[::-1], tmp_path / "merged")
+        run_map_stage(SHOUT, [raw], folder, run_options=replace(SMALL, shard=(k, 4)))
+    merge_shares(shares[::-1], tmp_path / "merged")
     assert contents(tmp_path / "one") == contents(tmp_path / "three") == contents(tmp_path / "merged")
 
 
 def test_merge_refuses_shares_that_are_missing_twice_there_or_of_another_stage(raw: Path, tmp_path: Path) -> None:
     shares = [tmp_path / f"share{k}" for k in range(3)]
     for k, folder in enumerate(shares):
-        run_map(SHOUT, [raw], folder, work=replace(SMALL, shard=(k, 3)))
+        run_map_stage(SHOUT, [raw], folder, run_options=replace(SMALL, shard=(k, 3)))
     for wrong in (shares[:2], [*shares, shares[0]], shares[1:]):
         with pytest.raises(DataError, match="expected each share"):
-            run_merge(wrong, tmp_path / "merged")
+            merge_shares(wrong, tmp_path / "merged")
     other = tmp_path / "other"
-    run_map(replace(SHOUT, options=Options(drop="more")), [raw], other, work=replace(SMALL, shard=(2, 3)))
+    run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], other, run_options=replace(SMALL, shard=(2, 3)))
     with pytest.raises(DataError, match="the shares differ in parameters"):
-        run_merge([*shares[:2], other], tmp_path / "merged")
+        merge_shares([*shares[:2], other], tmp_path / "merged")
     with pytest.raises(DataError, match="expected the folder of a stage that is complete"):
-        run_merge([raw], tmp_path / "merged")
+        merge_shares([raw], tmp_path / "merged")
 
 
 def test_a_stage_that_is_done_is_passed_by_and_one_that_differs_is_made_again(raw: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = run_map(SHOUT, [raw], out, work=SMALL)
+    first = run_map_stage(SHOUT, [raw], out, run_options=SMALL)
     times = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix}
-    assert run_map(SHOUT, [raw], out, work=replace(SMALL, workers=2)) == first
+    assert run_map_stage(SHOUT, [raw], out, run_options=replace(SMALL, workers=2)) == first
     assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix} == times
     for change in (
-        lambda: run_map(replace(SHOUT, options=Options(drop="more")), [raw], out, work=SMALL),
-        lambda: run_map(SHOUT, [raw], out, work=Work(shard_bytes=10_000)),
-        lambda: run_map(SHOUT, [raw], out, Reading(on_error="skip"), SMALL),
-        lambda: run_map(SHOUT, [write(raw / "b.jsonl", ["more"] * 7)], out, work=SMALL),
+        lambda: run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], out, run_options=SMALL),
+        lambda: run_map_stage(SHOUT, [raw], out, run_options=StageRunOptions(shard_bytes=10_000)),
+        lambda: run_map_stage(SHOUT, [raw], out, WebReadOptions(on_error="skip"), SMALL),
+        lambda: run_map_stage(SHOUT, [write(raw / "b.jsonl", ["more"] * 7)], out, run_options=SMALL),
     ):
         again = change()
         assert again.key != first.key
         assert {path.name for path in out.glob("part-*")} == {output.name for output in again.outputs}
     before = contents(out)
     (out / "part-00000.jsonl").write_bytes(b"")
-    run_map(SHOUT, [raw / "b.jsonl"], out, work=SMALL)
+    run_map_stage(SHOUT, [raw / "b.jsonl"], out, run_options=SMALL)
     assert contents(out) == before, "a shard that is damaged is made again"
 
 
 def test_a_stage_goes_on_with_the_shards_it_has(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_map(SHOUT, [raw], tmp_path / "whole", work=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "whole", run_options=SMALL)
     made: list[str] = []
-    original = runner.make_part
+    original = runner.run_job
 
     def counted(job, stage, reading):  # type: ignore[no-untyped-def]
         if len(made) == 4:
@@ -118,61 +117,61 @@ def test_a_stage_goes_on_with_the_shards_it_has(raw: Path, tmp_path: Path, monke
         made.append(job.target.name)
         return original(job, stage, reading)
 
-    monkeypatch.setattr(runner, "make_part", counted)
+    monkeypatch.setattr(runner, "run_job", counted)
     with pytest.raises(KeyboardInterrupt):
-        run_map(SHOUT, [raw], tmp_path / "out", work=SMALL)
+        run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=SMALL)
     assert contents(tmp_path / "out") == {}, "nothing is seen before all of it is there"
     with pytest.raises(DataError, match="this stage is not complete"):
-        run_map(SHOUT, [tmp_path / "out"], tmp_path / "next")
+        run_map_stage(SHOUT, [tmp_path / "out"], tmp_path / "next")
     first, made[:] = list(made), []
     with pytest.raises(KeyboardInterrupt):
-        run_map(SHOUT, [raw], tmp_path / "out", work=SMALL)
+        run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=SMALL)
     assert not set(first) & set(made)
     monkeypatch.undo()
-    run_map(SHOUT, [raw], tmp_path / "out", work=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=SMALL)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not (tmp_path / "out" / ".work").exists()
 
 
 def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(raw: Path, tmp_path: Path) -> None:
-    work = Work(shard_bytes=2000)
-    other = replace(SHOUT, options=Options(drop="more"), then=REVERSE)
+    work = StageRunOptions(shard_bytes=2000)
+    other = replace(SHOUT, options=Options(drop="more"), second_pass=REVERSE)
     old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
-    run_map(SHOUT, [raw], old, work=work)
-    run_map(other, [raw], new, work=work)
+    run_map_stage(SHOUT, [raw], old, run_options=work)
+    run_map_stage(other, [raw], new, run_options=work)
     shutil.copytree(old, out)
-    events = in_a_fork(lambda: run_map(other, [raw], out, work=work))
+    events = in_a_fork(lambda: run_map_stage(other, [raw], out, run_options=work))
     assert events > 20 and contents(out) == contents(new)
     for stop in range(1, events + 1):
         shutil.rmtree(out)
         shutil.copytree(old, out)
-        assert in_a_fork(lambda: run_map(other, [raw], out, work=work), stop) == -1
-        record = read_record(out)
+        assert in_a_fork(lambda: run_map_stage(other, [raw], out, run_options=work), stop) == -1
+        record = read_stage_record(out)
         assert record is None or contents(out) in (contents(old), contents(new)), stop
         if record is None:
             with pytest.raises(DataError, match="not complete|no file to read"):
-                run_map(SHOUT, [out], tmp_path / "next")
-        run_map(other, [raw], out, work=work)
+                run_map_stage(SHOUT, [out], tmp_path / "next")
+        run_map_stage(other, [raw], out, run_options=work)
         assert contents(out) == contents(new), stop
 
 
 def test_a_global_stage_reads_the_folder_of_a_stage_and_nothing_else(raw: Path, tmp_path: Path) -> None:
-    run_map(SHOUT, [raw], tmp_path / "first", work=SMALL)
-    record = run_global(REVERSE, [tmp_path / "first"], tmp_path / "second")
+    run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
+    record = run_global_stage(REVERSE, [tmp_path / "first"], tmp_path / "second")
     assert texts_in(tmp_path / "second") == texts_in(tmp_path / "first")[::-1]
     assert record and record.counts.documents_in == 167
     with pytest.raises(DataError, match="stage.json"):
-        run_global(REVERSE, [raw], tmp_path / "third")
+        run_global_stage(REVERSE, [raw], tmp_path / "third")
     with pytest.raises(DataError, match="cannot be shared"):
-        run_global(REVERSE, [tmp_path / "first"], tmp_path / "third", replace(SMALL, shard=(0, 2)))
+        run_global_stage(REVERSE, [tmp_path / "first"], tmp_path / "third", replace(SMALL, shard=(0, 2)))
     (tmp_path / "first" / "part-00001.jsonl").write_bytes(b"x")
     with pytest.raises(DataError, match="part-00001.jsonl: expected .* bytes .stage.json., found 1"):
-        run_global(REVERSE, [tmp_path / "first"], tmp_path / "third")
+        run_global_stage(REVERSE, [tmp_path / "first"], tmp_path / "third")
 
 
 def test_a_second_pass_sees_all_that_the_first_kept(raw: Path, tmp_path: Path) -> None:
-    record = run_map(replace(SHOUT, then=REVERSE), [raw], tmp_path / "out", work=SMALL)
-    run_map(SHOUT, [raw], tmp_path / "first", work=SMALL)
+    record = run_map_stage(replace(SHOUT, second_pass=REVERSE), [raw], tmp_path / "out", run_options=SMALL)
+    run_map_stage(SHOUT, [raw], tmp_path / "first", run_options=SMALL)
     assert texts_in(tmp_path / "out") == texts_in(tmp_path / "first")[::-1]
     assert record.counts.dropped == {"asked for": 40} and record.counts.documents_in == 207
     assert list(contents(tmp_path / "out")) == ["part-00000.jsonl", "stage.json"]
@@ -185,8 +184,9 @@ def test_a_bad_line_is_named_with_its_place_whichever_worker_meets_it(raw: Path,
     (raw / "a.jsonl").write_bytes(b"".join(lines))
     place = f"a.jsonl:151 .byte {len(b''.join(lines[:150]))}. expected a JSON object, found an array"
     with pytest.raises(DataError, match=place):
-        run_map(SHOUT, [raw], tmp_path / "out", work=replace(SMALL, workers=workers))
-    record = run_map(SHOUT, [raw], tmp_path / "out", Reading(on_error="skip"), replace(SMALL, workers=workers))
+        run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=replace(SMALL, workers=workers))
+    record = run_map_stage(SHOUT, [raw], tmp_path / "out", WebReadOptions(on_error="skip"),
+                           replace(SMALL, workers=workers))
     assert record.counts.dropped["not an object"] == 2
     assert record.counts.documents_in == record.counts.documents_kept + sum(record.counts.dropped.values()) == 207
 
@@ -194,53 +194,53 @@ def test_a_bad_line_is_named_with_its_place_whichever_worker_meets_it(raw: Path,
 def test_what_a_library_does_not_survive_is_an_error_or_a_counted_loss(raw: Path, tmp_path: Path) -> None:
     write(raw / "b.jsonl", ["good", "fail", "good"])
     with pytest.raises(DataError, match=r"b.jsonl:2 \(byte 17\) ZeroDivisionError: a library gave up"):
-        run_map(SHOUT, [raw], tmp_path / "out")
-    assert run_map(SHOUT, [raw], tmp_path / "out", Reading(on_error="skip")).counts.dropped["failed"] == 1
+        run_map_stage(SHOUT, [raw], tmp_path / "out")
+    assert run_map_stage(SHOUT, [raw], tmp_path / "out", WebReadOptions(on_error="skip")).counts.dropped["failed"] == 1
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(raw: Path, tmp_path: Path) -> None:
     write(raw / "b.jsonl", ["die"])
     with pytest.raises(DataError, match="a worker process died"):
-        run_map(SHOUT, [raw], tmp_path / "out", work=replace(SMALL, workers=2))
+        run_map_stage(SHOUT, [raw], tmp_path / "out", run_options=replace(SMALL, workers=2))
 
 
 def test_repairs_are_counted_and_shards_are_clean(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a\xff"}\n{"text": "b\\ud800", "text": "c\\udc00"}\n{"text": "d"}\n[]\n')
-    record = run_map(SHOUT, [path], tmp_path / "out", Reading(on_error="replace"))
+    record = run_map_stage(SHOUT, [path], tmp_path / "out", WebReadOptions(on_error="replace"))
     assert texts_in(tmp_path / "out") == ["A\ufffd", "C\ufffd", "D"]
     assert record.counts.repaired == {"not UTF-8": 1, "lone surrogate": 1, "duplicate key": 1}
     assert record.counts.dropped == {"not an object": 1}
-    run_map(SHOUT, [tmp_path / "out"], tmp_path / "next")
+    run_map_stage(SHOUT, [tmp_path / "out"], tmp_path / "next")
 
 
 def test_shards_that_no_stage_made_are_never_removed(raw: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     mine = write(tmp_path / "mine" / "part-00000.jsonl", ["precious"])
     with pytest.raises(DataError, match="found shards no stage made"):
-        run_map(SHOUT, [raw], tmp_path / "mine")
+        run_map_stage(SHOUT, [raw], tmp_path / "mine")
     assert mine.exists()
     out = tmp_path / "out"
-    run_map(SHOUT, [raw], out)
+    run_map_stage(SHOUT, [raw], out)
     (out / "notes.txt").write_text("mine")
-    run_map(SHOUT, [raw], out, work=SMALL)
+    run_map_stage(SHOUT, [raw], out, run_options=SMALL)
     assert (out / "notes.txt").exists()
 
 
 def test_counts_add_up_whatever_the_order_and_survive_json() -> None:
-    one, two = Counts(), Counts()
-    one.keep(10, 7)
-    one.drop("b", 5)
-    two.drop("a", 3)
-    two.keep(8, 8)
+    one, two = DocumentCounts(), DocumentCounts()
+    one.add_kept(10, 7)
+    one.add_dropped("b", 5)
+    two.add_dropped("a", 3)
+    two.add_kept(8, 8)
     two.repaired.update(["x"])
     assert (one + two).to_json() == (two + one).to_json()
-    assert Counts.from_json(json.loads(json.dumps((one + two).to_json()))) == one + two
+    assert DocumentCounts.from_json(json.loads(json.dumps((one + two).to_json()))) == one + two
     assert (one + two).documents_in == 4 and (one + two).bytes_in == 26
-    assert one.then(two).documents_kept == 1 and one.then(two).dropped == {"a": 1, "b": 1}
+    assert one.followed_by(two).documents_kept == 1 and one.followed_by(two).dropped == {"a": 1, "b": 1}
 
 
 def test_an_output_that_cannot_be_written_is_a_storage_fault(raw: Path) -> None:
     with pytest.raises(OSError, match="cannot write"):
-        run_map(SHOUT, [raw], Path("/proc/nowhere/out"))
+        run_map_stage(SHOUT, [raw], Path("/proc/nowhere/out"))
     assert not os.path.exists("/proc/nowhere")

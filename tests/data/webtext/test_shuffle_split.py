@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from data.storage import DataError
-from data.webtext import shuffle, split
-from data.webtext.counts import Counts
-from data.webtext.document import Document
-from data.webtext.shards import shard_name
+from data.webtext import split
+from data.webtext.documents import Document, DocumentCounts, shard_name
 
 
 def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
@@ -26,7 +24,7 @@ def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
     for shard, size in enumerate(sizes):
         paths.append(folder / shard_name(shard))
         documents = (Document(f"{n} " + "x" * (n % 90)) for n in range(number, number + size))
-        paths[-1].write_bytes(b"".join(document.line() for document in documents))
+        paths[-1].write_bytes(b"".join(document.to_line() for document in documents))
         number += size
     return paths
 
@@ -42,9 +40,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
-    counts: list[Counts] = []
-    shuffle.run(shards, tmp_path / "out", shuffle.Options(seed=5), 1, counts.append)
-    keys = list(islice(shuffle.keys(5), 500))
+    counts: list[DocumentCounts] = []
+    split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(seed=5), 1, counts.append)
+    keys = list(islice(split.shuffle_keys(5), 500))
     assert len(set(keys)) == 500
     assert numbers_of(tmp_path / "out") == sorted(range(500), key=keys.__getitem__) != list(range(500))
     assert sum(c.documents_kept for c in counts) == sum(c.documents_in for c in counts) == 500
@@ -53,30 +51,30 @@ def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
 
 def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [200, 300])
-    shuffle.run(shards, tmp_path / "a", shuffle.Options(), 1, lambda _: None)
-    shuffle.run(shards, tmp_path / "b", shuffle.Options(memory=1000), 2, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "a", split.ShuffleOptions(), 1, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "b", split.ShuffleOptions(memory=1000), 2, lambda _: None)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    shuffle.run(shards, tmp_path / "c", shuffle.Options(shards=7), 1, lambda _: None)
+    split.run_shuffle(shards, tmp_path / "c", split.ShuffleOptions(shards=7), 1, lambda _: None)
     assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
     for machine in range(3):
-        options = shuffle.Options(shards=7, memory=9999, part=(machine, 3))
-        shuffle.run(shards, tmp_path / "d", options, 1, lambda _: None)
+        options = split.ShuffleOptions(shards=7, memory=9999, part=(machine, 3))
+        split.run_shuffle(shards, tmp_path / "d", options, 1, lambda _: None)
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
 def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
-    shuffle.run([], tmp_path / "none", shuffle.Options(), 1, lambda _: None)
+    split.run_shuffle([], tmp_path / "none", split.ShuffleOptions(), 1, lambda _: None)
     assert files_of(tmp_path / "none") == {shard_name(0): b""}
     shards = write_shards(tmp_path / "in", [5])
     for machine in range(3):
-        shuffle.run(shards, tmp_path / "out", shuffle.Options(part=(machine, 3)), 1, lambda _: None)
+        split.run_shuffle(shards, tmp_path / "out", split.ShuffleOptions(part=(machine, 3)), 1, lambda _: None)
     assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
     with pytest.raises(DataError, match="part-00007.jsonl: cannot read"):
-        shuffle.run([tmp_path / shard_name(7)], tmp_path / "bad", shuffle.Options(), 1, lambda _: None)
+        split.run_shuffle([tmp_path / shard_name(7)], tmp_path / "bad", split.ShuffleOptions(), 1, lambda _: None)
 
 
 def test_every_place_is_equally_likely_and_seeds_differ() -> None:
-    places = np.array([np.argsort(np.argsort(list(islice(shuffle.keys(seed), 100)))) for seed in range(300)])
+    places = np.array([np.argsort(np.argsort(list(islice(split.shuffle_keys(seed), 100)))) for seed in range(300)])
     assert len({tuple(row) for row in places.tolist()}) == 300
     # The mean place of each document over seeds: 49.5, deviation 28.9 / sqrt(300) = 1.67; five of them.
     assert abs(places.mean(axis=0) - 49.5).max() < 5 * 1.67
@@ -84,11 +82,11 @@ def test_every_place_is_equally_likely_and_seeds_differ() -> None:
     assert 0.01 < (abs(np.diff(places, axis=1)) == 1).mean() < 0.03
 
 
-@pytest.mark.parametrize("method", split.METHODS)
+@pytest.mark.parametrize("method", split.SPLIT_METHODS)
 def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [500, 0, 700])
-    counts: list[Counts] = []
-    split.run(shards, tmp_path / "out", split.Options("80,15,5", method), 1, counts.append)
+    counts: list[DocumentCounts] = []
+    split.run_split(shards, tmp_path / "out", split.SplitOptions("80,15,5", method), 1, counts.append)
     found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
     assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)
     assert sum(c.documents_kept for c in counts) == 1200
@@ -102,8 +100,8 @@ def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> 
 def test_by_hash_a_document_stays_in_its_part_when_the_corpus_grows(tmp_path: Path) -> None:
     part_of: dict[int, int] = {}
     for name, sizes in (("a", [50, 50]), ("b", [10, 300])):
-        split.run(write_shards(tmp_path / name, sizes), tmp_path / f"{name}.out", split.Options("1,1,1"), 1,
-                  lambda _: None)
+        split.run_split(write_shards(tmp_path / name, sizes), tmp_path / f"{name}.out", split.SplitOptions("1,1,1"), 1,
+                        lambda _: None)
         for place, part in enumerate(split.PARTS):
             for number in numbers_of(tmp_path / f"{name}.out" / part):
                 assert part_of.setdefault(number, place) == place
@@ -112,20 +110,20 @@ def test_by_hash_a_document_stays_in_its_part_when_the_corpus_grows(tmp_path: Pa
 
 def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [40, 50, 60, 70])
-    for method in split.METHODS:
-        split.run(shards, tmp_path / f"{method}1", split.Options("8,1,1", method), 1, lambda _: None)
+    for method in split.SPLIT_METHODS:
+        split.run_split(shards, tmp_path / f"{method}1", split.SplitOptions("8,1,1", method), 1, lambda _: None)
         for machine in range(2):
-            split.run(shards, tmp_path / f"{method}2", split.Options("8,1,1", method, part=(machine, 2)), 1 + machine,
-                      lambda _: None)
+            split.run_split(shards, tmp_path / f"{method}2", split.SplitOptions("8,1,1", method, part=(machine, 2)),
+                            1 + machine, lambda _: None)
         assert files_of(tmp_path / f"{method}1") == files_of(tmp_path / f"{method}2")
 
 
 def test_seeds_split_otherwise_and_shares_of_nothing_are_empty() -> None:
     shares = split.parse_split("1,1,0")
-    parts = [[split.part_by_hash(f"text {n}", shares, seed) for n in range(200)] for seed in (1, 2)]
+    parts = [[split.part_of_text_hash(f"text {n}", shares, seed) for n in range(200)] for seed in (1, 2)]
     assert parts[0] != parts[1] and set(parts[0]) == set(parts[1]) == {0, 1}
 
 
 def test_shares_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected up to three numbers"):
-        split.run([], tmp_path / "out", split.Options("a,b"), 1, lambda _: None)
+        split.run_split([], tmp_path / "out", split.SplitOptions("a,b"), 1, lambda _: None)

@@ -8,8 +8,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from data.webtext import words as module
-from data.webtext.words import UNSPACED, numbers_of, runs, words
+from data.webtext import ngram_hashes as module
+from data.webtext.ngram_hashes import UNSPACED_SCRIPTS, hash_words, ngram_hashes, word_hashes
 
 AWKWARD = [
     "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
@@ -23,7 +23,7 @@ def slow_words(text: str) -> list[tuple[str, int, int]]:
     open_word = False
     for place, character in enumerate(text):
         inside = character.isalnum() or unicodedata.category(character)[0] == "M"
-        alone = inside and any(first <= ord(character) <= last for first, last in UNSPACED)
+        alone = inside and any(first <= ord(character) <= last for first, last in UNSPACED_SCRIPTS)
         lower = character.lower() if len(character.lower()) == 1 else character
         if inside and open_word and not alone:
             word, start, _ = found[-1]
@@ -38,26 +38,26 @@ def random_text(rng: random.Random, length: int) -> str:
     return "".join(rng.choice("aAbé ’.\n日本9\u0301\U0001f600") for _ in range(length))
 
 
-@pytest.mark.parametrize("piece", [module.PIECE, 64])
+@pytest.mark.parametrize("piece", [module.BLOCK_CHARACTERS, 64])
 def test_words_are_those_found_character_by_character(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "BLOCK_CHARACTERS", piece)
     module._powers.cache_clear()
     rng = random.Random(0)
     numbers: dict[str, int] = {}
     for text in [*AWKWARD, *(random_text(rng, rng.randint(0, 300)) for _ in range(300))]:
-        expected, found = slow_words(text), words(text)
-        assert (numbers_of(text) == found.numbers).all()
+        expected, found = slow_words(text), hash_words(text)
+        assert (word_hashes(text) == found.hashes).all()
         assert list(zip(found.starts.tolist(), found.stops.tolist())) == [(a, b) for _, a, b in expected], repr(text)
-        for (word, _, _), number in zip(expected, found.numbers.tolist(), strict=True):
+        for (word, _, _), number in zip(expected, found.hashes.tolist(), strict=True):
             assert numbers.setdefault(word, number) == number
     assert len(set(numbers.values())) == len(numbers) > 1000
     module._powers.cache_clear()
 
 
 def test_a_word_longer_than_a_piece_is_cut_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(module, "BLOCK_CHARACTERS", 64)
     module._powers.cache_clear()
-    found = words("a" * 1000 + " b")
+    found = hash_words("a" * 1000 + " b")
     assert found.starts[0] == 0 and found.stops[-1] == 1002
     assert (found.starts[1:-1] == found.stops[:-2]).all()
     module._powers.cache_clear()
@@ -67,15 +67,15 @@ def test_runs_are_equal_where_the_words_are() -> None:
     rng = random.Random(1)
     plain = rng.choices(["a", "b", "c"], k=2000)
     for n in (1, 2, 5, 13):
-        found = runs(words(" ".join(plain)).numbers, n).tolist()
+        found = ngram_hashes(hash_words(" ".join(plain)).hashes, n).tolist()
         expected = [tuple(plain[first:first + n]) for first in range(len(plain) - n + 1)]
         assert len(found) == len(expected)
         assert len(set(found)) == len(set(expected)) == len(set(zip(found, expected)))
-    assert len(runs(np.arange(4, dtype=np.uint64), 5)) == 0
+    assert len(ngram_hashes(np.arange(4, dtype=np.uint64), 5)) == 0
 
 
 def test_numbers_do_not_change_between_versions_of_this_code() -> None:
-    # Signature files on disk hold them: raise signatures.VERSION together with these.
-    assert words("Hello, wörld 日本").numbers.tolist() == [
+    # Signature files on disk hold them: raise minhash.SIGNATURE_VERSION together with these.
+    assert hash_words("Hello, wörld 日本").hashes.tolist() == [
         14436853186599029085, 6754916799844202833, 3913650560111125320, 11557339308617255188]
-    assert runs(words("a b c d e").numbers, 5).tolist() == [7462623408334267199]
+    assert ngram_hashes(hash_words("a b c d e").hashes, 5).tolist() == [7462623408334267199]

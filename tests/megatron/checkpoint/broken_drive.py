@@ -64,8 +64,8 @@ class Drive:
         self.fault, self.busy = fault, False
 
     def fails(self, first: Any) -> bool:
-        from megatron.whereabouts import HERE
-        return not self.busy and HERE.place.step >= self.fault.step and self.is_meant(first)
+        from megatron.distributed.rank_status import STATUS
+        return not self.busy and STATUS.snapshot.step >= self.fault.step and self.is_meant(first)
 
     def is_meant(self, first: Any) -> bool:
         return re.search(self.fault.where, path_of(first)) is not None
@@ -145,22 +145,22 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
 
 def act_before_save(fault: Fault) -> None:
     from megatron.train.loop import TrainState
-    from megatron.train.resume import Checkpoints
+    from megatron.train.resume import RunCheckpoints
 
-    saving = Checkpoints._save
+    saving = RunCheckpoints._save
 
-    def save(checkpoints: Checkpoints, engine: Any, say: Any, state: TrainState) -> None:
+    def save(checkpoints: RunCheckpoints, engine: Any, say: Any, state: TrainState) -> None:
         if state.iteration >= fault.step:
             mark()
             ACTIONS[fault.call](fault.where)
         saving(checkpoints, engine, say, state)
 
-    Checkpoints._save = save  # type: ignore[method-assign]
+    RunCheckpoints._save = save  # type: ignore[method-assign]
 
 
 def main() -> int:
     import pretrain_gpt2
-    from megatron.launch.distributed import read_environment
+    from megatron.distributed.process_group import read_environment
 
     fault, rank = Fault(**json.loads(os.environ["MEGATRON_DRIVE"])), read_environment().rank
     Path(os.environ["DRIVE_AT"]).with_suffix(f".{rank}").write_text(str(os.getpid()))

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron.checkpoint import tensorfile, writer
-from megatron.launch import exits
+from megatron.checkpoint import safetensors_io, writer
+from megatron.distributed import exit_codes
 from megatron.train.loop import TrainState
-from megatron.train.resume import Checkpoints
+from megatron.train.resume import RunCheckpoints
 from tests.megatron.helpers import train
 
 CALLS = "openat,write,fsync,close,rename,mkdir,unlink,unlinkat,rmdir,ftruncate"
@@ -93,7 +93,7 @@ def dying(death: Death) -> Iterator[None]:
 
     Blocks are small, so that a tiny model's files are written as large ones are: past the page cache, by a thread.
     """
-    made = tensorfile.Sink.__init__
+    made = safetensors_io.ChecksummedWriter.__init__
 
     def limited(new: Any, file: Any, *rest: Any) -> None:
         made(new, file, *rest)
@@ -102,22 +102,23 @@ def dying(death: Death) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(tensorfile.Sink, "__init__", limited), patch.object(tensorfile, "BLOCK", 1 << 14):
+    with patch.object(safetensors_io.ChecksummedWriter, "__init__", limited), \
+            patch.object(safetensors_io, "WRITE_BLOCK_BYTES", 1 << 14):
         yield
 
 
 @contextmanager
 def armed(rank: int, fault: Fault | Death, step: int, log: Path) -> Iterator[None]:
     """Let the fault be during the save of `step`."""
-    saving = Checkpoints._save
+    saving = RunCheckpoints._save
 
-    def save(checkpoints: Checkpoints, engine: Any, say: Any, state: TrainState) -> None:
+    def save(checkpoints: RunCheckpoints, engine: Any, say: Any, state: TrainState) -> None:
         with ExitStack() as stack:
             if rank == fault.victim and state.iteration == step:
                 stack.enter_context(traced(fault, log) if isinstance(fault, Fault) else dying(fault))
             saving(checkpoints, engine, say, state)
 
-    with patch.object(Checkpoints, "_save", save):
+    with patch.object(RunCheckpoints, "_save", save):
         yield
 
 
@@ -129,7 +130,7 @@ def save_under(rank: int, world: int, argv: Sequence[object], fault: Fault | Dea
             train(argv)
             return 0, ""
         except BaseException as error:
-            failure = exits.explain(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text
 
 
@@ -209,7 +210,7 @@ def _delete_then_rename(staging: Path, root: Path, tag: str, *_: Any) -> None:
 
 CONTROLS: dict[str | None, list[tuple[Any, str, Any]]] = {
     None: [],
-    "in place": [(writer, "stage", _stage_in_place), (writer, "commit", _commit_in_place)],
-    "delete first": [(writer, "commit", _delete_then_rename)],
+    "in place": [(writer, "open_staging_folder", _stage_in_place), (writer, "commit_tag", _commit_in_place)],
+    "delete first": [(writer, "commit_tag", _delete_then_rename)],
     "no fsync": [(os, "fsync", lambda descriptor: None)],
 }

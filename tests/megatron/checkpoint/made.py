@@ -9,8 +9,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,17 +18,17 @@ from unittest import mock
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint import agree, writer
-from megatron.checkpoint.choice import latest_tag
-from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.lineage import Lineage, SaveRecord
-from megatron.checkpoint.manifest import (
-    MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
-from megatron.checkpoint.part import part_name, read_part
-from megatron.checkpoint.piece import Piece, sharding_of
-from megatron.checkpoint.strict import ending, seal, unseal
-from megatron.checkpoint.tags import manifest_of, verify
-from megatron.checkpoint.tensorfile import TensorFile
+from megatron.checkpoint import writer
+from megatron.checkpoint.file_formats import checksum_ending, seal_record, unseal_record
+from megatron.checkpoint.manifest import (MANIFEST, CommitRecord, FileEntry, Lineage, Manifest, PieceEntry, TensorEntry,
+                                          piece_key, read_manifest)
+from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
+from megatron.checkpoint.rank_manifest import rank_manifest_name, read_rank_manifest
+from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.resolve_tag import latest_tag
+from megatron.checkpoint.safetensors_io import SafetensorsReader
+from megatron.checkpoint.tags import read_tag_manifest, verify_tag
+from megatron.distributed import consistency
 from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.groups import SOLO, Group
@@ -81,7 +81,7 @@ def local(tensor: torch.Tensor, partition: Partition | None, tp_rank: int, tp: i
 
 
 def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int, dp_rank: int,
-         padding: float = 0) -> Iterator[Piece]:
+         padding: float = 0) -> Iterator[TensorPiece]:
     """What rank (tp_rank, dp_rank) owns, in the engine's own flat layout."""
     for kind in KINDS:
         locals_ = {name: local(tensors[kind, name], partition, tp_rank, grid.tp, padding)
@@ -90,7 +90,7 @@ def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int,
         for part in FlatLayout(slots, grid.dp).segments(dp_rank):
             slot, start, stop = part.slot, part.slot_offset, part.slot_offset + part.count
             data = locals_[slot.name].flatten()[start:stop]
-            yield Piece(slot.name, kind, slot.shape, slot.partition, tp_rank, grid.tp, start, data)
+            yield TensorPiece(slot.name, kind, slot.shape, slot.partition, tp_rank, grid.tp, start, data)
 
 
 class ThreadWorld:
@@ -135,8 +135,8 @@ class ThreadWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        with mock.patch.object(agree, "reduce_number", self.reduce_number), \
-                mock.patch.object(agree, "broadcast_json", self.broadcast_json):
+        with mock.patch.object(consistency, "all_reduce_scalar", self.reduce_number), \
+                mock.patch.object(consistency, "broadcast_json", self.broadcast_json):
             yield
 
 
@@ -148,8 +148,8 @@ def tensors(grid: Grid) -> Iterator[TensorEntry]:
                  for name, (_, partition) in SHAPES.items()]
         layout = FlatLayout(slots, grid.dp)
         for slot in layout.slots:
-            yield TensorEntry(kind, slot.name, "F32", sharding_of(slot.shape, slot.partition, grid.tp),
-                              Spread(slot.offset, layout.shard_numel))
+            yield TensorEntry(kind, slot.name, "F32", tp_sharding_of(slot.shape, slot.partition, grid.tp),
+                              DPSharding(slot.offset, layout.shard_numel))
 
 
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
@@ -174,22 +174,22 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
     """A small checkpoint of one rank; its content depends on the seed (default: the step) alone. It continues from the
     tag `after`, or else from the one that `latest` names where that is of the same run."""
     data = torch.full((16,), float(step if seed is None else seed))
-    writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (16,), None, 0, 1, 0, data)],
+    writer.save(root, tag or f"global_step{step}", pieces=[TensorPiece("w", "weight", (16,), None, 0, 1, 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
                 **{"say": lambda line: None, "lineage": Lineage(_parent(root, after, run)), **given})
 
 
-def _parent(root: Path, after: str | None, run: str) -> SaveRecord | None:
+def _parent(root: Path, after: str | None, run: str) -> CommitRecord | None:
     try:
-        record = manifest_of(root, after or latest_tag(root) or "none").record
+        record = read_tag_manifest(root, after or latest_tag(root) or "none").commit_record
     except CheckpointError:
         return None
     return record if after or record.run_id == run else None
 
 
-def saved(root: Path, tag: str) -> SaveRecord:
-    return manifest_of(root, tag).record
+def saved(root: Path, tag: str) -> CommitRecord:
+    return read_tag_manifest(root, tag).commit_record
 
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------
@@ -198,10 +198,10 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     """Change a file of JSON, sealed or not; what `change` returns, if anything, takes its place."""
     data = path.read_bytes()
     sealed = path.name == MANIFEST or path.name.startswith("rank")
-    value = unseal(data, path.name) if sealed else json.loads(data)
+    value = unseal_record(data, path.name) if sealed else json.loads(data)
     changed = change(value)
     value = value if changed is None else changed
-    path.write_bytes(seal(value) if sealed else json.dumps(value).encode())
+    path.write_bytes(seal_record(value) if sealed else json.dumps(value).encode())
 
 
 def redigest(body: dict[str, Any]) -> None:
@@ -288,34 +288,37 @@ def format_2(manifest: Manifest) -> bytes:
     body = {"format": 2, **{name: getattr(manifest, name) for name in
                             ("run_id", "tag", "iteration", "layout", "config")},
             "files": {name: entry.as_dict() for name, entry in manifest.files.items()},
-            "tensors": [{key: value for key, value in asdict(tensor).items() if key != "spread"}
+            "tensors": [{key: value for key, value in asdict(tensor).items() if key != "dp_sharding"}
                         for tensor in manifest.tensors],
             "saved_at": manifest.saved_at}
     text = json.dumps(body, separators=(",", ":")).encode()[:-1]
-    return text + ending(text)
+    return text + checksum_ending(text)
 
 
 def make_format_2(root: Path, tag: str) -> None:
     """Turn a tag into what the same save was in format 2."""
     folder = root / tag
     manifest = read_manifest(folder)
-    files = dict(verify(root, tag).files)
+    files = dict(verify_tag(root, tag).files)
     file_of = {key: name for name in files if name.endswith(".safetensors")
-               for key in TensorFile(folder / name, name).places}
+               for key in SafetensorsReader(folder / name, name).tensors}
     shared = json.loads((folder / "shared.json").read_bytes())["state"]
-    states = {part_name(rank): read_part(folder, manifest, rank)[0].state for rank in range(manifest.ranks)}
+    states = {
+        rank_manifest_name(rank): read_rank_manifest(folder, manifest, rank)[0].state
+        for rank in range(manifest.world_size)
+    }
     for name, state in {**states, "shared.json": shared}.items():
         text = json.dumps(state, indent=1).encode() + b"\n"
         (folder / name).write_bytes(text)
         files[name] = FileEntry(len(text), f"{crc32(text):08x}")
-    listed = tuple(replace(tensor, spread=None, pieces=tuple(_pieces(manifest, tensor, file_of)))
+    listed = tuple(replace(tensor, dp_sharding=None, pieces=tuple(_pieces(manifest, tensor, file_of)))
                    for tensor in manifest.tensors)
     (folder / MANIFEST).write_bytes(format_2(replace(manifest, tensors=listed, files=files)))
 
 
 def _pieces(manifest: Manifest, tensor: TensorEntry, file_of: dict[str, str]) -> Iterator[PieceEntry]:
     for tp_rank in range(tensor.sharding.tp_size):
-        for shard in range(manifest.grid[1]):
-            if (piece := manifest.piece_of(tensor, shard * manifest.grid[0] + tp_rank)) is not None:
-                key = key_of(tensor, tp_rank, piece[0])
+        for shard in range(manifest.tp_dp_sizes[1]):
+            if (piece := manifest.piece_of_rank(tensor, shard * manifest.tp_dp_sizes[0] + tp_rank)) is not None:
+                key = piece_key(tensor, tp_rank, piece[0])
                 yield PieceEntry(tp_rank, *piece, file_of[key], key)

@@ -26,21 +26,21 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.checkpoint import agree, writer
-from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
-from megatron.checkpoint.piece import Deferred, Piece, sharding_of
+from megatron.checkpoint import writer
+from megatron.checkpoint.manifest import MANIFEST, Lineage, TensorEntry, read_manifest
+from megatron.checkpoint.pieces import LazyData, TensorPiece, tp_sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.reshard import DPSharding
 from megatron.config.tree import ModelConfig
+from megatron.distributed import consistency
 from megatron.model import GPT2
-from megatron.zero.initial_params import draw_run
+from megatron.zero.deferred_init import init_chunk
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
-from mpu import draws, groups
-from mpu.draws import source_of
+from mpu import groups, weight_init
 from mpu.groups import Group
 from mpu.partition import partition_of
+from mpu.weight_init import initializer_of
 from tests.megatron.counting import Calls, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
@@ -141,9 +141,9 @@ class Played:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, function in (("reduce_number", self.reduce_number), ("least", self.least),
+            for name, function in (("all_reduce_scalar", self.reduce_number), ("all_reduce_min", self.least),
                                    ("broadcast_json", self.broadcast_json)):
-                stack.enter_context(mock.patch.object(agree, name, function))
+                stack.enter_context(mock.patch.object(consistency, name, function))
             for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
                 stack.enter_context(mock.patch.object(owner, name, self._counting(name, getattr(owner, name))))
             stack.enter_context(mock.patch("io.open", builtins.open))
@@ -171,21 +171,23 @@ class Model:
             units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks") else "root", []).append(
                 (name, parameter))
         self.buckets = [(FlatLayout([Slot(name, tuple(p.shape), partition=partition_of(p)) for name, p in unit], dp),
-                         [source_of(p) for _, p in unit]) for unit in units.values()]
+                         [initializer_of(p) for _, p in unit]) for unit in units.values()]
 
     def tensors(self) -> Iterator[TensorEntry]:
         for layout, _ in self.buckets:
             for kind in KINDS:
                 for slot in layout.slots:
-                    yield TensorEntry(kind, slot.name, "F32", sharding_of(slot.shape, slot.partition, TP),
-                                      Spread(slot.offset, layout.shard_numel))
+                    yield TensorEntry(kind, slot.name, "F32", tp_sharding_of(slot.shape, slot.partition, TP),
+                                      DPSharding(slot.offset, layout.shard_numel))
 
-    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[Piece]:
+    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[TensorPiece]:
         for layout, _ in self.buckets:
             for part in layout.segments(dp_rank):
                 for kind in KINDS:
-                    yield Piece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
-                                part.slot_offset, Deferred(part.count, torch.float32, lambda n=part.count: load(n)))
+                    yield TensorPiece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
+                                      part.slot_offset, LazyData(part.count,
+                                                                 torch.float32,
+                                                                 lambda n=part.count: load(n)))
 
     def kept(self) -> int:
         return sum(layout.shard_numel for layout, _ in self.buckets)
@@ -195,22 +197,22 @@ class Model:
         shards = []
         for layout, sources in self.buckets:
             shards.append(torch.zeros(layout.shard_numel))
-            draw_run(shards[-1], layout, dp_rank, slice(0, layout.shard_numel),
-                     [source for source in sources if source is not None])
+            init_chunk(shards[-1], layout, dp_rank, slice(0, layout.shard_numel),
+                       [source for source in sources if source is not None])
         return shards
 
 
 def start(size: int) -> Cost:
     """The initial weights of a rank in the middle."""
     model, cost = Model(size // TP, TP // 2), Cost()
-    rows = draws.normal_rows
+    rows = weight_init.fill_normal_rows
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         cost.drawn += out.numel()
         rows(out, *places)
 
     begin = time.perf_counter()
-    with mock.patch.object(draws, "normal_rows", counted):
+    with mock.patch.object(weight_init, "fill_normal_rows", counted):
         model.draw(size // TP // 2)
     cost.seconds, cost.kept = time.perf_counter() - begin, model.kept()
     return cost
@@ -275,7 +277,7 @@ def _write_the_others(folder: Path, size: int) -> None:
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.partition is not None or piece.tp_rank == 0]
-            writer._write_rank(folder, writer._share(manifest, rank, pieces, {"seed": rank}, {}, None))
+            writer._write_rank_files(folder, writer._build_rank_share(manifest, rank, pieces, {"seed": rank}, {}, None))
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

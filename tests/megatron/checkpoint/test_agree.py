@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.checkpoint.agree import agree
-from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, MemoryLack, NumericsError, StorageError,
+from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
                              TrainerError, exit_code)
 from mpu import groups as mpu_groups
 from mpu.split import ParallelError
 from tests.distributed import RankError, run_ranks
 from tests.megatron.helpers import TINY, train, write_corpus
 
-KINDS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, MemoryLack, NumericsError, ParallelError,
+KINDS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, RankOutOfMemory, NumericsError, ParallelError,
                                 StorageError, StorageFault, UsageError]
 
 
@@ -37,7 +37,7 @@ def fails(rank: int, kind: type[Exception]) -> int:
 
 def every_kind(rank: int, world: int) -> list[tuple[str, str, int | None]]:
     group = mpu_groups.build(1).world
-    return [raised(partial(agree, partial(fails, rank, kind), group)) for kind in KINDS]
+    return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group)) for kind in KINDS]
 
 
 def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -> None:
@@ -47,7 +47,7 @@ def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -
 
 
 def a_bug(rank: int, world: int) -> None:
-    agree(partial(fails, rank, KeyError), mpu_groups.build(1).world)
+    all_succeed_or_raise(partial(fails, rank, KeyError), mpu_groups.build(1).world)
 
 
 def test_a_bug_is_shared_with_nobody() -> None:

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint import background, tensorfile, writer
-from megatron.checkpoint.background import Background, HostCopy
-from megatron.checkpoint.piece import Piece
+from megatron.checkpoint import async_save, safetensors_io, writer
+from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot
+from megatron.checkpoint.pieces import TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import tag_names, verify
-from megatron.checkpoint.tensorfile import Item
-from megatron.checkpoint.writer import SaveReport, Saving, complete, saving
+from megatron.checkpoint.safetensors_io import FileTensor
+from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.checkpoint.writer import SaveReport, SaveSteps, finish_save, save_protocol
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
 from mpu.groups import SOLO, Groups
@@ -41,23 +41,29 @@ from tests.wires import accelerator_side
 CPU = torch.device("cpu")
 
 
-def save_of(root: Path, step: int, data: torch.Tensor, copy: HostCopy, **states: Any) -> Saving:
+def save_of(root: Path, step: int, data: torch.Tensor, copy: HostSnapshot, **states: Any) -> SaveSteps:
     content: dict[str, Any] = dict(rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1})
-    return saving(root, f"global_step{step}", pieces=[Piece("w", "weight", tuple(data.shape), None, 0, 1, 0, data)],
-                  world=SOLO, run_id="run", iteration=step, say=lambda line: None, hold=copy.hold,
-                  **{**content, **states})
+    return save_protocol(root,
+                         f"global_step{step}",
+                         pieces=[TensorPiece("w", "weight", tuple(data.shape), None, 0, 1, 0, data)],
+                         world=SOLO,
+                         run_id="run",
+                         iteration=step,
+                         say=lambda line: None,
+                         hold=copy.copy_tensors,
+                         **{**content, **states})
 
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Nothing is written until the event is set."""
-    go, write = threading.Event(), writer._write_rank
+    go, write = threading.Event(), writer._write_rank_files
 
     def later(*args: Any) -> Any:
         assert go.wait(60)
         return write(*args)
 
-    with mock.patch.object(writer, "_write_rank", later):
+    with mock.patch.object(writer, "_write_rank_files", later):
         yield go
 
 
@@ -74,16 +80,16 @@ def weight(root: Path, step: int, count: int) -> list[float]:
 def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhile(tmp_path: Path) -> None:
     data, stream, shared = torch.arange(8.0), torch.arange(3, dtype=torch.uint8), {"position": [1, 2]}
     told: list[SaveReport] = []
-    saver = Background(SOLO)
+    saver = AsyncSaver(SOLO)
     with held_back() as go:
-        saver.start(save_of(tmp_path, 1, data, HostCopy(CPU), rank_state={"s": stream}, shared_state=shared),
+        saver.start(save_of(tmp_path, 1, data, HostSnapshot(CPU), rank_state={"s": stream}, shared_state=shared),
                     told.append)
         data.zero_(), stream.zero_(), shared["position"].append(3)
         saver.poll(saver.progress)
-        assert saver.busy and not told and tag_names(tmp_path) == []
+        assert saver.has_pending_save and not told and tag_names(tmp_path) == []
         go.set()
-        saver.wait()
-    assert [report.tag for report in told] == ["global_step1"] and not saver.busy
+        saver.wait_for_save()
+    assert [report.tag for report in told] == ["global_step1"] and not saver.has_pending_save
     found = open_checkpoint(tmp_path)
     assert weight(tmp_path, 1, 8) == list(range(8))
     assert found.rank_state(0) == {"s": mock.ANY} and found.rank_state(0)["s"].tolist() == [0, 1, 2]  # type: ignore
@@ -93,38 +99,38 @@ def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhil
 @pytest.mark.parametrize("second", [1, 2])
 def test_two_saves_under_way_in_one_folder_are_both_complete(second: int, tmp_path: Path) -> None:
     """Two engines that went on from one checkpoint: their run has the same name."""
-    savers = Background(SOLO), Background(SOLO)
+    savers = AsyncSaver(SOLO), AsyncSaver(SOLO)
     with held_back() as go:
         for saver, step in zip(savers, (1, second), strict=True):
-            saver.start(save_of(tmp_path, step, torch.full((8,), float(step)), HostCopy(CPU)), lambda report: None)
+            saver.start(save_of(tmp_path, step, torch.full((8,), float(step)), HostSnapshot(CPU)), lambda report: None)
         assert sum(name.startswith(".staging") for name in os.listdir(tmp_path)) == 2
         go.set()
         for saver in savers:
-            saver.wait()
+            saver.wait_for_save()
     assert [weight(tmp_path, step, 8) for step in (1, second)] == [[1.0] * 8, [float(second)] * 8]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_path: Path) -> None:
     """An engine that a notebook dropped, and one that writes elsewhere."""
-    dropped, elsewhere = Background(SOLO, owner="dropped"), Background(SOLO, owner="elsewhere")
+    dropped, elsewhere = AsyncSaver(SOLO, owner="dropped"), AsyncSaver(SOLO, owner="elsewhere")
     for saver, root, step in ((dropped, tmp_path / "s", 9), (elsewhere, tmp_path / "other", 1)):
         root.mkdir()
-        saver.start(save_of(root, step, torch.zeros(8), HostCopy(CPU)), lambda report: None, root)
+        saver.start(save_of(root, step, torch.zeros(8), HostSnapshot(CPU)), lambda report: None, root)
     engine = zero.initialize(model=nn.Linear(2, 2), config={
         "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
     (tmp_path / "link").symlink_to("s")
     engine.save_checkpoint(tmp_path / "link")
-    assert not dropped.busy and elsewhere.busy
+    assert not dropped.has_pending_save and elsewhere.has_pending_save
     assert (tmp_path / "s" / "latest").read_text().strip() == "global_step0"
     assert tag_names(tmp_path / "s") == ["global_step0", "global_step9"]
     elsewhere.abandon()
 
 
 def test_the_error_of_another_ones_save_is_told_there_and_not_here(tmp_path: Path) -> None:
-    earlier = Background(SOLO, owner="earlier")
-    with mock.patch.object(writer, "_write_rank", side_effect=StorageError("No space left")):
-        earlier.start(save_of(tmp_path, 9, torch.zeros(8), HostCopy(CPU)), pytest.fail, tmp_path)
+    earlier = AsyncSaver(SOLO, owner="earlier")
+    with mock.patch.object(writer, "_write_rank_files", side_effect=StorageError("No space left")):
+        earlier.start(save_of(tmp_path, 9, torch.zeros(8), HostSnapshot(CPU)), pytest.fail, tmp_path)
         wait([earlier._job])
     engine = zero.initialize(model=nn.Linear(2, 2), config={
         "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
@@ -132,7 +138,7 @@ def test_the_error_of_another_ones_save_is_told_there_and_not_here(tmp_path: Pat
     assert tag_names(tmp_path) == ["global_step0"]
     with pytest.raises(StorageError, match="No space left"):
         earlier.poll(())
-    earlier.wait()
+    earlier.wait_for_save()
 
 
 def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
@@ -142,13 +148,13 @@ def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
             "train_batch_size": world, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "zero_optimization": {"stage": 2}})[0]
 
-    write = writer._write_rank
+    write = writer._write_rank_files
 
     def later(*args: Any) -> Any:
         time.sleep(0.3 * rank)
         return write(*args)
 
-    with mock.patch.object(writer, "_write_rank", later):
+    with mock.patch.object(writer, "_write_rank_files", later):
         made().save_checkpoint(root / str(rank) if rank else root, "first", in_background=True)
         made().save_checkpoint(root, "second")
     return [(root / "latest").read_text().strip(), *tag_names(root)]
@@ -160,12 +166,12 @@ def test_ranks_complete_together_what_one_of_their_engines_left_under_way(tmp_pa
 
 def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
-    saver = Background(SOLO)
+    saver = AsyncSaver(SOLO)
     with held_back() as go:
-        saver.start(save_of(tmp_path, 2, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+        saver.start(save_of(tmp_path, 2, torch.zeros(8), HostSnapshot(CPU)), lambda report: None, tmp_path)
         saver.abandon()
         go.set()
-    saver.wait()
+    saver.wait_for_save()
     saver._finish_at_exit()
     assert tag_names(tmp_path) == ["global_step1"]
     save_solo(tmp_path, 3)
@@ -174,16 +180,16 @@ def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
 
 def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
     """Nothing comes after `abandon`: its folder may be another run's by then."""
-    saver, began, go = Background(SOLO), threading.Event(), threading.Event()
-    commit = writer.commit
+    saver, began, go = AsyncSaver(SOLO), threading.Event(), threading.Event()
+    commit = writer.commit_tag
 
     def slowly(*args: Any) -> Any:
         began.set()
         assert go.wait(60)
         return commit(*args)
 
-    with mock.patch.object(writer, "commit", slowly):
-        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+    with mock.patch.object(writer, "commit_tag", slowly):
+        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostSnapshot(CPU)), lambda report: None, tmp_path)
         saver._advance()
         assert began.wait(60)
         threading.Timer(0.1, go.set).start()
@@ -191,7 +197,7 @@ def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_save_of_the_same_name_may_follow_an_abandoned_one_that_still_writes(tmp_path: Path) -> None:
-    write, saver, calls = writer._write_rank, Background(SOLO), iter(range(2))
+    write, saver, calls = writer._write_rank_files, AsyncSaver(SOLO), iter(range(2))
     began, go, done = threading.Event(), threading.Event(), threading.Event()
 
     def at_once(*args: Any) -> Any:
@@ -206,42 +212,55 @@ def test_a_save_of_the_same_name_may_follow_an_abandoned_one_that_still_writes(t
         finally:
             done.set()
 
-    with mock.patch.object(writer, "_write_rank", at_once):
-        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+    with mock.patch.object(writer, "_write_rank_files", at_once):
+        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostSnapshot(CPU)), lambda report: None, tmp_path)
         assert began.wait(60) and not saver.abandon()
-        complete(save_of(tmp_path, 1, torch.ones(8), HostCopy(CPU)), SOLO)
+        finish_save(save_of(tmp_path, 1, torch.ones(8), HostSnapshot(CPU)), SOLO)
     assert weight(tmp_path, 1, 8) == [1.0] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
 def test_the_copy_holds_any_mix_of_types_and_shapes_and_is_used_again(dtype: torch.dtype) -> None:
-    copy = HostCopy(CPU)
+    copy = HostSnapshot(CPU)
     sources = [torch.ones(3, dtype=torch.uint8), torch.rand(2, 5).to(dtype), torch.empty(0, 4),
                torch.tensor(7, dtype=torch.int64), torch.rand(1001)]
-    first = copy.hold([Item(str(i), x.dtype, tuple(x.shape), x.detach) for i, x in enumerate(sources)])
+    first = copy.copy_tensors([FileTensor(str(i), x.dtype, tuple(x.shape), x.detach) for i, x in enumerate(sources)])
     assert all(torch.equal(item.load(), x) and item.load().shape == x.shape
                for item, x in zip(first, sources, strict=True))
     where = copy._buffer.data_ptr()
-    copy.hold([Item("x", torch.float32, (500,), lambda: torch.zeros(500))])
+    copy.copy_tensors([FileTensor("x", torch.float32, (500,), lambda: torch.zeros(500))])
     assert copy._buffer.data_ptr() == where
 
 
 def peaks(rank: int, world: int, root: str) -> list[int]:
     """How far memory rises in a plain save, the first one in the background and the second, of 128 MB in 8 pieces."""
     data = [torch.rand(1 << 22) for _ in range(8)]
-    copy, saver = HostCopy(CPU), Background(SOLO)
+    copy, saver = HostSnapshot(CPU), AsyncSaver(SOLO)
 
-    def steps_of(step: int, **how: Any) -> Saving:
-        return saving(root, f"global_step{step}", rank_state={}, shared_state={}, config={}, world=SOLO, run_id="run",
-                      pieces=[Piece(f"w{i}", "weight", (1 << 22,), None, 0, 1, 0, x) for i, x in enumerate(data)],
-                      layout={"tp": 1, "dp": 1}, iteration=step, **how)
+    def steps_of(step: int, **how: Any) -> SaveSteps:
+        return save_protocol(
+            root,
+            f"global_step{step}",
+            rank_state={},
+            shared_state={},
+            config={},
+            world=SOLO,
+            run_id="run",
+            pieces=[TensorPiece(f"w{i}", "weight", (1 << 22, ), None, 0, 1, 0, x) for i, x in enumerate(data)],
+            layout={"tp": 1, "dp": 1},
+            iteration=step,
+            **how)
 
     def in_background(step: int) -> None:
-        saver.start(steps_of(step, hold=copy.hold), lambda report: None)
-        saver.wait()
+        saver.start(steps_of(step, hold=copy.copy_tensors), lambda report: None)
+        saver.wait_for_save()
 
-    complete(steps_of(1), SOLO)  # whatever is imported or allocated once
-    return [rise(lambda: complete(steps_of(2), SOLO)), rise(lambda: in_background(3)), rise(lambda: in_background(4))]
+    finish_save(steps_of(1), SOLO)  # whatever is imported or allocated once
+    return [
+        rise(lambda: finish_save(steps_of(2), SOLO)),
+        rise(lambda: in_background(3)),
+        rise(lambda: in_background(4))
+    ]
 
 
 def rise(action: Callable[[], object]) -> int:
@@ -262,7 +281,7 @@ def memory(field: str) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
 def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_again(tmp_path: Path) -> None:
     plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
-    state, blocks, slack = 128 << 20, 2 * tensorfile.BLOCK, 8 << 20  # slack: half a piece
+    state, blocks, slack = 128 << 20, 2 * safetensors_io.WRITE_BLOCK_BYTES, 8 << 20  # slack: half a piece
     assert plain < blocks + slack
     assert state - slack < first < state + blocks + slack
     assert second < blocks + slack
@@ -272,7 +291,7 @@ def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_a
 
 
 def test_between_saves_there_is_no_progress() -> None:
-    saver = Background(SOLO)
+    saver = AsyncSaver(SOLO)
     assert saver.progress == ()
     saver.poll(())
     saver.poll((1.0, 1.0))  # of a save that has ended since
@@ -289,13 +308,13 @@ def test_a_step_asks_nobody_about_the_save_under_way(side: str, tmp_path: Path) 
             engine.step()
 
         engine.save_checkpoint(tmp_path, "t", in_background=True)
-        with mock.patch.object(writer, "answer", side_effect=AssertionError), \
-                mock.patch.object(background, "answer", side_effect=AssertionError):
+        with mock.patch.object(writer, "advance_save", side_effect=AssertionError), \
+                mock.patch.object(async_save, "advance_save", side_effect=AssertionError):
             step(), step()
         assert engine.is_saving
         go.set()
         for _ in range(20):
-            wait([engine._background._job])
+            wait([engine._background_save._job])
             step()
         assert not engine.is_saving and open_checkpoint(tmp_path, "t").tag == "t"
 
@@ -307,13 +326,13 @@ def flags(root: Path, name: str, *more: object) -> list[object]:
 
 def slowly(rank: int, world: int, argv: list[object], seconds: float) -> str:
     """A run whose rank `world - 1` needs that long to write."""
-    write = writer._write_rank
+    write = writer._write_rank_files
 
     def later(*args: Any) -> Any:
         time.sleep(seconds if rank == world - 1 else 0)
         return write(*args)
 
-    with mock.patch.object(writer, "_write_rank", later):
+    with mock.patch.object(writer, "_write_rank_files", later):
         return train(argv)
 
 
@@ -329,7 +348,7 @@ def test_every_tag_of_a_run_is_the_one_of_a_run_that_waits_for_its_saves(world: 
     assert re.findall(r"saved (\w+) to", said) == tag_names(tmp_path / "async") == tags
     assert lines(tmp_path / "async.jsonl") == lines(tmp_path / "plain.jsonl")
     for tag in tags:
-        verify(tmp_path / "async", tag)
+        verify_tag(tmp_path / "async", tag)
         assert total_digest(tmp_path / "async", tag) == total_digest(tmp_path / "plain", tag)
         plain, other = (open_checkpoint(tmp_path / name, tag).shared_state for name in ("plain", "async"))
         assert {**plain, "run_id": ""} == {**other, "run_id": ""}
@@ -366,7 +385,7 @@ def test_preemption_completes_the_save_under_way_and_then_its_own(world: int, tm
     said = run_ranks(preempted, world, flags(tmp_path, "s", "--async-save"))[0]
     assert re.findall(r"(saved \w+|preempted at step 3)", said) == [
         "saved global_step2", "saved global_step3", "preempted at step 3"]
-    assert open_checkpoint(tmp_path / "s", say=pytest.fail).tag == "global_step3"
+    assert open_checkpoint(tmp_path / "s", print_line=pytest.fail).tag == "global_step3"
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -374,19 +393,22 @@ def test_preemption_completes_the_save_under_way_and_then_its_own(world: int, tm
 
 def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
     """A run in which rank `culprit` cannot write its part of global_step4; the thread is done when it is asked."""
-    write, progress = writer._write_rank, Background.__dict__["progress"]
+    write, progress = writer._write_rank_files, AsyncSaver.__dict__["progress"]
 
     def full(staging: Path, share: Any) -> Any:
         if rank == culprit and "global_step4" in staging.name:
-            with mock.patch.object(tensorfile.Sink, "write", side_effect=OSError(errno.ENOSPC, "No space left")):
+            with mock.patch.object(safetensors_io.ChecksummedWriter,
+                                   "write",
+                                   side_effect=OSError(errno.ENOSPC, "No space left")):
                 return write(staging, share)
         return write(staging, share)
 
-    def patient(saver: Background) -> tuple[float, ...]:
-        wait([saver._job] if saver.busy else [])
+    def patient(saver: AsyncSaver) -> tuple[float, ...]:
+        wait([saver._job] if saver.has_pending_save else [])
         return progress.fget(saver)
 
-    with mock.patch.object(writer, "_write_rank", full), mock.patch.object(Background, "progress", property(patient)):
+    with mock.patch.object(writer, "_write_rank_files", full), mock.patch.object(AsyncSaver, "progress",
+                                                                                 property(patient)):
         try:
             return train(argv)
         except TrainerError as error:
@@ -403,7 +425,7 @@ def test_an_error_of_the_writing_ends_every_rank_at_the_next_step_with_code_7(wo
         f"/rank{culprit}.safetensors: No space left" in said
     assert [step["iteration"] for step in steps(tmp_path / "s.jsonl")] == [1, 2, 3, 4]  # it fell in step 5
     assert sorted(os.listdir(tmp_path / "s")) == [".lock", "global_step2", "latest", "zero_to_fp32.py"]
-    verify(tmp_path / "s", "global_step2")
+    verify_tag(tmp_path / "s", "global_step2")
     train_again = run_ranks(train_all, world, [flags(tmp_path, "s", "--async-save")])[0]
     assert "loaded weights and optimizer of global_step2" in train_again[0]
 
@@ -415,7 +437,7 @@ def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseEx
 
     def breaks(trainer: Trainer, *args: Any) -> Any:
         if trainer.engine.global_steps == 2:
-            trainer.log.say = said.append  # type: ignore[method-assign]
+            trainer.log.print_line = said.append  # type: ignore[method-assign]
             raise kind("broken") if culprit in (None, rank) else PeerError("lost")
         return step(trainer, *args)
 
@@ -432,7 +454,7 @@ def test_an_error_of_every_rank_completes_the_save_under_way(tmp_path: Path) -> 
         root = tmp_path / f"s{world}"
         said = run_ranks(broken_training, world, flags(tmp_path, root.name, "--async-save"), kind, None)
         assert {text.partition(" saved ")[0].strip() for text in said} == {kind.__name__}
-        assert open_checkpoint(root, say=pytest.fail).tag == "global_step2"
+        assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step2"
 
 
 def test_an_error_of_one_rank_tells_that_the_save_under_way_is_lost_and_waits_for_nobody(tmp_path: Path) -> None:
@@ -446,7 +468,7 @@ def test_a_second_ctrl_c_waits_for_no_save_and_nothing_of_it_comes_later(tmp_pat
     write_corpus(tmp_path / "corpus")
     said = broken_training(0, 1, flags(tmp_path, "s", "--async-save"), KeyboardInterrupt, None)
     assert said == "KeyboardInterrupt  the save under way is not complete; the tag before it is the newest"
-    assert not background._UNDER_WAY and tag_names(tmp_path / "s") == []
+    assert not async_save._PENDING_SAVES and tag_names(tmp_path / "s") == []
 
 
 # ---- deaths ------------------------------------------------------------------------------------------------------
@@ -469,14 +491,15 @@ def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_pa
     for last in range(200):
         root, calls = tmp_path / str(last), iter(range(10**6))
         save_solo(root, 1, seed=1)
-        saver = Background(SOLO)
+        saver = AsyncSaver(SOLO)
         job_done = False
         with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
                                         for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
-                mock.patch.object(tensorfile.Sink, "write", dying(tensorfile.Sink.write, calls, last)):
+                mock.patch.object(safetensors_io.ChecksummedWriter, "write",
+                                  dying(safetensors_io.ChecksummedWriter.write, calls, last)):
             try:
-                saver.start(save_of(root, step, torch.full((16,), 5.0), HostCopy(CPU)), lambda report: None)
-                saver.wait()
+                saver.start(save_of(root, step, torch.full((16,), 5.0), HostSnapshot(CPU)), lambda report: None)
+                saver.wait_for_save()
                 job_done = True
             except Dead:
                 pass
@@ -487,7 +510,7 @@ def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_pa
         assert tag_names(root) == [*tags, "global_step3"]
         assert not [name for name in os.listdir(root) if name.startswith(".")]
         for tag in tag_names(root):
-            verify(root, tag)
+            verify_tag(root, tag)
         if job_done:
             break
     assert job_done and last > 10
@@ -514,7 +537,7 @@ def test_a_killed_process_resumes_as_if_it_had_not_been_killed(tmp_path: Path) -
         _, complaint = process.communicate()
         assert b"error:" not in complaint
         for tag in tag_names(tmp_path / "s"):
-            verify(tmp_path / "s", tag)
+            verify_tag(tmp_path / "s", tag)
         if process.returncode == 0:
             break
     assert killed >= 5 and process.returncode == 0
@@ -530,10 +553,10 @@ import os, sys, threading, time
 import torch
 from torch import nn
 from megatron import zero
-from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint import safetensors_io, writer
 
-tensorfile.BLOCK = 4096  # of several blocks each but the first waits for a thread
-write = writer._write_rank
+safetensors_io.WRITE_BLOCK_BYTES = 4096  # of several blocks each but the first waits for a thread
+write = writer._write_rank_files
 def slowly(*args):
     time.sleep(1)
     return write(*args)
@@ -549,7 +572,7 @@ rank = int(os.environ.get("RANK", 0))
 step()
 engine.save_checkpoint(sys.argv[1])
 step()
-writer._write_rank = slowly
+writer._write_rank_files = slowly
 engine.save_checkpoint(sys.argv[1], in_background=True)
 """
 GOOD = {"ends": "", "sys.exit(0)": "sys.exit(0)", "del": "del engine, step"}
@@ -576,7 +599,7 @@ def test_a_program_that_ends_completes_its_save(ranks: int, how: str, tmp_path: 
     done = ended(tmp_path, ranks, GOOD[how])
     assert (done.returncode, done.stderr) == (0, "")
     assert tag_names(tmp_path / "s") == ["global_step1", "global_step2"]
-    verify(tmp_path / "s", "global_step2")
+    verify_tag(tmp_path / "s", "global_step2")
 
 
 @pytest.mark.parametrize("how", ["an error", *(pytest.param(how, marks=SLOW) for how in list(BAD)[1:])])
@@ -585,7 +608,7 @@ def test_what_cannot_be_completed_is_said(how: str, tmp_path: Path) -> None:
     done = ended(tmp_path, 2, last_line)
     assert done.returncode == code and said.format(folder=tmp_path / "s") in done.stderr, done.stderr
     assert tag_names(tmp_path / "s") == ["global_step1"]
-    verify(tmp_path / "s", "global_step1")
+    verify_tag(tmp_path / "s", "global_step1")
 
 
 @pytest.mark.slow
@@ -596,6 +619,7 @@ def test_after_an_error_of_the_only_rank_its_save_is_completed(tmp_path: Path) -
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: Path) -> None:
-    done = ended(tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank = slowly\n"
-                 "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
+    done = ended(
+        tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank_files = slowly\n"
+        "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
     assert done.returncode == 7 and "error: more of " in done.stderr and "No space left" in done.stderr

@@ -11,13 +11,14 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.choice import PENDING, candidates, latest_tag, locate, oldest_first, tag_of_step
-from megatron.checkpoint.command import main
-from megatron.checkpoint.commit import Keep, commit, prune, sweep
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint import zero_to_fp32
+from megatron.checkpoint.cli import main
+from megatron.checkpoint.commit import Keep, clean_up_save_root, commit_tag, delete_old_tags
+from megatron.checkpoint.file_formats import checksum_ending
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
-from megatron.checkpoint.strict import ending
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.resolve_tag import (PENDING_LATEST, find_tag_of_step, latest_tag, load_candidates,
+                                             manifests_in_commit_order, parse_checkpoint_path)
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import make_format_2, make_format_4, save_solo, saved
@@ -26,7 +27,7 @@ from tests.megatron.checkpoint.made import make_format_2, make_format_4, save_so
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
     """The tag that a resume takes, and what it says."""
     lines: list[str] = []
-    tag = open_checkpoint(root, say=lines.append, **options).tag
+    tag = open_checkpoint(root, print_line=lines.append, **options).tag
     if not options:
         assert zero_to_fp32.open_tag(root).manifest["tag"] == tag, "the script beside the tags takes another"
     return tag, lines
@@ -80,7 +81,7 @@ def test_a_latest_that_names_no_tag_is_told_also_where_no_other_can_be_loaded(tm
     (tmp_path / "global_step9" / "rank0.safetensors").write_bytes(b"")
     lines: list[str] = []
     with pytest.raises(CheckpointError, match="tag global_step9: file rank0.safetensors"):
-        open_checkpoint(tmp_path, say=lines.append)
+        open_checkpoint(tmp_path, print_line=lines.append)
     assert lines == [f"warning: {tmp_path}/latest names global_step77, which is not there; {tmp_path} holds "
                      "global_step1, global_step2, 4 more, global_step7, global_step8, global_step9, and the tag saved "
                      "last is global_step9"]
@@ -111,17 +112,18 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
     for damaged, found in ((5, 3), (3, 2)):
         (tmp_path / f"global_step{damaged}" / "rank0.safetensors").write_bytes(b"")
         assert opened(tmp_path, fallback=True)[0] == f"global_step{found}"
-    assert candidates(tmp_path) == ["global_step5", "global_step3", "global_step2"]
+    assert load_candidates(tmp_path) == ["global_step5", "global_step3", "global_step2"]
     shutil.rmtree(tmp_path / "global_step3")
     (tmp_path / "global_step5" / MANIFEST).write_bytes(b"")
-    assert candidates(tmp_path) == ["global_step5", "global_step2"], "as the part of rank 0 says"
+    assert load_candidates(tmp_path) == ["global_step5", "global_step2"], "as the part of rank 0 says"
     (tmp_path / "global_step5" / "rank0.json").unlink()
-    assert candidates(tmp_path) == ["global_step5"], "nothing says, and the steps 6 and 8 are of another branch"
+    assert load_candidates(tmp_path) == ["global_step5"], "nothing says, and the steps 6 and 8 are of another branch"
     with pytest.raises(CheckpointError, match="the branch of global_step5 is unknown.*: name the tag to load"):
         opened(tmp_path, fallback=True)
     for step in (6, 8):
         shutil.rmtree(tmp_path / f"global_step{step}")
-    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 4, 2)], "all on one line: as if it went on"
+    assert load_candidates(tmp_path) == [f"global_step{step}"
+                                         for step in (5, 4, 2)], "all on one line: as if it went on"
     found, lines = opened(tmp_path, fallback=True)
     assert found == "global_step4" and "global_step5 is unknown; it is taken to have continued from" in lines[0]
 
@@ -132,12 +134,12 @@ def test_a_damaged_tag_that_was_asked_for_makes_way_for_its_ancestors_where_that
     """Not for the tag of `latest`, which is of another branch."""
     gone_back(tmp_path)
     (tmp_path / "global_step8" / name).write_bytes(b"")
-    tag, note = tag_of_step(tmp_path, 8)
+    tag, note = find_tag_of_step(tmp_path, 8)
     assert (tag, note) == ("global_step8", None)
     with pytest.raises(CheckpointError, match="tag global_step8: [^;]*$"):
         open_checkpoint(tmp_path, tag)
     lines: list[str] = []
-    assert open_checkpoint(tmp_path, tag, fallback=True, say=lines.append).tag == "global_step4"
+    assert open_checkpoint(tmp_path, tag, fallback=True, print_line=lines.append).tag == "global_step4"
     assert len(lines) == 1 and "tag global_step8: " in lines[0] and lines[0].endswith("older tag, global_step4")
     (tmp_path / "global_step4" / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match="tag global_step4: .*; no tag is there that it continues from"):
@@ -151,9 +153,9 @@ def test_a_damaged_newest_save_with_a_name_of_its_own_is_taken_without_latest(st
     save_solo(tmp_path, step, tag="best")
     (tmp_path / "best" / MANIFEST).write_bytes(b"")
     wanted = ["best", *(f"global_step{number}" for number in (4, 3, 2, 1))]
-    assert candidates(tmp_path) == wanted
+    assert load_candidates(tmp_path) == wanted
     (tmp_path / "latest").unlink()
-    assert candidates(tmp_path) == wanted
+    assert load_candidates(tmp_path) == wanted
 
 
 # ---- the order of commits -------------------------------------------------------------------------------------------
@@ -163,14 +165,14 @@ def test_the_order_is_that_of_the_commits_whatever_the_clock_does(tmp_path: Path
     for step, days in ((1, 0), (2, 400), (3, -400), (9, 1), (4, 0)):
         with mock.patch.object(time, "time_ns", return_value=20_000 * day + days * day):
             save_solo(tmp_path, step, latest=step != 9)
-    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [1, 2, 3, 9, 4]
+    assert [manifest.iteration for manifest in manifests_in_commit_order(tmp_path)] == [1, 2, 3, 9, 4]
 
 
 def test_copies_keep_the_order(tmp_path: Path) -> None:
     """cp -r and rsync without times: every file gets the time of its copying, here in the reverse order."""
     gone_back(tmp_path / "s")
     copy = tmp_path / "copy"
-    for name in reversed([manifest.tag for manifest in oldest_first(tmp_path / "s")]):
+    for name in reversed([manifest.tag for manifest in manifests_in_commit_order(tmp_path / "s")]):
         shutil.copytree(tmp_path / "s" / name, copy / name, copy_function=shutil.copyfile)
     assert opened(copy)[0] == "global_step6"
 
@@ -181,14 +183,14 @@ def test_tags_of_format_4_come_first_and_an_abandoned_branch_of_theirs_is_left(t
     for time_of, step in enumerate((2, 4, 6, 3)):
         save_solo(tmp_path, step)
         make_format_4(tmp_path, f"global_step{step}", saved_at=10 + time_of)
-    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [2, 4, 6, 3]
-    assert candidates(tmp_path) == ["global_step3", "global_step2"]
+    assert [manifest.iteration for manifest in manifests_in_commit_order(tmp_path)] == [2, 4, 6, 3]
+    assert load_candidates(tmp_path) == ["global_step3", "global_step2"]
     save_solo(tmp_path, 5, after="global_step3")
     save_solo(tmp_path, 7, run="another")
-    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [2, 4, 6, 3, 5, 7]
-    assert candidates(tmp_path) == ["global_step7"]
+    assert [manifest.iteration for manifest in manifests_in_commit_order(tmp_path)] == [2, 4, 6, 3, 5, 7]
+    assert load_candidates(tmp_path) == ["global_step7"]
     (tmp_path / "latest").write_text("global_step5")
-    assert candidates(tmp_path) == ["global_step5", "global_step3", "global_step4", "global_step2"]
+    assert load_candidates(tmp_path) == ["global_step5", "global_step3", "global_step4", "global_step2"]
 
 
 def as_format_1(folder: Path) -> None:
@@ -197,7 +199,7 @@ def as_format_1(folder: Path) -> None:
     value = json.loads((folder / MANIFEST).read_bytes())
     del value["saved_at"], value["crc32"]
     text = json.dumps({**value, "format": 1}, separators=(",", ":")).encode()[:-1]
-    (folder / MANIFEST).write_bytes(text + ending(text))
+    (folder / MANIFEST).write_bytes(text + checksum_ending(text))
 
 
 def test_tags_without_a_time_come_first_in_the_order_of_their_steps(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_tags_without_a_time_come_first_in_the_order_of_their_steps(tmp_path: Pa
     for step in (20, 10):
         as_format_1(tmp_path / f"global_step{step}")
     (tmp_path / "latest").unlink()
-    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [10, 20, 5]
+    assert [manifest.iteration for manifest in manifests_in_commit_order(tmp_path)] == [10, 20, 5]
     shutil.rmtree(tmp_path / "global_step5")
     assert opened(tmp_path)[0] == "global_step20"
 
@@ -215,13 +217,13 @@ def test_two_tags_of_one_step_are_told_apart_by_time(tmp_path: Path) -> None:
     save_solo(tmp_path, 6, tag="best")
     save_solo(tmp_path, 6)
     save_solo(tmp_path, 7)
-    assert tag_of_step(tmp_path, 7) == ("global_step7", None)
-    tag, note = tag_of_step(tmp_path, 6)
+    assert find_tag_of_step(tmp_path, 7) == ("global_step7", None)
+    tag, note = find_tag_of_step(tmp_path, 6)
     assert tag == "global_step6" and note is not None and "best" in note
     save_solo(tmp_path, 6, seed=1, tag="best")
-    assert tag_of_step(tmp_path, 6)[0] == "best"
+    assert find_tag_of_step(tmp_path, 6)[0] == "best"
     with pytest.raises(CheckpointError, match="--ckpt-step 5: .* holds best, global_step6, global_step7"):
-        tag_of_step(tmp_path, 5)
+        find_tag_of_step(tmp_path, 5)
 
 
 # ---- a kill before `latest` is written ------------------------------------------------------------------------------
@@ -242,8 +244,8 @@ def test_a_tag_committed_before_the_kill_is_taken_also_when_it_replaces_one(step
     tag, lines = opened(tmp_path)
     assert tag == f"global_step{step}" and len(lines) == 1 and "interrupted" in lines[0]
     said: list[str] = []
-    sweep(tmp_path, said.append)
-    assert (tmp_path / "latest").read_text() == f"global_step{step}\n" and not (tmp_path / PENDING).exists()
+    clean_up_save_root(tmp_path, said.append)
+    assert (tmp_path / "latest").read_text() == f"global_step{step}\n" and not (tmp_path / PENDING_LATEST).exists()
     assert len(said) == 1 and opened(tmp_path) == (tag, [])
 
 
@@ -253,7 +255,7 @@ def test_a_latest_edited_after_the_kill_is_followed(tmp_path: Path) -> None:
     interrupted(tmp_path, 6)
     (tmp_path / "latest").write_text("global_step2\n")
     assert opened(tmp_path) == ("global_step2", [])
-    sweep(tmp_path, pytest.fail)
+    clean_up_save_root(tmp_path, pytest.fail)
     assert opened(tmp_path) == ("global_step2", [])
 
 
@@ -264,18 +266,18 @@ def test_a_kill_before_the_rename_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step4\n")
     with mock.patch("os.rename", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         save_solo(tmp_path, 6, seed=60)
-    assert (tmp_path / PENDING).exists() and opened(tmp_path) == ("global_step4", [])
-    sweep(tmp_path, lambda line: None)
-    assert not (tmp_path / PENDING).exists() and opened(tmp_path) == ("global_step4", [])
+    assert (tmp_path / PENDING_LATEST).exists() and opened(tmp_path) == ("global_step4", [])
+    clean_up_save_root(tmp_path, lambda line: None)
+    assert not (tmp_path / PENDING_LATEST).exists() and opened(tmp_path) == ("global_step4", [])
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"tag": "../x", "seal": "00000000", "was": null}', b"\xff"])
 def test_a_pending_file_that_is_none_is_ignored(content: bytes, tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
-    (tmp_path / PENDING).write_bytes(content)
+    (tmp_path / PENDING_LATEST).write_bytes(content)
     assert opened(tmp_path) == ("global_step1", [])
     save_solo(tmp_path, 2)
-    assert not (tmp_path / PENDING).exists()
+    assert not (tmp_path / PENDING_LATEST).exists()
 
 
 # ---- what is kept, and what is replaced -----------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def test_prune_after_going_back_keeps_the_branch_in_use(tmp_path: Path) -> None:
         save_solo(tmp_path, step)
     for step, left in ((5, (4, 5, 8)), (7, (5, 7, 8)), (9, (7, 9))):  # back at 4
         save_solo(tmp_path, step, after="global_step4" if step == 5 else None)
-        prune(tmp_path, Keep(2), saved(tmp_path, f"global_step{step}"))
+        delete_old_tags(tmp_path, Keep(2), saved(tmp_path, f"global_step{step}"))
         assert tag_names(tmp_path) == [f"global_step{step}" for step in left]
 
 
@@ -294,26 +296,27 @@ def test_prune_never_deletes_what_latest_names(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_solo(tmp_path, step)
     (tmp_path / "latest").write_text("global_step2\n")
-    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step4")) == ["global_step1", "global_step3"]
+    assert delete_old_tags(tmp_path, Keep(1), saved(tmp_path, "global_step4")) == ["global_step1", "global_step3"]
     assert opened(tmp_path) == ("global_step2", [])
 
 
 def test_a_save_that_replaces_a_tag_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.checkpoint.writer import _replaced
+    from megatron.checkpoint.writer import _replacement_note
 
-    assert _replaced(tmp_path, "global_step6") is None
+    assert _replacement_note(tmp_path, "global_step6") is None
     save_solo(tmp_path, 6)
     year = time.strftime("%Y")
-    assert f"replacing {tmp_path}/global_step6: an earlier save of {year}" in str(_replaced(tmp_path, "global_step6"))
+    assert f"replacing {tmp_path}/global_step6: an earlier save of {year}" in str(
+        _replacement_note(tmp_path, "global_step6"))
     (tmp_path / "global_step6" / MANIFEST).write_bytes(b"")
-    assert "damaged" in str(_replaced(tmp_path, "global_step6"))
+    assert "damaged" in str(_replacement_note(tmp_path, "global_step6"))
 
 
 def test_a_commit_may_leave_latest_alone(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
     save_solo(tmp_path / "other", 2)
-    commit(tmp_path / "other" / "global_step2", tmp_path, "global_step2", latest=False)
-    assert opened(tmp_path) == ("global_step1", []) and not (tmp_path / PENDING).exists()
+    commit_tag(tmp_path / "other" / "global_step2", tmp_path, "global_step2", latest=False)
+    assert opened(tmp_path) == ("global_step1", []) and not (tmp_path / PENDING_LATEST).exists()
     assert read_manifest(tmp_path / "global_step2").iteration == 2
 
 
@@ -323,15 +326,15 @@ def test_a_folder_a_tag_of_it_and_a_folder_with_a_colon(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     for root in ("s", "s:old", "at:10:30"):
         save_solo(tmp_path / root, 1)
-    assert locate("s") == (Path("s"), None)
-    assert locate("s:global_step1") == (Path("s"), "global_step1")
-    assert locate("s/:global_step1") == (Path("s"), "global_step1")
-    assert locate("s:old") == (Path("s:old"), None)
-    assert locate("at:10:30:global_step1") == (Path("at:10:30"), "global_step1")
-    assert locate("s/global_step1") == (tmp_path / "s", "global_step1")
-    assert locate("absent:global_step1") == (Path("absent"), "global_step1")
+    assert parse_checkpoint_path("s") == (Path("s"), None)
+    assert parse_checkpoint_path("s:global_step1") == (Path("s"), "global_step1")
+    assert parse_checkpoint_path("s/:global_step1") == (Path("s"), "global_step1")
+    assert parse_checkpoint_path("s:old") == (Path("s:old"), None)
+    assert parse_checkpoint_path("at:10:30:global_step1") == (Path("at:10:30"), "global_step1")
+    assert parse_checkpoint_path("s/global_step1") == (tmp_path / "s", "global_step1")
+    assert parse_checkpoint_path("absent:global_step1") == (Path("absent"), "global_step1")
     for word in ("absent", "s:", ":x", "s:a/b", "s:latest", "s:.hidden"):
-        assert locate(word) == (Path(word), None)
+        assert parse_checkpoint_path(word) == (Path(word), None)
 
 
 def test_the_command_takes_a_tag_after_a_colon_and_list_marks_the_latest(tmp_path: Path,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron.checkpoint.command import main
+from megatron.checkpoint.cli import main
 from tests.megatron.checkpoint.made import SHAPES, Grid, make_format_2, save_grid
 
 TREE = Path(__file__).parents[3]

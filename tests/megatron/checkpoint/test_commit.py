@@ -17,11 +17,11 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import commit, flock, tensorfile
-from megatron.checkpoint.commit import Keep, probe, prune, sweep
-from megatron.checkpoint.flock import alone
+from megatron.checkpoint import commit, safetensors_io
+from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, delete_old_tags,
+                                        exclusive_access)
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import complete, tag_names, verify
+from megatron.checkpoint.tags import complete_manifests, tag_names, verify_tag
 from megatron.errors import StorageError
 from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint.made import save_solo, saved
@@ -49,7 +49,7 @@ def dying_at(call: int, die: Callable[[], None]) -> Iterator[list[int]]:
     with ExitStack() as stack:
         for name in CALLS:
             stack.enter_context(mock.patch.object(os, name, dying(getattr(os, name))))
-        sink = tensorfile.Sink
+        sink = safetensors_io.ChecksummedWriter
         stack.enter_context(mock.patch.object(sink, "write", dying(sink.write)))
         yield made
 
@@ -68,7 +68,7 @@ def value(root: Path, tag: str) -> float:
     """The one number that a `save_solo` checkpoint holds."""
     import torch
 
-    verify(root, tag)
+    verify_tag(root, tag)
     out = torch.empty(16)
     open_checkpoint(root, tag).read("weight", "w", shape=(16,), partition=None, tp_rank=0, tp_size=1, offset=0, out=out)
     assert out.unique().numel() == 1
@@ -92,7 +92,7 @@ def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> 
             save_solo(root, 2)
         newest = tag_names(root)[-1]
         assert value(root, "global_step1") == 1 and value(root, newest) == float(newest[-1])
-        assert open_checkpoint(root, say=lambda line: None).tag == newest
+        assert open_checkpoint(root, print_line=lambda line: None).tag == newest
         committed.append(newest == "global_step2")
         assert sum(name.startswith(".staging") for name in os.listdir(root)) <= 1
         check_next_save(root)
@@ -108,7 +108,7 @@ def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path
         with pytest.raises(Killed), dying_at(call, kill):
             save_solo(root, 1, seed=20)
         values.append(value(root, "global_step1"))
-        assert open_checkpoint(root, say=lambda line: None).tag == "global_step1"
+        assert open_checkpoint(root, print_line=lambda line: None).tag == "global_step1"
         aside += not (root / "global_step1").exists()
         check_next_save(root)
         assert value(root, "global_step1") == values[-1]
@@ -154,16 +154,16 @@ def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> 
     left.mkdir()
     (left / "rank0.safetensors").write_bytes(b"half")
     lines: list[str] = []
-    commit.sweep(tmp_path, lines.append)
+    commit.clean_up_save_root(tmp_path, lines.append)
     assert len(lines) == 1 and str(left) in lines[0] and not left.exists()
-    assert [manifest.tag for manifest in complete(tmp_path)] == ["global_step1"]
+    assert [manifest.tag for manifest in complete_manifests(tmp_path)] == ["global_step1"]
 
 
 STAGE = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.commit import stage
-with stage(Path(sys.argv[1]), "global_step2", "other"):
+from megatron.checkpoint.commit import open_staging_folder
+with open_staging_folder(Path(sys.argv[1]), "global_step2", "other"):
     print("staged", flush=True)
     input()
 """
@@ -181,11 +181,11 @@ def test_a_staging_folder_of_a_program_that_saves_now_is_left_alone_until_that_i
     assert not (tmp_path / ".staging-global_step2-other").exists()
 
 
-@pytest.mark.parametrize("work", [sweep, lambda root: save_solo(root, 2)])
+@pytest.mark.parametrize("work", [clean_up_save_root, lambda root: save_solo(root, 2)])
 def test_one_at_a_time_renames_in_the_folder(work: Callable[[Path], None], tmp_path: Path) -> None:
     """Between the two renames of a replacement nobody else puts the old copy back."""
     save_solo(tmp_path, 1)
-    with alone(tmp_path):
+    with exclusive_access(tmp_path):
         os.rename(tmp_path / "global_step1", tmp_path / ".aside-global_step1")
         thread = threading.Thread(target=work, args=(tmp_path,))
         thread.start()
@@ -193,7 +193,8 @@ def test_one_at_a_time_renames_in_the_folder(work: Callable[[Path], None], tmp_p
         assert thread.is_alive() and not (tmp_path / "global_step1").exists()
     thread.join()
     assert value(tmp_path, "global_step1") == 1
-    with alone(tmp_path), mock.patch.object(flock, "PATIENCE", 0), pytest.raises(StorageError, match="another program"):
+    with exclusive_access(tmp_path), mock.patch.object(commit, "LOCK_SECONDS",
+                                                       0), pytest.raises(StorageError, match="another program"):
         work(tmp_path)
 
 
@@ -209,7 +210,7 @@ def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
     save_solo(tmp_path, 1, seed=10)
     shutil.copytree(tmp_path / "global_step1", tmp_path / ".aside-global_step1")
     (tmp_path / "global_step1" / "manifest.json").write_bytes(b"")
-    commit.sweep(tmp_path, lambda line: None)
+    commit.clean_up_save_root(tmp_path, lambda line: None)
     assert (tmp_path / ".aside-global_step1").exists()
     save_solo(tmp_path, 1, seed=20)
     assert value(tmp_path, "global_step1") == 20
@@ -221,16 +222,16 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     for step in (9, 10, 11, 100):
         save_solo(tmp_path, step)
     newest = saved(tmp_path, "global_step100")
-    assert prune(tmp_path, Keep(2), newest) == ["global_step9", "global_step10"]
+    assert delete_old_tags(tmp_path, Keep(2), newest) == ["global_step9", "global_step10"]
     assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest", "zero_to_fp32.py"]
-    assert prune(tmp_path, Keep(2), newest) == []
-    assert prune(tmp_path, Keep(), newest) == []
+    assert delete_old_tags(tmp_path, Keep(2), newest) == []
+    assert delete_old_tags(tmp_path, Keep(), newest) == []
 
 
 def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     for step in range(1, 10):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == \
+    assert delete_old_tags(tmp_path, Keep(last=2, every=3), saved(tmp_path, "global_step9")) == \
         [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
@@ -240,7 +241,7 @@ def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path
     for step in (3, 4, 90, 100):
         save_solo(tmp_path, step)
     save_solo(tmp_path, 5, after="global_step4")
-    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step5")) == ["global_step3", "global_step4"]
+    assert delete_old_tags(tmp_path, Keep(1), saved(tmp_path, "global_step5")) == ["global_step3", "global_step4"]
     assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
 
 
@@ -264,7 +265,7 @@ def test_links_are_swept_without_what_they_lead_to(tmp_path: Path) -> None:
     for name in (".trash-a", ".staging-global_step2-x"):
         (tmp_path / "root" / name).symlink_to(tmp_path / "kept")
     (tmp_path / "root" / ".trash-b").write_text("")
-    commit.sweep(tmp_path / "root", lambda line: None)
+    commit.clean_up_save_root(tmp_path / "root", lambda line: None)
     assert sorted(os.listdir(tmp_path / "root")) == ["global_step1", "latest", "zero_to_fp32.py"]
     assert (tmp_path / "kept" / "file").read_text() == "kept"
 
@@ -276,17 +277,17 @@ def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
                          ("file/deeper", "file is a file, where a folder is needed"),
                          ("file/a/b", "file is a file, where a folder is needed"), ("x" * 300, "File name too long")]:
         with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
-            probe(tmp_path / name)
+            check_save_root_is_writable(tmp_path / name)
     with pytest.raises(StorageError, match="--save /proc/foo: .*/proc is there, but nothing can be created in it"):
-        probe(Path("/proc/foo"))
-    probe(tmp_path / "new")
+        check_save_root_is_writable(Path("/proc/foo"))
+    check_save_root_is_writable(tmp_path / "new")
     assert os.listdir(tmp_path / "new") == []
 
 
 def test_probe_refuses_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with mock.patch.object(os, "mkdir", side_effect=PermissionError(13, "Permission denied")), \
             pytest.raises(StorageError, match=f"--save {tmp_path}: cannot be written .Permission denied"):
-        probe(tmp_path)
+        check_save_root_is_writable(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["latest", "zero_to_fp32.py"])

@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from megatron.checkpoint.cut import Sharding
-from megatron.checkpoint.piece import sharding_of
+from megatron.checkpoint.pieces import tp_sharding_of
+from megatron.checkpoint.reshard import TPSharding
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import SHAPES, local
 
@@ -21,9 +21,10 @@ def test_runs_map_every_element_to_where_slicing_puts_it(name: str, tp: int) -> 
     for rank in range(tp):
         expected = local(index, partition, rank, tp, padding=-1)
         found = torch.full((expected.numel(),), -1.0)
-        for run in sharding_of(tuple(expected.shape), partition, tp).cut.to_logical(
+        for run in tp_sharding_of(tuple(expected.shape), partition, tp).slice_map.to_logical(
                 0 if partition is None else rank, 0, expected.numel()):
-            found[run.local:run.local + run.count] = index.flatten()[run.logical:run.logical + run.count]
+            found[run.local_start:run.local_start + run.count] = index.flatten()[run.logical_start:run.logical_start +
+                                                                                 run.count]
         assert torch.equal(found, expected.flatten())
 
 
@@ -33,23 +34,23 @@ def test_logical_runs_are_the_inverse(name: str, tp: int) -> None:
     shape, partition = SHAPES[name]
     index = torch.arange(prod(shape)).view(shape)
     parts = [local(index, partition, rank, tp).flatten() for rank in range(tp)]
-    cut = sharding_of(tuple(local(index, partition, 0, tp).shape), partition, tp).cut
+    cut = tp_sharding_of(tuple(local(index, partition, 0, tp).shape), partition, tp).slice_map
     for start, stop in [(0, prod(shape)), (3, prod(shape) - 1), (5, 6), (4, 4)]:
-        found = [parts[run.tp_rank][run.local:run.local + run.count] for run in cut.to_local(start, stop)]
+        found = [parts[run.tp_rank][run.local_start:run.local_start + run.count] for run in cut.to_local(start, stop)]
         assert torch.cat([torch.empty(0), *found]).tolist() == list(range(start, stop))
 
 
 def test_the_logical_shape_has_no_padding() -> None:
-    assert Sharding((16, 8), 0, 1, 50, 4).shape == (50, 8)
-    assert Sharding((12, 8), 0, 3, None, 4).shape == (48, 8)
-    assert Sharding((16, 8), None, 1, None, 1).shape == (16, 8)
+    assert TPSharding((16, 8), 0, 1, 50, 4).logical_shape == (50, 8)
+    assert TPSharding((12, 8), 0, 3, None, 4).logical_shape == (48, 8)
+    assert TPSharding((16, 8), None, 1, None, 1).logical_shape == (16, 8)
 
 
 @pytest.mark.parametrize("impossible", [
-    Sharding((4,), 1, 1, None, 2), Sharding((4,), 0, 3, None, 2), Sharding((4,), 0, 1, 9, 2),
-    Sharding((4,), 0, 2, 3, 2), Sharding((4,), 0, 1, None, 0), Sharding((4,), 0, 0, None, 1),
-    Sharding((4,), None, 1, None, 2),
+    TPSharding((4,), 1, 1, None, 2), TPSharding((4,), 0, 3, None, 2), TPSharding((4,), 0, 1, 9, 2),
+    TPSharding((4,), 0, 2, 3, 2), TPSharding((4,), 0, 1, None, 0), TPSharding((4,), 0, 0, None, 1),
+    TPSharding((4,), None, 1, None, 2),
 ])
-def test_an_impossible_cut_is_refused(impossible: Sharding) -> None:
+def test_an_impossible_cut_is_refused(impossible: TPSharding) -> None:
     with pytest.raises(CheckpointError, match="no such cut"):
         impossible.check()

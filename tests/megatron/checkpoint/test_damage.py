@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.tags import verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import GRIDS, Grid, save_grid
 
@@ -35,7 +35,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(root: Path) -> str:
     with pytest.raises(CheckpointError, match=f"^tag {TAG}: ") as caught:
-        open_checkpoint(root, say=pytest.fail)
+        open_checkpoint(root, print_line=pytest.fail)
     return str(caught.value)
 
 
@@ -50,7 +50,7 @@ def test_a_thousand_flipped_bits_are_refused_and_the_file_is_named(pristine: Pat
         path.write_bytes(damaged)
         assert path.name in refusal(root), (path, bit)
         path.write_bytes(files[path])
-    assert open_checkpoint(root, say=pytest.fail).tag == TAG
+    assert open_checkpoint(root, print_line=pytest.fail).tag == TAG
 
 
 def truncate(tag: Path, pristine: Path, draw: random.Random) -> set[str]:
@@ -110,6 +110,6 @@ def test_fifty_clean_tags_raise_no_alarm(tmp_path: Path) -> None:
     for seed in range(50):
         root = tmp_path / str(seed)
         save_grid(root, GRIDS[seed % len(GRIDS)], step=seed, seed=seed)
-        assert open_checkpoint(root, say=pytest.fail).manifest == \
-            replace(verify(root, f"global_step{seed}"), files={})
+        assert open_checkpoint(root, print_line=pytest.fail).manifest == \
+            replace(verify_tag(root, f"global_step{seed}"), files={})
         shutil.rmtree(root)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.choice import latest_tag
+from megatron.checkpoint.resolve_tag import latest_tag
 from megatron.errors import CheckpointError
-from megatron.zero.api import saved
+from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -86,13 +86,13 @@ def test_a_deepspeed_checkpoint_is_an_error_that_names_it_and_an_empty_folder_is
                                                        (False, True, "saved on the CPU, now on a GPU")])
 def test_random_streams_of_another_device_start_anew_and_a_note_says_so(
         saves: bool, loads: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = saved.capture_rng
+    captured = checkpoint_io.capture_rng
 
     @contextlib.contextmanager
     def on_cuda(asked: bool) -> Any:
         with monkeypatch.context() as patching:
             if asked:  # as on a GPU, where one more stream is saved
-                patching.setattr(saved, "capture_rng", lambda: {**captured(), "cuda": torch.zeros(16).byte()})
+                patching.setattr(checkpoint_io, "capture_rng", lambda: {**captured(), "cuda": torch.zeros(16).byte()})
             yield
 
     run = engine()

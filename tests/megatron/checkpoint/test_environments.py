@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.choice import candidates
-from megatron.checkpoint.commit import Keep, locked
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.tags import complete, tag_names, verify
+from megatron.checkpoint.commit import Keep, lock_save_root
+from megatron.checkpoint.manifest import Lineage
+from megatron.checkpoint.resolve_tag import load_candidates
+from megatron.checkpoint.tags import complete_manifests, tag_names, verify_tag
 from megatron.errors import ConfigError, StorageError
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import save_solo
@@ -67,7 +67,7 @@ def test_a_run_saves_and_resumes_in_any_surroundings(surroundings: str, referenc
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert (lines(folder / "m"), total_digest(folder / "s")) == reference
     assert tag_names(folder / "s") == ["global_step3", "global_step4"]
-    assert candidates(folder / "s") == ["global_step4", "global_step3"]
+    assert load_candidates(folder / "s") == ["global_step4", "global_step3"]
     modes = {path.stat().st_mode & 0o777 for path in (folder / "s").rglob("*") if path.is_file()}
     assert modes == {{"umask 000": 0o666, "umask 077": 0o600}.get(surroundings, 0o666 & ~umask())}
     again = train_in(surroundings, *flags, "--hidden-size", 64)
@@ -94,9 +94,9 @@ def names_of(root: Path) -> list[Path]:
 
 def test_a_second_job_is_refused_under_every_name_of_the_folder(tmp_path: Path) -> None:
     first, *others = names_of(tmp_path)
-    with locked(first):
+    with lock_save_root(first):
         for name in others:
-            with pytest.raises(ConfigError, match=f"locked by pid {os.getpid()} on "), locked(name):
+            with pytest.raises(ConfigError, match=f"locked by pid {os.getpid()} on "), lock_save_root(name):
                 pass
 
 
@@ -111,13 +111,13 @@ def save_many(rank: int, world: int, names: list[Path], count: int) -> None:
 @pytest.mark.parametrize("count", [7, pytest.param(60, marks=pytest.mark.slow)])
 def test_programs_that_save_into_one_folder_have_numbers_and_branches_of_their_own(count: int, tmp_path: Path) -> None:
     run_ranks(save_many, 4 if count > 10 else 2, names_of(tmp_path), count, init=False, timeout=300)
-    found = complete(tmp_path / "s")
+    found = complete_manifests(tmp_path / "s")
     assert len({manifest.commit for manifest in found}) == len(found)
     assert max(manifest.commit for manifest in found) == (4 if count > 10 else 2) * count, "no number was given twice"
     for manifest in found:
-        verify(tmp_path / "s", manifest.tag)
+        verify_tag(tmp_path / "s", manifest.tag)
         (tmp_path / "s" / "latest").write_text(manifest.tag)
-        owners = {other.run_id for other in found if other.tag in candidates(tmp_path / "s")}
+        owners = {other.run_id for other in found if other.tag in load_candidates(tmp_path / "s")}
         assert owners == {manifest.run_id}
     assert not [name for name in os.listdir(tmp_path / "s") if name.startswith((".staging", ".aside", ".trash"))]
 
@@ -142,7 +142,7 @@ def test_no_free_inodes_is_an_error_of_the_storage_that_says_so(few_inodes: Path
     root, lineage, failed = few_inodes / "s", Lineage(), set[str]()
     for free in range(12):
         save_solo(root, 2 * free, lineage=lineage, keep=Keep(1))
-        before = candidates(root)
+        before = load_candidates(root)
         while os.statvfs(few_inodes).f_ffree > free:
             (few_inodes / f"taken{os.statvfs(few_inodes).f_ffree}").touch()
         try:
@@ -150,8 +150,8 @@ def test_no_free_inodes_is_an_error_of_the_storage_that_says_so(few_inodes: Path
         except StorageError as error:
             failed.add(re.sub(r"[0-9]+", "N", str(error).partition(": ")[2].partition(": ")[0].rpartition("/")[2]))
             assert "No space left on device" in str(error) and "; no free inodes" in str(error), error
-            assert candidates(root)[-1:] == before
-        verify(root, candidates(root)[0])
+            assert load_candidates(root)[-1:] == before
+        verify_tag(root, load_candidates(root)[0])
         for path in few_inodes.glob("taken*"):
             path.unlink()
     save_solo(root, 100, lineage=lineage, keep=Keep(1))

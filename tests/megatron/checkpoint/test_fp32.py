@@ -14,12 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron import fsdp, zero
-from megatron.checkpoint import command
-from megatron.checkpoint.export import digest, merge
-from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.interchange.fp32 import LazyStateDict
-from megatron.checkpoint.piece import Piece
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint import cli, zero_to_fp32
+from megatron.checkpoint.convert.fp32_state_dict import LazyStateDict
+from megatron.checkpoint.pieces import TensorPiece
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
 from megatron.checkpoint.writer import save
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.model import GPT2
@@ -117,7 +115,7 @@ def test_a_tag_that_stands_aside_counts_until_its_successor_is_there(tmp_path: P
     (tmp_path / "new" / "global_step2").rename(tmp_path / "global_step2")
     assert zero_to_fp32.open_tag(tmp_path).manifest["run_id"] == "new"
     (tmp_path / "global_step2").rename(tmp_path / "new" / "global_step3")
-    with pytest.raises(zero_to_fp32.Damaged, match="its manifest is of tag 'global_step2'"):
+    with pytest.raises(zero_to_fp32.DamagedCheckpoint, match="its manifest is of tag 'global_step2'"):
         zero_to_fp32.open_tag(tmp_path / "new", "global_step3")
 
 
@@ -153,7 +151,7 @@ def test_errors_have_their_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixt
         zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "absent" / "out.bin")
 
 
-def save_pieces(root: Path, pieces: list[Piece], buffers: dict[str, torch.Tensor] | None = None,
+def save_pieces(root: Path, pieces: list[TensorPiece], buffers: dict[str, torch.Tensor] | None = None,
                 world: Group = SOLO) -> None:
     save(root, "global_step1", pieces=pieces, rank_state={}, shared_state={"buffers": buffers or {}}, config={},
          layout={"tp": world.size, "dp": 1, "zero_stage": 0}, world=world, run_id="made", iteration=1)
@@ -162,8 +160,8 @@ def save_pieces(root: Path, pieces: list[Piece], buffers: dict[str, torch.Tensor
 def test_dtypes_buffers_and_frozen_parameters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     half = {dtype: torch.randn(6).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)}
-    pieces = [Piece(str(dtype), "weight", (6,), None, 0, 1, 0, value) for dtype, value in half.items()]
-    learnt = Piece("torch.float16", "exp_avg", (6,), None, 0, 1, 0, torch.zeros(6))
+    pieces = [TensorPiece(str(dtype), "weight", (6,), None, 0, 1, 0, value) for dtype, value in half.items()]
+    learnt = TensorPiece("torch.float16", "exp_avg", (6,), None, 0, 1, 0, torch.zeros(6))
     buffers = {"mask": torch.tensor([[True, False]]), "count": torch.tensor(7), "mean": torch.ones(2).bfloat16()}
     save_pieces(tmp_path, [*pieces, learnt], buffers)
     for name in ("out.safetensors", "out.bin"):
@@ -191,7 +189,7 @@ class Tied(nn.Module):
 
 def test_a_model_is_filled_tied_names_included_and_another_model_is_refused(tmp_path: Path) -> None:
     value = torch.randn(4, 3)
-    save_pieces(tmp_path, [Piece("table.weight", "weight", (4, 3), None, 0, 1, 0, value.flatten())])
+    save_pieces(tmp_path, [TensorPiece("table.weight", "weight", (4, 3), None, 0, 1, 0, value.flatten())])
     model = zero.load_state_dict_from_zero_checkpoint(Tied(), tmp_path)
     assert model.head.weight is model.table.weight and torch.equal(model.table.weight, value)
     with pytest.raises(CheckpointError, match="only one of the model and the checkpoint"):
@@ -248,7 +246,7 @@ def test_every_name_of_a_tied_tensor_comes_out(face: str, tmp_path: Path) -> Non
     lazy = zero.get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
     for name in ("pytorch_model.bin", "model.safetensors"):
         zero.convert_zero_checkpoint_to_fp32_state_dict(root, tmp_path / name)
-    assert merge(open_checkpoint(root), tmp_path / "merged.safetensors") > 0
+    assert write_fp32_weights(open_checkpoint(root), tmp_path / "merged.safetensors") > 0
     from_bin = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     merged = load_file(tmp_path / "merged.safetensors")
     for weights in (dict(found), dict(lazy), from_bin, load_file(tmp_path / "model.safetensors"),
@@ -259,7 +257,7 @@ def test_every_name_of_a_tied_tensor_comes_out(face: str, tmp_path: Path) -> Non
         assert len({weights[name].data_ptr() for name in ("table.weight", "head.weight", "block.0.weight")}) == 1
     filled = zero.load_state_dict_from_zero_checkpoint(TwiceTied(), root)
     assert same(filled.state_dict(), state) and filled.head.weight is filled.table.weight
-    assert len(list(digest(open_checkpoint(root)))) == 1 + 3 * sum(1 for _ in TwiceTied().parameters()), first
+    assert len(list(digest_lines(open_checkpoint(root)))) == 1 + 3 * sum(1 for _ in TwiceTied().parameters()), first
     done = script(root, ".", tmp_path / "sharded", "--max_shard_size", "20B")
     assert (done.returncode, done.stderr) == (0, "")
     index = json.loads((tmp_path / "sharded" / "pytorch_model.bin.index.json").read_text())["weight_map"]
@@ -283,7 +281,7 @@ def test_a_trained_model_comes_out_whole_at_every_stage(tp: int, world: int, sta
             "--model-parallel-size", tp, "--zero-stage", stage, "--save", tmp_path / "s"]
     run_ranks(train_all, world, [argv])
     assert script(tmp_path / "s", ".", tmp_path / "out.safetensors").returncode == 0
-    merge(open_checkpoint(tmp_path / "s"), tmp_path / "merged.safetensors")
+    write_fp32_weights(open_checkpoint(tmp_path / "s"), tmp_path / "merged.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "merged.safetensors"))
     model = zero.load_state_dict_from_zero_checkpoint(GPT2(tiny_model()), tmp_path / "s")
     weights = {name: parameter[:257] if name == "wte.weight" else parameter
@@ -314,8 +312,8 @@ def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> 
     """Eight matrices of 12 MB, split over tp 2 along the columns, in files of 24 MB."""
     tp, side = 2, 1732
     saved = ThreadWorld(tp).run(lambda world: save_pieces(tmp_path, [
-        Piece(f"m{i}", "weight", (side, side // tp), Partition(1), world.rank, tp, 0,
-              torch.full((side * side // tp,), float(i))) for i in range(8)], world=world))
+        TensorPiece(f"m{i}", "weight", (side, side // tp), Partition(1), world.rank, tp, 0,
+                    torch.full((side * side // tp,), float(i))) for i in range(8)], world=world))
     assert saved == [None, None]
     done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path /
                            f"out{suffix}", "--max_shard_size", "25MB"], capture_output=True, text=True)
@@ -333,6 +331,6 @@ def test_nothing_is_written_over_the_checkpoint_itself(place: str, tmp_path: Pat
     save_grid(tmp_path, Grid(1, 1))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert zero_to_fp32.main([str(tmp_path), str(tmp_path / place)]) == 2
-    assert command.main(["merge", str(tmp_path), "--output", str(tmp_path / place)]) == 2
+    assert cli.main(["merge", str(tmp_path), "--output", str(tmp_path / place)]) == 2
     assert all("is a place of a checkpoint's own files" in line for line in capsys.readouterr().err.splitlines())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import int8
-from megatron.checkpoint.command import main
-from megatron.checkpoint.interchange.zero_to_fp32 import main as merge
+from megatron.checkpoint import int8_weights
+from megatron.checkpoint.cli import main
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.zero_to_fp32 import main as merge
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.model.gpt2 import GPT2
@@ -23,14 +23,14 @@ FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position
          "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 2 --eval-interval 0 --batch-size 2")
 
 
-def reader(matrix: torch.Tensor) -> int8.Read:
+def reader(matrix: torch.Tensor) -> int8_weights.ReadRange:
     def read(start: int, out: torch.Tensor) -> None:
         out.copy_(matrix.flatten()[start : start + len(out)])
     return read
 
 
 def quantised(matrix: torch.Tensor, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return int8.quantised(reader(matrix), matrix.shape, "wte.weight", maxima)
+    return int8_weights.quantise_matrix(reader(matrix), matrix.shape, "wte.weight", maxima)
 
 
 def by_the_rule(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -47,9 +47,9 @@ def test_levels_and_scales_are_those_of_a_slow_reference_at_any_block(block: int
     matrix = torch.randn(23, 37, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 23)[:, None]
     matrix[4], matrix[22] = 0, 0
     matrix[7, 3] = 1e4  # all others are small beside it
-    with patch.object(int8, "BLOCK", block):
+    with patch.object(int8_weights, "BLOCK_ELEMENTS", block):
         levels, scale = quantised(matrix)
-        maxima = int8.row_maxima(reader(matrix), matrix.shape)
+        maxima = int8_weights.row_maxima(reader(matrix), matrix.shape)
     expected = by_the_rule(matrix)
     assert np.array_equal(levels.numpy(), expected[0]) and np.array_equal(scale.numpy(), expected[1])
     assert torch.equal(maxima, matrix.abs().amax(1)) and int(levels.abs().max()) == 127
@@ -66,7 +66,7 @@ def test_columns_of_a_matrix_are_quantised_as_in_the_whole_by_maxima_of_the_whol
     whole, scale = quantised(matrix)
     for part in (slice(0, 4), slice(4, 8)):
         columns = matrix[:, part].contiguous()
-        found = quantised(columns, int8.row_maxima(reader(matrix), matrix.shape))
+        found = quantised(columns, int8_weights.row_maxima(reader(matrix), matrix.shape))
         assert torch.equal(found[0], whole[:, part]) and torch.equal(found[1], scale)
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_refused_by_name(number: float) -> None:
 def test_it_is_for_all_matrices_but_the_position_table() -> None:
     model = GPT2(ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, max_position_embeddings=16,
                              vocab_size=300), deferred=True)
-    found = {name for name, parameter in model.named_parameters() if int8.is_quantised(name, parameter.shape)}
+    found = {name for name, parameter in model.named_parameters() if int8_weights.is_quantised(name, parameter.shape)}
     layers = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
     assert found == {"wte.weight", *(f"blocks.0.{layer}.weight" for layer in layers)}
 
@@ -113,7 +113,7 @@ def test_what_is_written_is_quantised_by_the_rule(folder: Path) -> None:
         shape = source.shape("weight", name)
         numbers = torch.empty(shape)
         source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0, out=numbers.view(-1))
-        expected = zip(("int8", "scale"), by_the_rule(numbers)) if int8.is_quantised(name, shape) else \
+        expected = zip(("int8", "scale"), by_the_rule(numbers)) if int8_weights.is_quantised(name, shape) else \
             [("weight", numbers.numpy())]
         for kind, array in expected:
             found = torch.empty(array.shape, dtype=torch.int8 if kind == "int8" else torch.float32)

@@ -17,17 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpoint.command import main
-from megatron.checkpoint.export import digest
-from megatron.checkpoint.interchange import huggingface
-from megatron.checkpoint.interchange.convert import open_foreign
-from megatron.checkpoint.interchange.foreign import shapes_of
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.cli import main
+from megatron.checkpoint.convert import huggingface
+from megatron.checkpoint.convert.external_checkpoint import parameter_shapes
+from megatron.checkpoint.convert.import_weights import open_external_checkpoint
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
 from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero.api.saved import load_foreign_weights
+from megatron.zero.api.checkpoint_io import load_external_weights
 from mpu.groups import build as build_groups
 from mpu.split import Partition
 from tests.distributed import run_ranks
@@ -82,7 +81,7 @@ def our_logits(rank: int, world: int, source: Path, tp: int, stage: int = 0) -> 
     config = build_config({**SHAPE, "batch_size": 1, "zero_stage": stage, "model_parallel_size": tp,
                            "stage3_param_persistence_threshold": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0})
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
-    load_foreign_weights(engine.core, open_foreign(source))
+    load_external_weights(engine.core, open_external_checkpoint(source))
     engine.eval()
     with torch.no_grad():
         return torch.stack([engine(tokens()[:, :length]) for length in LENGTHS], dim=1)
@@ -90,7 +89,7 @@ def our_logits(rank: int, world: int, source: Path, tp: int, stage: int = 0) -> 
 
 def weights(root: Path) -> list[str]:
     """Digests of the weights a folder of ours holds."""
-    return [line for line in digest(open_checkpoint(root)) if " weight " in line]
+    return [line for line in digest_lines(open_checkpoint(root)) if " weight " in line]
 
 
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def test_the_list_of_parameters_is_that_of_the_model() -> None:
     model = GPT2(tiny_model(num_layers=3, intermediate_size=48))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes.pop("wte.weight")[0] >= VOCAB
-    expected = shapes_of(model.config)
+    expected = parameter_shapes(model.config)
     assert expected.pop("wte.weight") == (VOCAB, HIDDEN) and shapes == expected
 
 
@@ -120,7 +119,7 @@ CUTS = {"wte.weight": Partition(0, size=VOCAB), "blocks.0.attn.qkv.weight": Part
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_any_run_of_any_rank_is_what_plain_slicing_gives_and_padding_is_zero(tp: int, hf: Path) -> None:
-    found, generator = open_foreign(hf), torch.Generator().manual_seed(1)
+    found, generator = open_external_checkpoint(hf), torch.Generator().manual_seed(1)
     for (name, partition), rank in itertools.product(CUTS.items(), range(tp)):
         expected = local(found.tensor(name), partition, rank, tp)
         for _ in range(20):
@@ -176,7 +175,7 @@ def test_old_key_styles_and_torch_files_are_read(style: str, file: str, hf: Path
     renamed = old_styles(state)[style]
     (save_file if file.endswith("s") else torch.save)(renamed, tmp_path / file)
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
-    found, expected = open_foreign(tmp_path), open_foreign(hf)
+    found, expected = open_external_checkpoint(tmp_path), open_external_checkpoint(hf)
     assert all(torch.equal(found.tensor(name), expected.tensor(name)) for name in expected.shapes)
 
 
@@ -192,7 +191,7 @@ def test_sharded_folders_are_read_and_written(safe: bool, hf: Path, tmp_path: Pa
         (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         (tmp_path / "in" / "model.safetensors.index.json").unlink()
     assert main(["convert", str(tmp_path / "in"), "--output", str(tmp_path / "ours")]) == 0
-    huggingface.export(open_checkpoint(tmp_path / "ours"), tmp_path / "out", shard_bytes=20_000)
+    huggingface.export_huggingface(open_checkpoint(tmp_path / "ours"), tmp_path / "out", shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
     assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(hf))
 
@@ -224,7 +223,7 @@ def edited(hf: Path, folder: Path, config: dict[str, Any] | None = None, **tenso
 def test_another_model_is_refused_by_name(config: dict[str, Any], tensors: dict[str, Any], words: str, hf: Path,
                                           tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        open_foreign(edited(hf, tmp_path / "edited", config, **tensors))
+        open_external_checkpoint(edited(hf, tmp_path / "edited", config, **tensors))
 
 
 def test_damaged_and_hostile_folders_are_exit_4_and_one_line(hf: Path, tmp_path: Path,
@@ -355,13 +354,13 @@ def test_nanogpt_weights_are_ours(rows: int, compiled: bool, hf: Path, tmp_path:
     assert "exact GELU" in capsys.readouterr().out
     assert main(["convert", str(hf), "--output", str(tmp_path / "hf")]) == 0
     assert weights(tmp_path / "o0") == weights(tmp_path / "o1") == weights(tmp_path / "hf")
-    assert open_foreign(tmp_path).shapes["wte.weight"] == (rows, HIDDEN), "kept whole unless told otherwise"
+    assert open_external_checkpoint(tmp_path).shapes["wte.weight"] == (rows, HIDDEN), "kept whole unless told otherwise"
 
 
 def test_nanogpt_without_biases_has_zeros(hf: Path, tmp_path: Path) -> None:
-    found = open_foreign(nanogpt_file(tmp_path / "ckpt.pt", hf, bias=False))
+    found = open_external_checkpoint(nanogpt_file(tmp_path / "ckpt.pt", hf, bias=False))
     assert not any(found.tensor(name).any() for name in found.shapes if name.endswith(".bias"))
-    assert torch.equal(found.tensor("ln_f.weight"), open_foreign(hf).tensor("ln_f.weight"))
+    assert torch.equal(found.tensor("ln_f.weight"), open_external_checkpoint(hf).tensor("ln_f.weight"))
 
 
 # ---- Megatron-LM ----------------------------------------------------------------------------------------------------
@@ -393,7 +392,7 @@ def in_their_order(whole: Tensor, version: float, rank: int, tp: int) -> Tensor:
 
 def megatron_folder(root: Path, hf: Path, tp: int, version: float, style: str = "transformer") -> Path:
     """What Megatron-LM saves of the same weights, its table padded to 384 rows."""
-    source, ranks = open_foreign(hf), []
+    source, ranks = open_external_checkpoint(hf), []
     for rank in range(tp):
         layers: dict[str, Tensor] = {}
         for name in source.shapes:
@@ -437,8 +436,11 @@ def test_megatron_weights_are_ours_for_every_tp_and_version(tp: int, version: fl
                                                             tmp_path: Path) -> None:
     megatron_folder(tmp_path / "m" / "iter_0000007", hf, tp, version, style)
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("7")
-    sources = [open_foreign(tmp_path / "m", VOCAB), open_foreign(tmp_path / "m" / "iter_0000007", VOCAB)]
-    expected = open_foreign(hf)
+    sources = [
+        open_external_checkpoint(tmp_path / "m", VOCAB),
+        open_external_checkpoint(tmp_path / "m" / "iter_0000007", VOCAB)
+    ]
+    expected = open_external_checkpoint(hf)
     for found in sources:
         assert found.shapes == expected.shapes
         for name in expected.shapes:
@@ -451,24 +453,26 @@ def test_megatron_files_of_the_old_torch_format_are_read(hf: Path, tmp_path: Pat
     saved = torch.load(path, weights_only=False)
     saved["args"] = argparse.Namespace(num_attention_heads=HEADS)
     torch.save(saved, path, _use_new_zipfile_serialization=False)
-    assert torch.equal(open_foreign(folder, VOCAB).tensor("wte.weight"), open_foreign(hf).tensor("wte.weight"))
+    assert torch.equal(
+        open_external_checkpoint(folder, VOCAB).tensor("wte.weight"),
+        open_external_checkpoint(hf).tensor("wte.weight"))
 
 
 def test_megatron_folders_that_do_not_fit_are_refused_by_name(hf: Path, tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "m", hf, 2, 2.0)
     (folder / "mp_rank_01").rename(folder / "mp_rank_02")
     with pytest.raises(CheckpointError, match="expected mp_rank_00, mp_rank_01, found mp_rank_00, mp_rank_02"):
-        open_foreign(folder)
+        open_external_checkpoint(folder)
     (folder / "mp_rank_02").rename(folder / "mp_rank_01")
     path = folder / "mp_rank_01" / "model_optim_rng.pt"
     saved = torch.load(path, weights_only=False)
     torch.save({**saved, "model": {**saved["model"], "output_layer.weight": torch.zeros(1)}}, path)
     with pytest.raises(CheckpointError, match="mp_rank_01.*output_layer.weight belongs to no GPT-2"):
-        open_foreign(folder)
+        open_external_checkpoint(folder)
     torch.save({"model": saved["model"]}, folder / "mp_rank_00" / "model_optim_rng.pt")
     torch.save({"model": saved["model"]}, path)
     with pytest.raises(CheckpointError, match="give --num-attention-heads"):
-        open_foreign(folder)
+        open_external_checkpoint(folder)
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0])

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.manifest import step_of
-from megatron.checkpoint.tags import tag_names, verify
+from megatron.checkpoint.manifest import iteration_of_tag
+from megatron.checkpoint.tags import tag_names, verify_tag
 from megatron.errors import CheckpointError
 from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint.faults import CALLS, Call, Death, Fault, calls, out_of_order, save_under, strace_works
@@ -79,12 +79,12 @@ class Trial:
     def lost(self) -> list[str]:
         """What is wrong with the tags after the fault; empty when nothing was lost."""
         names = tag_names(self.root)
-        steps = [step_of(name) for name in names]
+        steps = [iteration_of_tag(name) for name in names]
         expected = 2 if self.scene == "prune" else STEP
         wrong = [] if steps and max(map(int, steps)) >= expected else [f"newest of {names} is before {expected}"]
         for name, step in zip(names, steps):
             try:
-                verify(self.root, name)
+                verify_tag(self.root, name)
                 if total_digest(self.root, name) != self.story.digests[step]:
                     wrong.append(f"{name} is another state")
             except CheckpointError as error:
@@ -186,7 +186,7 @@ def faults(rehearsals: Rehearsals, hows: Mapping[str, Iterable[str]]) -> list[tu
 def byte_deaths(story: Story, count: int) -> list[tuple[str, Death]]:
     """Deaths at a byte of a file, the first and the last of each file included."""
     draw = random.Random(5)
-    manifest = verify(story.folder / "whole", f"global_step{STEP}")
+    manifest = verify_tag(story.folder / "whole", f"global_step{STEP}")
     sizes = {name: entry.size for name, entry in manifest.files.items()}
     sizes["manifest.json"] = (story.folder / "whole" / f"global_step{STEP}" / "manifest.json").stat().st_size
     edges = [(name, at) for name, size in sizes.items() for at in (0, size - 1)]
@@ -246,7 +246,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from tests.megatron.checkpoint.faults import Fault, armed
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 from pretrain_gpt2 import main
 victim, call, when, how, step, log = sys.argv[1:7]
 del sys.argv[1:7]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint import export, reader
+from megatron.checkpoint import reader
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.errors import CheckpointError
 from mpu.split import Partition
@@ -45,8 +45,8 @@ def test_every_layout_reads_every_other(saved: dict[Grid, Path], written: Grid, 
 
 
 def test_the_digest_is_the_same_for_every_layout(saved: dict[Grid, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "BLOCK", 37)
-    digests = {tuple(export.digest(open_checkpoint(path))) for path in saved.values()}
+    monkeypatch.setattr(reader, "DIGEST_BLOCK", 37)
+    digests = {tuple(reader.digest_lines(open_checkpoint(path))) for path in saved.values()}
     assert len(digests) == 1
     (lines,) = digests
     assert len(lines) == len(SHAPES) * len(KINDS) + 1 and lines[-1].startswith("total ")
@@ -54,13 +54,13 @@ def test_the_digest_is_the_same_for_every_layout(saved: dict[Grid, Path], monkey
 
 def test_the_digest_tells_states_apart(tmp_path: Path, saved: dict[Grid, Path]) -> None:
     save_grid(tmp_path, Grid(1, 1), seed=1)
-    assert list(export.digest(open_checkpoint(tmp_path)))[-1] != \
-        list(export.digest(open_checkpoint(saved[Grid(1, 1)])))[-1]
+    assert list(reader.digest_lines(open_checkpoint(tmp_path)))[-1] != \
+        list(reader.digest_lines(open_checkpoint(saved[Grid(1, 1)])))[-1]
 
 
 @pytest.mark.parametrize("written", GRIDS, ids=str)
 def test_merge_gives_the_unpadded_weights(saved: dict[Grid, Path], written: Grid, tmp_path: Path) -> None:
-    size = export.merge(open_checkpoint(saved[written]), tmp_path / "all.safetensors")
+    size = reader.write_fp32_weights(open_checkpoint(saved[written]), tmp_path / "all.safetensors")
     assert size == (tmp_path / "all.safetensors").stat().st_size
     merged = load_file(tmp_path / "all.safetensors")
     assert set(merged) == set(SHAPES)
@@ -81,7 +81,7 @@ def test_a_read_touches_only_the_files_that_hold_its_run(saved: dict[Grid, Path]
     checkpoint = open_checkpoint(saved[Grid(2, 2)])
     checkpoint.read("weight", "embedding.weight", shape=(28, 8), partition=Partition(0, size=50), tp_rank=1, tp_size=2,
                     offset=0, out=torch.empty(8))
-    assert list(checkpoint._open) == ["rank1.safetensors"]
+    assert list(checkpoint._open_files) == ["rank1.safetensors"]
 
 
 def test_another_logical_shape_is_an_error_that_lists_both(saved: dict[Grid, Path]) -> None:

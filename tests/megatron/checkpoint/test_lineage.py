@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.choice import candidates, latest_tag, oldest_first
-from megatron.checkpoint.command import main
+from megatron.checkpoint.cli import main
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.manifest import step_of
+from megatron.checkpoint.manifest import Lineage, iteration_of_tag
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import manifest_of, tag_names
+from megatron.checkpoint.resolve_tag import latest_tag, load_candidates, manifests_in_commit_order
+from megatron.checkpoint.tags import read_tag_manifest, tag_names
 from megatron.zero.api.engine import Engine
 from tests.megatron.checkpoint.made import save_solo
 from tests.megatron.checkpoint.test_commit import Killed, dying_at, kill
@@ -66,9 +65,9 @@ class Reference:
         return [self.tags[commit] for commit in self.line(first)]
 
     def pruned(self, saved: int, last: int) -> list[str]:
-        steps = [commit for commit in self.line(saved) if step_of(self.tags[commit]) is not None]
+        steps = [commit for commit in self.line(saved) if iteration_of_tag(self.tags[commit]) is not None]
         kept = steps[:last][-1] if len(steps) >= last else -1
-        return [tag for tag, commit in self.there.items() if step_of(tag) is not None and commit < kept
+        return [tag for tag, commit in self.there.items() if iteration_of_tag(tag) is not None and commit < kept
                 and tag != self.latest and self.runs[commit] == self.runs[saved]
                 and self.steps[commit] <= self.steps[saved]]
 
@@ -97,7 +96,7 @@ class Story:
         assert state["id"] == self.at_id(tag)
 
     def at_id(self, tag: str) -> Any:
-        return open_checkpoint(self.root, tag, say=self.hear).shared_state["client_state"]["id"]
+        return open_checkpoint(self.root, tag, print_line=self.hear).shared_state["client_state"]["id"]
 
     def hear(self, line: str) -> None:
         self.said = line
@@ -157,11 +156,12 @@ class Story:
 
     def check(self) -> None:
         expected = self.reference
-        assert [m.tag for m in oldest_first(self.root)] == sorted(expected.there, key=lambda tag: expected.there[tag])
+        assert [m.tag for m in manifests_in_commit_order(self.root)] == sorted(expected.there,
+                                                                               key=lambda tag: expected.there[tag])
         assert latest_tag(self.root) == expected.latest
-        assert candidates(self.root) == expected.candidates()
+        assert load_candidates(self.root) == expected.candidates()
         for tag, commit in expected.there.items():
-            history, parent = manifest_of(self.root, tag).history, expected.parents[commit]
+            history, parent = read_tag_manifest(self.root, tag).history, expected.parents[commit]
             assert (history[-1].tag if history else None) == (None if parent is None else expected.tags[parent])
 
 
@@ -194,7 +194,7 @@ def test_an_engine_that_saves_into_two_folders_numbers_its_saves_in_both(tmp_pat
     for step, folder in ((1, "a"), (2, "b"), (3, "a")):
         save_solo(tmp_path / folder, step, lineage=lineage)
     (tmp_path / "b" / "global_step2").rename(tmp_path / "a" / "global_step2")
-    assert candidates(tmp_path / "a") == ["global_step3", "global_step2", "global_step1"]
+    assert load_candidates(tmp_path / "a") == ["global_step3", "global_step2", "global_step1"]
 
 
 def test_list_shows_parents_and_other_branches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

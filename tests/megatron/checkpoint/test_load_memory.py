@@ -10,7 +10,7 @@ import torch
 from megatron.config.tree import build_config
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import STEP, LiveBytes
@@ -37,7 +37,7 @@ def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
     """Bytes alive at the peak of a load, above those before it."""
     asking, live = engine(tp, stage), LiveBytes()
     with live:
-        for _, _, run in asking.core.state_runs(("weight", *asking.core.state_kinds)):
+        for _, _, run in asking.core.state_segments(("weight", *asking.core.state_kinds)):
             run.fetch()  # so that the meter knows the state
         for weight in asking.core.module.parameters():
             if not isinstance(weight, Placeholder):  # one without elements

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.commit import locked
+from megatron.checkpoint.commit import lock_save_root
 from megatron.errors import ConfigError, StorageError
 from tests.megatron.checkpoint.made import save_solo
 
 HOLD = """
 import sys
-from megatron.checkpoint.commit import locked
-with locked(sys.argv[1]):
+from megatron.checkpoint.commit import lock_save_root
+with lock_save_root(sys.argv[1]):
     print("held", flush=True)
     input()
 """
@@ -27,26 +27,27 @@ def test_the_second_job_is_told_who_was_first(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=f"--save {tmp_path}: locked by pid {first.pid} on "), locked(tmp_path):
+        with pytest.raises(ConfigError,
+                           match=f"--save {tmp_path}: locked by pid {first.pid} on "), lock_save_root(tmp_path):
             pass
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    with locked(tmp_path):
+    with lock_save_root(tmp_path):
         save_solo(tmp_path, 1)
 
 
 def test_the_lock_is_given_back(tmp_path: Path) -> None:
     for _ in range(2):
-        with locked(tmp_path):
+        with lock_save_root(tmp_path):
             pass
-    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_save_root(tmp_path):
         _ = 1 / 0
-    with locked(tmp_path):
+    with lock_save_root(tmp_path):
         pass
 
 
 def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_save_root(tmp_path):
         ours, theirs = os.pipe()
         if (child := os.fork()) == 0:
             os.close(theirs)
@@ -54,7 +55,7 @@ def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> 
             os._exit(0)
         os.close(ours)
     try:
-        with locked(tmp_path):
+        with lock_save_root(tmp_path):
             pass
     finally:
         os.close(theirs)
@@ -62,7 +63,7 @@ def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> 
 
 
 def test_a_forked_child_that_leaves_does_not_let_go_for_us(tmp_path: Path) -> None:
-    block = locked(tmp_path)
+    block = lock_save_root(tmp_path)
     with block:
         if (child := os.fork()) == 0:
             block.__exit__(None, None, None)
@@ -77,6 +78,6 @@ def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: P
     (tmp_path / "thesis").write_text("two years of work")
     (tmp_path / ".lock").symlink_to("thesis")
     with pytest.raises(StorageError, match="cannot write .*/.lock: Too many levels of symbolic links"), \
-            locked(tmp_path):
+            lock_save_root(tmp_path):
         pass
     assert (tmp_path / "thesis").read_text() == "two years of work"

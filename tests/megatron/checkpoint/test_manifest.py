@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.cut import Sharding, Spread
-from megatron.checkpoint.lineage import Ancestor, SaveRecord
-from megatron.checkpoint.manifest import (
-    FileEntry, Manifest, PieceEntry, TensorEntry, commit_of, from_bytes, record_of, safe_name, step_of)
-from megatron.checkpoint.strict import ending
+from megatron.checkpoint.file_formats import checksum_ending
+from megatron.checkpoint.manifest import (Ancestor, CommitRecord, FileEntry, Manifest, PieceEntry, TensorEntry,
+                                          check_safe_name, iteration_of_tag, parse_manifest, read_commit_number,
+                                          read_commit_record)
+from megatron.checkpoint.reshard import DPSharding, TPSharding
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import format_2
 
-CUT = Sharding((4, 2), 0, 1, None, 2)
+CUT = TPSharding((4, 2), 0, 1, None, 2)
 
 
 def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
@@ -27,7 +27,7 @@ def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
 
 WHOLE = (piece(0, 0, 8), piece(1, 0, 3), piece(1, 3, 5))
 MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 3}, {"a": [1, None, "x"]},
-                    (TensorEntry("weight", "w", "F32", CUT, Spread(3, 5)),), 1_800_000_000_000_000, "0d", 12,
+                    (TensorEntry("weight", "w", "F32", CUT, DPSharding(3, 5)),), 1_800_000_000_000_000, "0d", 12,
                     (Ancestor("0c", 9, "global_step5"),), "0123", 100)
 MANIFEST = replace(MANIFEST, save_id=f"0123-{MANIFEST.digest()}")
 LISTED = replace(MANIFEST, format=2, branch="", commit=0, history=(), save_id="", nbytes=0,
@@ -37,29 +37,29 @@ LISTED = replace(MANIFEST, format=2, branch="", commit=0, history=(), save_id=""
 
 
 def test_it_comes_back_as_it_went() -> None:
-    assert from_bytes(MANIFEST.to_bytes()) == MANIFEST
-    assert from_bytes(format_2(LISTED)) == LISTED
+    assert parse_manifest(MANIFEST.to_bytes()) == MANIFEST
+    assert parse_manifest(format_2(LISTED)) == LISTED
 
 
 def test_a_manifest_of_format_1_is_read_and_has_no_time() -> None:
-    assert from_bytes(sealed(lambda m: m.update(format=1) or m.pop("saved_at"), LISTED)) == \
+    assert parse_manifest(sealed(lambda m: m.update(format=1) or m.pop("saved_at"), LISTED)) == \
         replace(LISTED, saved_at=0, format=1)
 
 
 def test_tag_and_time_are_found_without_parsing(tmp_path: Path) -> None:
-    assert commit_of(tmp_path) == 0 and record_of(tmp_path) is None
+    assert read_commit_number(tmp_path) == 0 and read_commit_record(tmp_path) is None
     first = json.dumps(json.loads(format_2(LISTED))).encode()
-    for data, record in ((MANIFEST.to_bytes(), replace(MANIFEST.record, history=())),
-                         (format_2(LISTED), SaveRecord("global_step7", 7, "run", LISTED.saved_at)), (b"{}", None),
+    for data, record in ((MANIFEST.to_bytes(), replace(MANIFEST.commit_record, history=())),
+                         (format_2(LISTED), CommitRecord("global_step7", 7, "run", LISTED.saved_at)), (b"{}", None),
                          (first, None)):
         (tmp_path / "manifest.json").write_bytes(data)
-        assert commit_of(tmp_path) == (record.commit if record else 0)
-        assert record_of(tmp_path) == record
+        assert read_commit_number(tmp_path) == (record.commit if record else 0)
+        assert read_commit_record(tmp_path) == record
     for bit in range(0, len(data := MANIFEST.to_bytes()) * 8, 7):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "manifest.json").write_bytes(flipped)
-        assert record_of(tmp_path) is None
+        assert read_commit_record(tmp_path) is None
 
 
 def test_its_length_does_not_depend_on_the_number_of_ranks() -> None:
@@ -73,23 +73,23 @@ def test_every_flipped_bit_is_found() -> None:
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CheckpointError):
-            from_bytes(bytes(flipped))
+            parse_manifest(bytes(flipped))
 
 
 def test_every_truncation_is_found() -> None:
     data = MANIFEST.to_bytes()
     for size in range(len(data)):
         with pytest.raises(CheckpointError):
-            from_bytes(data[:size])
+            parse_manifest(data[:size])
 
 
 def sealed(change: Callable[[dict[str, Any]], object], manifest: Manifest = MANIFEST) -> bytes:
     """A manifest with a change and a good checksum."""
-    value = json.loads(manifest.to_bytes() if manifest.has_parts else format_2(manifest))
+    value = json.loads(manifest.to_bytes() if manifest.has_rank_manifests else format_2(manifest))
     del value["crc32"]
     change(value)
     text = json.dumps(value).encode()[:-1]
-    return text + ending(text)
+    return text + checksum_ending(text)
 
 
 CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
@@ -136,26 +136,26 @@ ALL = [*((message, change, manifest) for message, change in CHANGES for manifest
 
 
 @pytest.mark.parametrize(("message", "change", "manifest"), ALL,
-                         ids=[f"{message}-{'parts' if m.has_parts else 'listed'}" for message, _, m in ALL])
+                         ids=[f"{message}-{'parts' if m.has_rank_manifests else 'listed'}" for message, _, m in ALL])
 def test_a_wrong_field_is_named(message: str, change: Callable[[dict[str, Any]], object], manifest: Manifest) -> None:
     with pytest.raises(CheckpointError, match=message):
-        from_bytes(sealed(change, manifest))
+        parse_manifest(sealed(change, manifest))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"[" * 100_000, b"\x80\x04\x95", b'{"a":1,"a":2}'], ids=repr)
 def test_anything_else_is_an_error_too(data: bytes) -> None:
-    for text in (data, data + ending(data)):
+    for text in (data, data + checksum_ending(data)):
         with pytest.raises(CheckpointError):
-            from_bytes(text)
+            parse_manifest(text)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "$(touch x)",
                                   "a\0b", "x" * 201, "latest", "manifest.json", "global_stepé"])
 def test_names_that_are_more_than_names_are_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="not a plain name"):
-        safe_name(name, "tag")
+        check_safe_name(name, "tag")
 
 
 def test_the_step_of_a_tag() -> None:
-    assert [step_of(tag) for tag in ("global_step10", "global_step007", "global_step", "best", "global_step1x",
-                                     "global_step" + "9" * 5000)] == [10, 7, None, None, None, None]
+    assert [iteration_of_tag(tag) for tag in ("global_step10", "global_step007", "global_step", "best", "global_step1x",
+                                              "global_step" + "9" * 5000)] == [10, 7, None, None, None, None]

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import command
-from megatron.checkpoint.export import digest
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint import cli, zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
+from megatron.checkpoint.tags import verify_tag
 from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
 from mpu.groups import build
 from tests.distributed import run_ranks
@@ -62,13 +60,13 @@ MIXES = list(mixes())
 
 
 def exported(root: Path) -> None:
-    for entry in zero_to_fp32.open_tag(root, TAG).entries():
+    for entry in zero_to_fp32.open_tag(root, TAG).output_tensors():
         entry.load()
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "verify": lambda root: verify(root, TAG), "load": lambda root: open_checkpoint(root, TAG).shared_state,
-    "digest": lambda root: list(digest(open_checkpoint(root, TAG))), "zero_to_fp32": exported}
+    "verify": lambda root: verify_tag(root, TAG), "load": lambda root: open_checkpoint(root, TAG).shared_state,
+    "digest": lambda root: list(digest_lines(open_checkpoint(root, TAG))), "zero_to_fp32": exported}
 
 
 def accepted(root: Path) -> list[str]:
@@ -78,7 +76,7 @@ def accepted(root: Path) -> list[str]:
         try:
             read(root)
             found.append(name)
-        except (CheckpointError, zero_to_fp32.Damaged):
+        except (CheckpointError, zero_to_fp32.DamagedCheckpoint):
             pass
     return found
 
@@ -146,7 +144,7 @@ def test_a_file_of_tensors_that_does_not_say_whose_it_is_is_refused(
     reseal(tmp_path / TAG)
     assert set(accepted(tmp_path)) <= {"zero_to_fp32"}  # which ignores what it does not know
     with pytest.raises(CheckpointError, match="rank0.safetensors: "):
-        verify(tmp_path, TAG)
+        verify_tag(tmp_path, TAG)
 
 
 def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
@@ -154,19 +152,19 @@ def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
     shutil.copytree(tags["ours"], tmp_path / TAG)
     shutil.copy(tags["another step"] / "shared.json", tmp_path / TAG)
     reseal(tmp_path / TAG)
-    assert command.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
+    assert cli.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
     said = capsys.readouterr().err
     assert said.startswith(f"error: tag {TAG}: file shared.json: is of another checkpoint: save_id expected ")
 
 
 def test_format_3_is_read_and_still_knows_its_parts(tags: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(tags["ours"], tmp_path / TAG)
-    before = list(digest(open_checkpoint(tmp_path, TAG)))
+    before = list(digest_lines(open_checkpoint(tmp_path, TAG)))
     state = open_checkpoint(tmp_path, TAG).shared_state
     make_format_3(tmp_path, TAG)
     assert accepted(tmp_path) == list(READERS)
     found = open_checkpoint(tmp_path, TAG)
-    assert found.manifest.format == 3 and list(digest(found)) == before and found.shared_state == state
+    assert found.manifest.format == 3 and list(digest_lines(found)) == before and found.shared_state == state
     rewrite(tmp_path / TAG / "rank1.json", lambda part: part.update(save_id="other"))
     assert accepted(tmp_path) == []
 

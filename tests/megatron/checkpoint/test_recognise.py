@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.command import main
-from megatron.checkpoint.recognise import recognise
+from megatron.checkpoint.cli import main
+from megatron.checkpoint.convert.detect_format import describe_format
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import save_solo
 from tests.megatron.helpers import TINY, train
@@ -73,7 +73,7 @@ def test_a_deepspeed_tag_that_is_named_is_recognised_too(tmp_path: Path, capsys:
 
 def test_a_deepspeed_folder_is_told_in_a_sentence(tmp_path: Path) -> None:
     deepspeed(tmp_path)
-    assert len(recognise(tmp_path).replace(str(tmp_path), "DIR")) < 240
+    assert len(describe_format(tmp_path).replace(str(tmp_path), "DIR")) < 240
 
 
 def test_ours_and_nothing_are_not_taken_for_anothers(tmp_path: Path) -> None:
@@ -84,4 +84,4 @@ def test_ours_and_nothing_are_not_taken_for_anothers(tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     (tmp_path / "long" / "latest").write_bytes(b"x" * 5000)
     for name in ("s", "empty", "absent", "hostile", "long"):
-        assert recognise(tmp_path / name) == ""
+        assert describe_format(tmp_path / name) == ""

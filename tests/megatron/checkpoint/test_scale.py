@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.commit import Keep
-from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.manifest import Lineage
+from megatron.checkpoint.tags import verify_tag
 from tests.megatron.checkpoint import scale
 
 SMALL = 16
@@ -41,7 +41,7 @@ def test_the_manifest_does_not_grow_and_the_tag_is_whole(tmp_path: Path) -> None
     lengths = []
     for size in (16, 64):
         scale.save(tmp_path / str(size), size, 1)
-        verify(tmp_path / str(size), "global_step1")
+        verify_tag(tmp_path / str(size), "global_step1")
         lengths.append((tmp_path / str(size) / "global_step1" / "manifest.json").stat().st_size)
     assert abs(lengths[1] - lengths[0]) <= 0.01 * lengths[0]  # digits of the shards' lengths
 

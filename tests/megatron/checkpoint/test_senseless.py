@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.export import digest, merge
-from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
+from megatron.checkpoint.tags import verify_tag
 from megatron.errors import CheckpointError, ConfigError
 from tests.megatron.checkpoint.made import Grid, rejoin, reseal, rewrite, save_grid, set_header
 from tests.megatron.checkpoint.senseless import copies
@@ -44,19 +43,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(root: Path) -> None:
     found = open_checkpoint(root, TAG)
     assert isinstance(found.shared_state, dict)
-    for rank in range(found.manifest.ranks):
+    for rank in range(found.manifest.world_size):
         found.rank_state(rank)
 
 
 def export(root: Path) -> None:
-    for entry in zero_to_fp32.open_tag(root, TAG).entries():
+    for entry in zero_to_fp32.open_tag(root, TAG).output_tensors():
         entry.load()
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "verify": lambda root: verify(root, TAG), "load": load, "zero_to_fp32": export,
-    "digest": lambda root: list(digest(open_checkpoint(root, TAG))),
-    "merge": lambda root: merge(open_checkpoint(root, TAG), root / "merged.safetensors")}
+    "verify": lambda root: verify_tag(root, TAG), "load": load, "zero_to_fp32": export,
+    "digest": lambda root: list(digest_lines(open_checkpoint(root, TAG))),
+    "merge": lambda root: write_fp32_weights(open_checkpoint(root, TAG), root / "merged.safetensors")}
 
 
 def outcome(read: Callable[[Path], Any], root: Path) -> str:
@@ -65,7 +64,7 @@ def outcome(read: Callable[[Path], Any], root: Path) -> str:
     try:
         read(root)
         return "fine"
-    except (CheckpointError, ConfigError, zero_to_fp32.Damaged, zero_to_fp32.Usage) as error:
+    except (CheckpointError, ConfigError, zero_to_fp32.DamagedCheckpoint, zero_to_fp32.InvalidArguments) as error:
         return "refused" if "\n" not in str(error) and str(error) else f"says {error!r}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -193,7 +192,7 @@ def test_a_sparse_file_takes_no_memory(name: str, made: Path, tmp_path: Path) ->
     path = tmp_path / name if "latest" in name else tmp_path / TAG / name
     os.truncate(path if path.exists() else (path.write_bytes(b"") and path or path), 3 << 30)
     script = ("import resource, sys\nresource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
-              "from megatron.checkpoint.command import main\nfrom megatron.checkpoint.interchange import zero_to_fp32\n"
+              "from megatron.checkpoint.cli import main\nfrom megatron.checkpoint import zero_to_fp32\n"
               f"print(main(['verify', {str(tmp_path)!r}]), main(['list', {str(tmp_path)!r}]),"
               f" zero_to_fp32.main([{str(tmp_path)!r}, {str(tmp_path / 'out.safetensors')!r}]))")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

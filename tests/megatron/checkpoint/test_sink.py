@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import tensorfile
+from megatron.checkpoint import safetensors_io
 from megatron.checkpoint.manifest import FileEntry
-from megatron.checkpoint.tensorfile import O_DIRECT, Sink
+from megatron.checkpoint.safetensors_io import O_DIRECT, ChecksummedWriter
 
 BLOCK = 4096
 CONTENT = random.Random(0).randbytes(5 * BLOCK + 77)
@@ -20,13 +20,13 @@ CONTENT = random.Random(0).randbytes(5 * BLOCK + 77)
 
 @pytest.fixture(autouse=True)
 def small_blocks() -> Iterator[None]:
-    with mock.patch.object(tensorfile, "BLOCK", BLOCK):
+    with mock.patch.object(safetensors_io, "WRITE_BLOCK_BYTES", BLOCK):
         yield
 
 
 def written(path: Path, sizes: list[int]) -> FileEntry:
     """CONTENT in a new file, handed over in parts of these sizes and a last one."""
-    with open(path, "xb", buffering=0) as file, Sink(file) as new:
+    with open(path, "xb", buffering=0) as file, ChecksummedWriter(file) as new:
         start = 0
         for size in sizes:
             new.write(memoryview(CONTENT)[start:start + size])
@@ -75,7 +75,7 @@ def refused(descriptor: int, command: int, flags: int = 0, real: Callable[..., i
 
 def test_whole_blocks_go_past_the_page_cache(tmp_path: Path) -> None:
     with open(tmp_path / "trial", "wb") as file:
-        if not tensorfile._set_direct(file, True):
+        if not safetensors_io._set_direct_io(file, True):
             pytest.skip("this file system has no O_DIRECT")
     assert writes(tmp_path / "file") == [(BLOCK, True)] * 5 + [(77, False)]
 

@@ -24,18 +24,18 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.state import decode, encode
-from megatron.checkpoint.tensorfile import Item
+from megatron.checkpoint.json_state import decode_state, encode_state
+from megatron.checkpoint.safetensors_io import FileTensor
 from megatron.errors import CheckpointError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
 def there_and_back(value: Any) -> Any:
-    items: list[Item] = []
-    text = json.dumps(encode(value, "client", items))
+    items: list[FileTensor] = []
+    text = json.dumps(encode_state(value, "client", items))
     tensors = {item.key: item.load() for item in items}
-    return decode(json.loads(text), tensors.__getitem__)
+    return decode_state(json.loads(text), tensors.__getitem__)
 
 
 def without_addresses(value: object) -> str:
@@ -127,14 +127,14 @@ class Record:
 ], ids=without_addresses)
 def test_anything_else_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^state client/mine[^\n]*: [^\n]*; save [^\n]+$"):
-        encode({"mine": value}, "client", [])
+        encode_state({"mine": value}, "client", [])
 
 
 @pytest.mark.parametrize("value, instead", [(Pair(), "tuple"), (Number.ONE, "int"), (next(kinds_of(Counter)), "dict")])
 def test_a_kind_of_something_is_told_what_to_be_saved_as(value: Any, instead: str) -> None:
     said = rf"^state client/a/0: a value of type \w+ would not .*; save {instead}\(\.\.\.\)"
     with pytest.raises(CheckpointError, match=said):
-        encode({"a": [value]}, "client", [])
+        encode_state({"a": [value]}, "client", [])
 
 
 def test_the_state_of_torchs_schedulers_comes_back_with_its_types() -> None:

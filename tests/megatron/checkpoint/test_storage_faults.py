@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import tensorfile, writer
-from megatron.checkpoint.background import HostCopy
-from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint import safetensors_io, writer
+from megatron.checkpoint.async_save import HostSnapshot
+from megatron.checkpoint.pieces import LazyData, TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import verify
+from megatron.checkpoint.tags import verify_tag
+from megatron.distributed import exit_codes
 from megatron.errors import TrainerError
-from megatron.launch import exits
 from mpu.groups import build
 from mpu.split import Partition
 from tests.distributed import run_ranks
@@ -89,15 +89,15 @@ def meeting(fault: Fault) -> Any:
         def opened(path: Path, *others: Any, **more: Any) -> Any:
             file = open(path, *others, **more)
             return Closes(file, fault.number) if fault.where in path.name else file
-        return mock.patch.object(tensorfile, "open", opened, create=True)
+        return mock.patch.object(safetensors_io, "open", opened, create=True)
     if fault.call == "open":
-        return mock.patch.object(tensorfile, "open", failing(open, fault), create=True)
+        return mock.patch.object(safetensors_io, "open", failing(open, fault), create=True)
     return mock.patch.object(os, fault.call, failing(getattr(os, fault.call), fault))
 
 
 def save(rank: int, world_size: int, root: str, step: int, hold: Any = None, load: Any = None) -> None:
-    data = torch.full((4,), float(rank)) if load is None else Deferred(4, torch.float32, load)
-    piece = Piece("w", "weight", (4,), Partition(0), rank, world_size, 0, data)
+    data = torch.full((4,), float(rank)) if load is None else LazyData(4, torch.float32, load)
+    piece = TensorPiece("w", "weight", (4,), Partition(0), rank, world_size, 0, data)
     writer.save(root, f"global_step{step}", pieces=[piece], rank_state={}, shared_state={}, config={}, hold=hold,
                 layout={"tp": world_size, "dp": 1}, world=build().world, run_id="job", iteration=step)
 
@@ -114,7 +114,7 @@ def under(fault: Fault, rank: int, world_size: int, root: str) -> tuple[int, str
         try:
             save(rank, world_size, root, 2)
         except TrainerError as error:
-            failure = exits.explain(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text
     return 0, ""
 
@@ -139,11 +139,11 @@ def test_a_fault_of_storage_on_one_rank_of_two_is_one_line_on_both_and_costs_not
         assert f": {os.strerror(fault.number)}; " in text, (str(fault), text)
         expected = "global_step2" if fault.call == "rename" else fault.where
         assert expected in text, (str(fault), text)
-        verify(root, "global_step1")
-        assert open_checkpoint(root, say=pytest.fail).tag == "global_step1", str(fault)
+        verify_tag(root, "global_step1")
+        assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step1", str(fault)
         assert not [name for name in os.listdir(root) if name.startswith(".")], str(fault)
     run_ranks(save, 2, str(root_of(tmp_path, STORAGE[0])), 3)
-    assert open_checkpoint(root_of(tmp_path, STORAGE[0]), say=pytest.fail).tag == "global_step3"
+    assert open_checkpoint(root_of(tmp_path, STORAGE[0]), print_line=pytest.fail).tag == "global_step3"
 
 
 def test_a_pointer_file_that_cannot_be_written_leaves_both_tags_whole(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_pointer_file_that_cannot_be_written_leaves_both_tags_whole(tmp_path: 
         root = root_of(tmp_path, fault)
         assert code == 7 and text.startswith(f"--save: {root}/latest: cannot write: {os.strerror(fault.number)}"), text
         for step in (1, 2):
-            verify(root, f"global_step{step}")
-        assert open_checkpoint(root, say=list).tag == "global_step2"
+            verify_tag(root, f"global_step{step}")
+        assert open_checkpoint(root, print_line=list).tag == "global_step2"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def no_tensor() -> torch.Tensor:
 
 def short_of_memory(kind: str, rank: int, world_size: int, root: str) -> tuple[int, str, bool]:
     lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    hold = HostCopy(torch.device("cpu")).hold if kind == "copy" else None
+    hold = HostSnapshot(torch.device("cpu")).copy_tensors if kind == "copy" else None
     save(rank, world_size, root, 1)
     patches = {"map": (mmap, "mmap", lacks), "folder": (os, "mkdir", lacks), "rename": (os, "rename", lacks),
                "write": (os, "write", lacks), "object": (os, "fsync", MemoryError()),
@@ -179,7 +179,7 @@ def short_of_memory(kind: str, rank: int, world_size: int, root: str) -> tuple[i
         try:
             save(rank, world_size, root, 2, hold, no_tensor if (kind, rank) == ("tensor", 1) else None)
         except TrainerError as error:
-            failure = exits.explain(error)
+            failure = exit_codes.exit_reason_of(error)
             return failure.code, failure.text, failure.is_peer_loss
     return 0, "", False
 
@@ -203,4 +203,4 @@ def test_lack_of_memory_on_one_rank_is_told_as_memory_on_both_and_costs_nothing(
         assert (code, is_peer_loss) == (5, False), (kind, text)
         assert text.startswith(f"rank {victim_of(kind)} is out of memory, while saving global_step2: "), (kind, text)
         assert "cannot write" not in text and "--save" not in text and "\n" not in text
-        assert open_checkpoint(tmp_path / kind, say=pytest.fail).tag == "global_step1"
+        assert open_checkpoint(tmp_path / kind, print_line=pytest.fail).tag == "global_step1"

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import choice, command
-from megatron.checkpoint.commit import Keep, prune, sweep
-from megatron.checkpoint.export import digest
-from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.strangers import named
-from megatron.checkpoint.tags import manifest_of, verify
+from megatron.checkpoint import cli, resolve_tag, zero_to_fp32
+from megatron.checkpoint.commit import Keep, clean_up_save_root, delete_old_tags
+from megatron.checkpoint.reader import digest_lines, open_checkpoint
+from megatron.checkpoint.tags import format_file_names, read_tag_manifest, verify_tag
 from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import Grid, save_grid, saved
 
@@ -42,11 +39,13 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "load": open_checkpoint, "load by name": lambda root: open_checkpoint(root, "global_step2"),
-    "verify": lambda root: verify(root, "global_step2"), "manifest": lambda root: manifest_of(root, "global_step2"),
-    "verify all": lambda root: command.verify_tags(root, None),
-    "list": lambda root: command.list_tags(root, "global_step2"),
-    "digest": lambda root: digest(open_checkpoint(root, "global_step2")),
+    "load": open_checkpoint,
+    "load by name": lambda root: open_checkpoint(root, "global_step2"),
+    "verify": lambda root: verify_tag(root, "global_step2"),
+    "manifest": lambda root: read_tag_manifest(root, "global_step2"),
+    "verify all": lambda root: cli.verify_tags(root, None),
+    "list": lambda root: cli.list_tags(root, "global_step2"),
+    "digest": lambda root: digest_lines(open_checkpoint(root, "global_step2")),
     "zero_to_fp32.py": lambda root: zero_to_fp32.open_tag(root),
     "zero_to_fp32.py -t": lambda root: zero_to_fp32.open_tag(root, "global_step2"),
 }
@@ -65,14 +64,14 @@ def test_a_tag_that_is_a_link_out_of_the_root_is_refused(reader: str, kind: str,
     link.symlink_to({"absolute": other / "global_step2", "relative": "../elsewhere/global_step2", "chain": "between",
                      "another name": other / "mine", "a copy in a folder beside": "../root/../elsewhere/global_step2",
                      }[kind])
-    with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match=OUTSIDE) as caught:
+    with pytest.raises((CheckpointError, zero_to_fp32.DamagedCheckpoint), match=OUTSIDE) as caught:
         READERS[reader](root)
     assert str(link) in str(caught.value) and "not followed" in str(caught.value)
 
 
 def test_a_damaged_latest_makes_way_for_an_older_one_if_that_is_wanted(roots: tuple[Path, Path]) -> None:
     said: list[str] = []
-    assert open_checkpoint(roots[0], fallback=True, say=said.append).tag == "global_step1"
+    assert open_checkpoint(roots[0], fallback=True, print_line=said.append).tag == "global_step1"
     assert "outside the save root" in said[0]
 
 
@@ -83,8 +82,8 @@ def test_links_that_stay_inside_and_roots_that_are_links_are_followed(tmp_path: 
     (tmp_path / "root" / "global_step1").symlink_to(".shelf/global_step1")
     (tmp_path / "link").symlink_to("root")
     for root in (tmp_path / "root", tmp_path / "link"):
-        assert open_checkpoint(root, say=pytest.fail).tag == "global_step1"
-        assert zero_to_fp32.open_tag(root).entries()
+        assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step1"
+        assert zero_to_fp32.open_tag(root).output_tensors()
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -93,9 +92,10 @@ def test_neither_a_save_nor_its_pruning_touches_what_a_link_leads_to(keep: int, 
     before = content(other)
     for step in (3, 4, 5):
         save_grid(root, GRID, step=step, seed=step)
-        prune(root, Keep(keep), saved(root, f"global_step{step}"))
+        delete_old_tags(root, Keep(keep), saved(root, f"global_step{step}"))
     assert content(other) == before
-    assert sorted(choice.tag_names(root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
+    assert sorted(resolve_tag.tag_names(
+        root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
     assert (root / "global_step2").is_symlink()
 
 
@@ -119,7 +119,7 @@ def test_what_a_killed_save_left_is_swept_without_what_links_lead_to(name: str, 
     root, other = roots
     before = content(other)
     (root / "global_step2").rename(root / name)
-    sweep(root, say=list)
+    clean_up_save_root(root, print_line=list)
     assert content(other) == before
     with pytest.raises((CheckpointError), match="outside the save root|no tag global_step2"):
         open_checkpoint(root, "global_step2")
@@ -140,7 +140,7 @@ def with_latest(tmp_path: Path) -> Path:
 def test_a_latest_that_is_a_link_out_of_the_root_is_refused(reader: str, target: str, with_latest: Path) -> None:
     (with_latest / "latest").unlink()
     (with_latest / "latest").symlink_to(f"../elsewhere/{target}")
-    with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match=OUTSIDE) as caught:
+    with pytest.raises((CheckpointError, zero_to_fp32.DamagedCheckpoint), match=OUTSIDE) as caught:
         READERS[reader](with_latest)
     assert f"{with_latest}/latest" in str(caught.value)
     assert open_checkpoint(with_latest, "global_step1").tag == "global_step1"
@@ -150,7 +150,7 @@ def test_a_save_root_with_nothing_but_such_a_latest_is_no_fresh_start(tmp_path: 
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "latest").symlink_to(tmp_path / "elsewhere" / "latest")
     with pytest.raises(CheckpointError, match=OUTSIDE):
-        choice.is_empty(tmp_path / "root")
+        resolve_tag.has_no_checkpoint(tmp_path / "root")
 
 
 @pytest.mark.parametrize("name", ["latest", ".latest-pending", "zero_to_fp32.py"])
@@ -161,7 +161,7 @@ def test_a_save_writes_no_file_through_a_link(name: str, with_latest: Path) -> N
     save_grid(with_latest, GRID, step=2, seed=2)
     assert target.read_text() == "global_step1\n" and not (with_latest / name).is_symlink()
     assert (with_latest / "latest").read_text() == "global_step2\n"
-    assert open_checkpoint(with_latest, say=pytest.fail).tag == "global_step2"
+    assert open_checkpoint(with_latest, print_line=pytest.fail).tag == "global_step2"
 
 
 # ---- files of nobody's ----------------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ def test_a_file_of_nobodys_is_a_warning_and_stays(
     own = put(tmp_path / "global_step1", name)
     expected = f"warning: tag global_step1: not part of this checkpoint, and not read: {name!r}"
     said: list[str] = []
-    assert open_checkpoint(tmp_path, say=said.append).tag == "global_step1" and said == [expected]
-    verify(tmp_path, "global_step1", say=said.append)
+    assert open_checkpoint(tmp_path, print_line=said.append).tag == "global_step1" and said == [expected]
+    verify_tag(tmp_path, "global_step1", print_line=said.append)
     assert said == 2 * [expected]
-    command.verify_tags(tmp_path, None)
+    cli.verify_tags(tmp_path, None)
     shown = capfd.readouterr()
     assert shown.err == f"{expected}\n" and shown.out.startswith("global_step1: ok, ")
     assert own.read_bytes() == b"mine"
@@ -197,9 +197,9 @@ def test_a_folder_of_nobodys_and_many_files_are_one_line(tmp_path: Path) -> None
     for number in range(5):
         put(tmp_path / "global_step1", f"x{number}")
     said: list[str] = []
-    open_checkpoint(tmp_path, say=said.append)
+    open_checkpoint(tmp_path, print_line=said.append)
     assert len(said) == 1 and said[0].endswith("not read: '.ipynb_checkpoints', 'x0', 'x1' and 3 more")
-    assert named(["b", "a"]) == "'a', 'b'"
+    assert format_file_names(["b", "a"]) == "'a', 'b'"
 
 
 def test_what_goes_with_a_tag_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,8 @@ def test_what_goes_with_a_tag_is_told(tmp_path: Path, capfd: pytest.CaptureFixtu
         save_grid(tmp_path, GRID, step=step, seed=step)
     put(tmp_path / "global_step1", "notes.txt")
     said: list[str] = []
-    assert prune(tmp_path, Keep(1), saved(tmp_path, "global_step3"), said.append) == ["global_step1", "global_step2"]
+    assert delete_old_tags(tmp_path, Keep(1), saved(tmp_path, "global_step3"),
+                           said.append) == ["global_step1", "global_step2"]
     assert said == [f"warning: --keep-last deletes {tmp_path}/global_step1, and what no save wrote with it: "
                     "'notes.txt'"]
     put(tmp_path / "global_step3", "notes.txt")

@@ -10,20 +10,20 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.interchange import zero_to_fp32
-from megatron.checkpoint.manifest import MANIFEST, commit_of, record_of
-from megatron.checkpoint.part import writer_of
+from megatron.checkpoint import zero_to_fp32
+from megatron.checkpoint.manifest import MANIFEST, read_commit_number, read_commit_record
+from megatron.checkpoint.rank_manifest import rank_of_file
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import check_share, complete, manifest_of, tag_names, verify
+from megatron.checkpoint.tags import complete_manifests, read_tag_manifest, tag_names, verify_share, verify_tag
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import (
-    Grid, make_format_2, make_format_3, make_format_4, make_signed, save_grid, save_solo)
+from tests.megatron.checkpoint.made import (Grid, make_format_2, make_format_3, make_format_4, make_signed, save_grid,
+                                            save_solo)
 
 
 def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
     for step in (10, 9, 100, 99):
         save_solo(tmp_path, step)
-    assert [manifest.iteration for manifest in complete(tmp_path)] == [9, 10, 99, 100]
+    assert [manifest.iteration for manifest in complete_manifests(tmp_path)] == [9, 10, 99, 100]
 
 
 def test_a_tag_of_the_users_own_stands_by_its_iteration(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_a_tag_that_an_earlier_version_signed_is_read_like_any_other(tmp_path: P
         make_format_4(tmp_path, "global_step1")
     make_signed(tmp_path, "global_step1")
     assert b',"hmac":"' in (tmp_path / "global_step1" / MANIFEST).read_bytes()
-    assert len(verify(tmp_path, "global_step1").files) == 6
+    assert len(verify_tag(tmp_path, "global_step1").files) == 6
     assert open_checkpoint(tmp_path).shared_state["scale"] == 2.0
-    assert zero_to_fp32.open_tag(tmp_path, "global_step1").entries()
-    record, commit = record_of(tmp_path / "global_step1"), commit_of(tmp_path / "global_step1")
+    assert zero_to_fp32.open_tag(tmp_path, "global_step1").output_tensors()
+    record, commit = read_commit_record(tmp_path / "global_step1"), read_commit_number(tmp_path / "global_step1")
     assert record is not None and record.saved_at > 0 and record.commit == commit == (0 if is_format_4 else 1)
 
 
@@ -84,10 +84,10 @@ def root(tmp_path: Path, pristine: Path) -> Path:
 
 def check_named(root: Path, name: str) -> None:
     """Verify and open both name the file; the older tag is as good as ever."""
-    for attempt in (lambda: verify(root, "global_step2"), lambda: open_checkpoint(root)):
+    for attempt in (lambda: verify_tag(root, "global_step2"), lambda: open_checkpoint(root)):
         with pytest.raises(CheckpointError, match=f"tag global_step2: .*{name}"):
             attempt()
-    verify(root, "global_step1")
+    verify_tag(root, "global_step1")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -117,7 +117,7 @@ def test_a_missing_file_is_named(root: Path, name: str) -> None:
 def test_a_missing_shard_is_named_with_its_rank(root: Path) -> None:
     (root / "global_step2" / "rank1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"global_step2: shard file rank1.safetensors \(rank 1 of 2\) missing$"):
-        verify(root, "global_step2")
+        verify_tag(root, "global_step2")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -134,14 +134,14 @@ def test_a_file_of_another_tag_is_found(root: Path, name: str) -> None:
 def test_a_file_too_many_is_told(root: Path) -> None:
     (root / "global_step2" / "rank2.safetensors").write_bytes(b"")
     said: list[str] = []
-    verify(root, "global_step2", say=said.append)
+    verify_tag(root, "global_step2", print_line=said.append)
     assert said == ["warning: tag global_step2: not part of this checkpoint, and not read: 'rank2.safetensors'"]
 
 
 def test_a_renamed_tag_is_found(root: Path) -> None:
     (root / "global_step2").rename(root / "global_step8")
     with pytest.raises(CheckpointError, match="tag global_step8: manifest.json is of tag global_step2"):
-        manifest_of(root, "global_step8")
+        read_tag_manifest(root, "global_step8")
 
 
 def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(root: Path, tmp_path: Path) -> None:
@@ -167,12 +167,12 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) 
 def test_every_rank_looks_at_its_share_of_the_files_alone(tmp_path: Path) -> None:
     """The ranks that load are fewer than, as many as, or more than those that saved."""
     save_grid(tmp_path, Grid(2, 2))
-    manifest, folder = manifest_of(tmp_path, "global_step1"), tmp_path / "global_step1"
+    manifest, folder = read_tag_manifest(tmp_path, "global_step1"), tmp_path / "global_step1"
     for shares in (1, 2, 3, 4, 7):
-        found = [set(check_share(folder, manifest, share, shares)) for share in range(shares)]
+        found = [set(verify_share(folder, manifest, share, shares)) for share in range(shares)]
         assert sum(map(len, found)) == len(set().union(*found)) == len(os.listdir(folder)) - 1
         for share, files in enumerate(found):
-            assert {rank for rank in map(writer_of, files)} == set(range(4)[share::shares])
+            assert {rank for rank in map(rank_of_file, files)} == set(range(4)[share::shares])
 
 
 def test_files_of_one_rank_of_another_save_are_found_even_all_together(tmp_path: Path) -> None:
@@ -181,7 +181,8 @@ def test_files_of_one_rank_of_another_save_are_found_even_all_together(tmp_path:
         save_grid(tmp_path / name, Grid(1, 2), seed=seed)
     for path in (tmp_path / "b" / "global_step1").glob("rank1*"):
         shutil.copy(path, tmp_path / "a" / "global_step1" / path.name)
-    for attempt in (lambda: verify(tmp_path / "a", "global_step1"), lambda: open_checkpoint(tmp_path / "a"),
-                    lambda: zero_to_fp32.open_tag(tmp_path / "a").entries()):
-        with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match="rank1.json: .*is of another checkpoint"):
+    for attempt in (lambda: verify_tag(tmp_path / "a", "global_step1"), lambda: open_checkpoint(tmp_path / "a"),
+                    lambda: zero_to_fp32.open_tag(tmp_path / "a").output_tensors()):
+        with pytest.raises((CheckpointError, zero_to_fp32.DamagedCheckpoint),
+                           match="rank1.json: .*is of another checkpoint"):
             attempt()

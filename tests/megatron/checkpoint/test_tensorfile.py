@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.storage import crc32_file
-from megatron.checkpoint import tensorfile
-from megatron.checkpoint.tensorfile import AT_A_TIME, DTYPES, Item, TensorFile, split_files, write_file
+from megatron.checkpoint import safetensors_io
+from megatron.checkpoint.safetensors_io import (DTYPES, READ_BYTES, FileTensor, SafetensorsReader, split_files,
+                                                write_file)
 from megatron.errors import CheckpointError
 
 
-def item(key: str, tensor: torch.Tensor) -> Item:
-    return Item(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+def item(key: str, tensor: torch.Tensor) -> FileTensor:
+    return FileTensor(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     (batch,) = split_files([item(key, tensor) for key, tensor in tensors().items()])
     entry = write_file(path, batch)
     assert (entry.size, entry.crc32) == (path.stat().st_size, crc32_file(path))
-    for read in (load_file(path), {key: TensorFile(path, "f").tensor(key) for key in tensors()}):
+    for read in (load_file(path), {key: SafetensorsReader(path, "f").tensor(key) for key in tensors()}):
         assert set(read) == set(tensors())
         for key, tensor in tensors().items():
             assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), key
@@ -44,7 +45,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     made = {key: tensor.contiguous() for key, tensor in tensors().items()}
     save_file(made, tmp_path / "f.safetensors", metadata={"format": "pt"})
-    file = TensorFile(tmp_path / "f.safetensors", "f")
+    file = SafetensorsReader(tmp_path / "f.safetensors", "f")
     assert all(torch.equal(file.tensor(key), tensor) for key, tensor in made.items())
 
 
@@ -64,27 +65,27 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         fetched.append(weakref.ref(tensor))
         return tensor
 
-    write_file(tmp_path / "f", [Item(str(index), torch.float32, (1013,), load) for index in range(4)])
+    write_file(tmp_path / "f", [FileTensor(str(index), torch.float32, (1013,), load) for index in range(4)])
     assert len(fetched) == 4
 
 
 def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
-    wanted = torch.ones(4 * AT_A_TIME // 4)
+    wanted = torch.ones(4 * READ_BYTES // 4)
     write_file(tmp_path / "f", [item("w", wanted)])
-    file = TensorFile(tmp_path / "f", "f")
+    file = SafetensorsReader(tmp_path / "f", "f")
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.zeros(len(wanted), dtype=dtype)
         before = in_kilobytes("VmHWM")
         file.read("w", 0, out)
-        assert in_kilobytes("VmHWM") - before < (out.nbytes + 2 * AT_A_TIME) / 1024
+        assert in_kilobytes("VmHWM") - before < (out.nbytes + 2 * READ_BYTES) / 1024
         assert out.sum(dtype=torch.float64) == len(wanted)
 
 
 def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
     wanted = torch.arange(100.0)
     write_file(tmp_path / "f", [item("w", wanted)])
-    file = TensorFile(tmp_path / "f", "f")
-    with patch.object(tensorfile, "AT_A_TIME", 7 * 4):
+    file = SafetensorsReader(tmp_path / "f", "f")
+    with patch.object(safetensors_io, "READ_BYTES", 7 * 4):
         for start, count in ((0, 100), (3, 7), (3, 8), (99, 1), (50, 0)):
             for dtype in (torch.float32, torch.float64, torch.int64):
                 spread = torch.full((2 * count,), -1, dtype=dtype)
@@ -98,7 +99,7 @@ def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_drive_that_fails_under_a_reader_is_an_error_with_the_file(tmp_path: Path, number: int) -> None:
     write_file(tmp_path / "f", [item("w", torch.zeros(9))])
-    file = TensorFile(tmp_path / "f", "tag t: file f")
+    file = SafetensorsReader(tmp_path / "f", "tag t: file f")
     with patch.object(os, "preadv", side_effect=OSError(number, os.strerror(number))), \
             pytest.raises(CheckpointError, match=rf"^tag t: file f: cannot be read \({os.strerror(number)}\)$"):
         file.read("w", 0, torch.zeros(9))
@@ -120,9 +121,9 @@ def overwrite(path: Path) -> None:
 def test_a_file_that_changes_under_its_reader_is_an_error_and_no_signal(
         tmp_path: Path, change: Callable[[Path], None], later: int) -> None:
     write_file(tmp_path / "f", [item("w", torch.zeros(1 << 16))])
-    file = TensorFile(tmp_path / "f", "tag t: file f")
+    file = SafetensorsReader(tmp_path / "f", "tag t: file f")
     change(tmp_path / "f")
-    os.utime(tmp_path / "f", ns=(0, file._written + later))
+    os.utime(tmp_path / "f", ns=(0, file._modified_ns + later))
     with pytest.raises(CheckpointError, match="^tag t: file f: was written to or cut off while it was read$"):
         file.read("w", 0, torch.zeros(1 << 16, dtype=torch.float64))
 
@@ -134,7 +135,7 @@ def in_kilobytes(what: str) -> int:
 
 def test_a_run_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
     write_file(tmp_path / "f", [item("w", torch.arange(4.0))])
-    file = TensorFile(tmp_path / "f", "file f")
+    file = SafetensorsReader(tmp_path / "f", "file f")
     out = torch.empty(3, dtype=torch.float64)
     file.read("w", 1, out)
     assert out.tolist() == [1, 2, 3]
@@ -154,7 +155,7 @@ def test_a_run_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
 def test_a_header_that_does_not_fit_its_file_is_an_error(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match="file f"):
-        TensorFile(tmp_path / "f", "file f")
+        SafetensorsReader(tmp_path / "f", "file f")
     (tmp_path / "f").write_bytes((1 << 62).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="header of 4611686018427387904 bytes"):
-        TensorFile(tmp_path / "f", "file f")
+        SafetensorsReader(tmp_path / "f", "file f")

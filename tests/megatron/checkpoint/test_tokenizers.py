@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 from data.sentencepiece_model import train_sentencepiece  # noqa: E402
 from data.storage import UsageError  # noqa: E402
 from data.tokenizer import build  # noqa: E402
-from megatron.checkpoint.command import main  # noqa: E402
-from megatron.checkpoint.interchange.tokenizers import TokenizerFiles, tokenizer_files  # noqa: E402
-from megatron.config.flags import parse_args  # noqa: E402
+from megatron.checkpoint.cli import main  # noqa: E402
+from megatron.checkpoint.convert.tokenizer_files import TokenizerFiles, build_tokenizer_files  # noqa: E402
+from megatron.config.cli import parse_args  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
@@ -34,7 +34,7 @@ def section(**changes: Any) -> dict[str, Any]:
 
 
 def written(tmp_path: Path, settings: dict[str, Any], tokens: int) -> TokenizerFiles:
-    made = tokenizer_files(settings, ModelConfig(vocab_size=tokens))
+    made = build_tokenizer_files(settings, ModelConfig(vocab_size=tokens))
     for name, content in made.files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -122,8 +122,8 @@ def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path
     with open(path, "wb") as file:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS[3:6] * 50), model_writer=file,
                                                  vocab_size=40, hard_vocab_limit=False, minloglevel=2)
-    made = tokenizer_files(section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path)),
-                           ModelConfig(vocab_size=100))
+    made = build_tokenizer_files(section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path)),
+                                 ModelConfig(vocab_size=100))
     assert dict(made.files) == {"tokenizer.model": path.read_bytes()} and "sentencepiece package" in str(made.note)
 
 

@@ -21,30 +21,40 @@ import pytest
 import torch
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.checkpoint import commit, trash, writer
-from megatron.checkpoint.commit import Keep, sweep
-from megatron.checkpoint.piece import Piece
+from megatron.checkpoint import commit, deletion, writer
+from megatron.checkpoint.commit import Keep, clean_up_save_root
+from megatron.checkpoint.deletion import MAX_PENDING_FOLDERS, TRASH_PREFIX, BackgroundDeleter, delete_folder
+from megatron.checkpoint.pieces import TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import tag_names, verify
-from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, delete_now
-from megatron.config.flags import parse_args
-from megatron.launch import distributed
-from megatron.launch.signals import StopRequest
-from megatron.train.resume import Checkpoints
-from megatron.whereabouts import HERE
+from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.config.cli import parse_args
+from megatron.distributed import process_group
+from megatron.distributed.rank_status import STATUS
+from megatron.distributed.signals import StopListener
+from megatron.train.resume import RunCheckpoints
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY
 
 
-def save(root: Path, step: int, behind: BehindTheRun | None, tag: str | None = None, last: int = 1) -> None:
-    writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))],
-                rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1}, world=SOLO, run_id="run",
-                iteration=step, say=lambda line: None, keep=Keep(last), trash=behind)
+def save(root: Path, step: int, behind: BackgroundDeleter | None, tag: str | None = None, last: int = 1) -> None:
+    writer.save(root,
+                tag or f"global_step{step}",
+                pieces=[TensorPiece("w", "weight", (4, ), None, 0, 1, 0, torch.ones(4))],
+                rank_state={},
+                shared_state={},
+                config={},
+                layout={"tp": 1, "dp": 1},
+                world=SOLO,
+                run_id="run",
+                iteration=step,
+                say=lambda line: None,
+                keep=Keep(last),
+                trash=behind)
 
 
 def in_trash(root: Path) -> list[str]:
-    return [name for name in os.listdir(root) if name.startswith(TRASH)]
+    return [name for name in os.listdir(root) if name.startswith(TRASH_PREFIX)]
 
 
 @contextmanager
@@ -58,7 +68,7 @@ def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
         assert go.wait(10)
         remove(*words, **more)
 
-    with mock.patch.object(trash.shutil, "rmtree", later):
+    with mock.patch.object(deletion.shutil, "rmtree", later):
         yield go
 
 
@@ -71,29 +81,30 @@ def in_thread(action: Callable[[], object]) -> threading.Thread:
 
 
 def test_a_save_does_not_wait_for_what_it_deletes_until_it_piles_up(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+    behind = BackgroundDeleter()
     save(tmp_path, 1, behind)
     begun: list[Any] = []
     with slow_disk(begun) as go:
         save(tmp_path, 2, behind)
         assert tag_names(tmp_path) == ["global_step2"] and len(in_trash(tmp_path)) == 1
-        assert verify(tmp_path, "global_step2") and open_checkpoint(tmp_path, say=pytest.fail).tag == "global_step2"
+        assert verify_tag(tmp_path, "global_step2") and open_checkpoint(tmp_path,
+                                                                        print_line=pytest.fail).tag == "global_step2"
         save(tmp_path, 3, behind)
-        assert tag_names(tmp_path) == ["global_step3"] and len(in_trash(tmp_path)) == MOST + 1
+        assert tag_names(tmp_path) == ["global_step3"] and len(in_trash(tmp_path)) == MAX_PENDING_FOLDERS + 1
         later = in_thread(lambda: save(tmp_path, 4, behind))
         assert later.is_alive() and len(begun) == 1  # and it does not delete the same beside
         assert tag_names(tmp_path) == ["global_step3"]
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".staging")]
         go.set()
         later.join(60)
-    behind.wait()
+    behind.wait_for_deletions()
     assert tag_names(tmp_path) == ["global_step4"] and in_trash(tmp_path) == []
 
 
 def test_a_save_waits_for_what_is_deleted_where_its_room_is_needed(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+    behind = BackgroundDeleter()
     save(tmp_path, 1, behind)
-    with slow_disk() as go, mock.patch.object(commit, "_free", lambda path: 0 if in_trash(tmp_path) else 1 << 30):
+    with slow_disk() as go, mock.patch.object(commit, "_free_bytes", lambda path: 0 if in_trash(tmp_path) else 1 << 30):
         save(tmp_path, 2, behind)
         later = in_thread(lambda: save(tmp_path, 3, behind))
         assert later.is_alive() and tag_names(tmp_path) == ["global_step2"]
@@ -104,45 +115,45 @@ def test_a_save_waits_for_what_is_deleted_where_its_room_is_needed(tmp_path: Pat
 
 def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path: Path) -> None:
     """All ranks wait for both."""
-    for name in (f"{TRASH}left", ".staging-global_step1-killed"):
+    for name in (f"{TRASH_PREFIX}left", ".staging-global_step1-killed"):
         (tmp_path / name).mkdir()
-    behind, said = BehindTheRun(), list[str]()
+    behind, said = BackgroundDeleter(), list[str]()
     with slow_disk() as go:
-        sweep(tmp_path, said.append, behind.delete)
-        assert len(in_trash(tmp_path)) == behind.waiting == 2 and len(said) == 1
-        sweep(tmp_path, said.append, behind.delete)
-        assert behind.waiting == 2  # each once
+        clean_up_save_root(tmp_path, said.append, behind.delete)
+        assert len(in_trash(tmp_path)) == behind.pending_count == 2 and len(said) == 1
+        clean_up_save_root(tmp_path, said.append, behind.delete)
+        assert behind.pending_count == 2  # each once
         go.set()
-        behind.wait()
+        behind.wait_for_deletions()
     assert os.listdir(tmp_path) == []
-    (tmp_path / f"{TRASH}left").mkdir()
+    (tmp_path / f"{TRASH_PREFIX}left").mkdir()
     with slow_disk() as go:
         save(tmp_path, 1, behind)
         assert len(in_trash(tmp_path)) == 1
         go.set()
-        behind.wait()
+        behind.wait_for_deletions()
     assert in_trash(tmp_path) == []
 
 
 def test_a_start_does_not_wait_for_what_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / f"{TRASH}left").mkdir()
+    (tmp_path / f"{TRASH_PREFIX}left").mkdir()
     config = parse_args([*TINY, "--mock-data", "--save", str(tmp_path)])
     with slow_disk() as go:
-        with Checkpoints(config, build(), ByteLevelTokenizer().facts) as checkpoints:
+        with RunCheckpoints(config, build(), ByteLevelTokenizer().facts) as checkpoints:
             assert len(in_trash(tmp_path)) == 1
             go.set()
-            checkpoints._trash.wait()
+            checkpoints._deleter.wait_for_deletions()
     assert in_trash(tmp_path) == []
 
 
 def test_the_copy_that_a_save_of_the_same_name_replaces_goes_behind_the_run_too(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+    behind = BackgroundDeleter()
     save(tmp_path, 1, behind)
     with slow_disk() as go:
         save(tmp_path, 1, behind)
         assert len(in_trash(tmp_path)) == 1
         go.set()
-    behind.wait()
+    behind.wait_for_deletions()
     assert in_trash(tmp_path) == [] and tag_names(tmp_path) == ["global_step1"]
 
 
@@ -152,16 +163,16 @@ def test_without_a_trash_of_its_own_a_save_leaves_nothing(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 
-@pytest.mark.parametrize("leave", [distributed.take_leave, distributed.shutdown])
+@pytest.mark.parametrize("leave", [process_group.run_shutdown_callbacks, process_group.shutdown])
 def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
-    behind, events = BehindTheRun(), list[str]()
+    behind, events = BackgroundDeleter(), list[str]()
     save(tmp_path, 1, behind)
     with slow_disk() as go, mock.patch("torch.distributed.is_initialized", return_value=True), \
             mock.patch("torch.distributed.destroy_process_group", lambda: events.append("left")):
         save(tmp_path, 2, behind)
         leaving = in_thread(leave)
-        assert leaving.is_alive() and HERE.place.activity == "deletion of old checkpoints"
-        assert events == (["left"] if leave is distributed.shutdown else [])
+        assert leaving.is_alive() and STATUS.snapshot.activity == "deletion of old checkpoints"
+        assert events == (["left"] if leave is process_group.shutdown else [])
         go.set()
         leaving.join(60)
     assert in_trash(tmp_path) == []
@@ -169,57 +180,57 @@ def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Call
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_program_that_was_asked_to_stop_does_not_wait(when: str, tmp_path: Path) -> None:
-    behind, stop = BehindTheRun(), StopRequest()
+    behind, stop = BackgroundDeleter(), StopListener()
     save(tmp_path, 1, behind)
-    distributed.hurries_when(stop.hurries)
+    process_group.register_stop_check(stop.is_stop_pending)
     with slow_disk() as go:
         save(tmp_path, 2, behind)
         save(tmp_path, 3, behind)
         if when == "before":
-            stop.is_heeded = True
+            stop.is_stopping = True
             save(tmp_path, 4, behind)  # though they pile up
-        leaving = in_thread(distributed.take_leave)
+        leaving = in_thread(process_group.run_shutdown_callbacks)
         stop.signal = signal.SIGTERM
         leaving.join(5)
         assert not leaving.is_alive() and len(in_trash(tmp_path)) == 2 + (when == "before")
         go.set()
-        behind.wait()
-    sweep(tmp_path, print)
+        behind.wait_for_deletions()
+    clean_up_save_root(tmp_path, print)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
 def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, tmp_path: Path) -> None:
     said: list[str] = []
-    behind = BehindTheRun(said.append)
+    behind = BackgroundDeleter(said.append)
     save(tmp_path, 1, behind)
     with mock.patch.object(os, "unlink", side_effect=OSError(number, os.strerror(number))), \
             mock.patch.object(os, "rmdir", side_effect=OSError(number, os.strerror(number))):
-        folder = tmp_path / f"{TRASH}global_step1-0"
+        folder = tmp_path / f"{TRASH_PREFIX}global_step1-0"
         os.rename(tmp_path / "global_step1", folder)
         behind.delete(folder)
-        behind.wait()
+        behind.wait_for_deletions()
     assert said == [f"warning: {folder}, an old checkpoint, cannot be deleted ({os.strerror(number)}): the next save "
                     "tries again"]
     save(tmp_path, 2, behind)
-    behind.wait()
+    behind.wait_for_deletions()
     assert in_trash(tmp_path) == [] and len(said) == 1
 
 
 def test_what_somebody_else_deletes_meanwhile_is_no_warning(tmp_path: Path) -> None:
     said: list[str] = []
-    behind = BehindTheRun(said.append)
+    behind = BackgroundDeleter(said.append)
     save(tmp_path, 1, behind)
     with slow_disk() as go:
         save(tmp_path, 2, behind)
         for name in in_trash(tmp_path):
             subprocess.run(["rm", "-r", str(tmp_path / name)], check=True)
         go.set()
-        behind.wait()
+        behind.wait_for_deletions()
     assert said == []
 
 
 def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_path: Path) -> None:
-    behind, start = BehindTheRun(), threading.Thread.start
+    behind, start = BackgroundDeleter(), threading.Thread.start
     save(tmp_path, 1, behind)
 
     def starts(thread: threading.Thread) -> None:
@@ -229,108 +240,118 @@ def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_p
 
     with slow_disk() as go, mock.patch.object(threading.Thread, "start", starts):
         saving = in_thread(lambda: save(tmp_path, 2, behind))
-        waiting = in_thread(behind.wait)
+        waiting = in_thread(behind.wait_for_deletions)
         assert saving.is_alive() and waiting.is_alive()
         go.set()
         waiting.join(60)
         saving.join(60)
     assert in_trash(tmp_path) == []
-    behind.wait()
+    behind.wait_for_deletions()
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, RuntimeError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_warning_that_nobody_can_be_told_ends_no_deletion(error: type[Exception], tmp_path: Path) -> None:
-    behind = BehindTheRun(mock.Mock(side_effect=error))
-    folders = [tmp_path / f"{TRASH}{number}" for number in range(3)]
+    behind = BackgroundDeleter(mock.Mock(side_effect=error))
+    folders = [tmp_path / f"{TRASH_PREFIX}{number}" for number in range(3)]
     for folder in folders:
         folder.mkdir()
     go = threading.Event()
 
     def deleted(path: Path) -> OSError | None:
         assert go.wait(10)
-        return OSError(errno.EIO, "x") if path == folders[0] else delete_now(path)
+        return OSError(errno.EIO, "x") if path == folders[0] else delete_folder(path)
 
-    with mock.patch.object(trash, "delete_now", deleted):
+    with mock.patch.object(deletion, "delete_folder", deleted):
         for folder in folders[:2]:
             behind.delete(folder)
         go.set()
-        behind.wait()
+        behind.wait_for_deletions()
         for thread in threading.enumerate():
             if thread.name == "delete":
                 thread.join()
         assert folders[1].exists() == (error is RuntimeError)  # a bug: its traceback, and no more
     behind.delete(folders[2])
-    behind.wait()
+    behind.wait_for_deletions()
     assert not folders[1].exists() and not folders[2].exists()
 
 
 def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+    behind = BackgroundDeleter()
     for name in "ab":
-        (tmp_path / f"{TRASH}{name}").mkdir()
+        (tmp_path / f"{TRASH_PREFIX}{name}").mkdir()
     begun: list[Any] = []
     with slow_disk(begun) as go:
-        behind.delete(tmp_path / f"{TRASH}a")
+        behind.delete(tmp_path / f"{TRASH_PREFIX}a")
         while not begun:
             time.sleep(0.01)
         with behind._changed:  # as another thread has it where the fork comes
             child = os.fork()
             if child == 0:
-                trash.shutil.rmtree = lambda path, **more: os.rmdir(path)  # type: ignore[assignment]
+                deletion.shutil.rmtree = lambda path, **more: os.rmdir(path)  # type: ignore[assignment]
                 signal.alarm(20)
-                in_thread(behind.wait).join()
-                in_thread(lambda: behind.delete(tmp_path / f"{TRASH}b")).join()
+                in_thread(behind.wait_for_deletions).join()
+                in_thread(lambda: behind.delete(tmp_path / f"{TRASH_PREFIX}b")).join()
                 os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0 and in_trash(tmp_path) == [f"{TRASH}a"]
+        assert os.waitpid(child, 0)[1] == 0 and in_trash(tmp_path) == [f"{TRASH_PREFIX}a"]
         go.set()
-        behind.wait()
+        behind.wait_for_deletions()
     assert os.listdir(tmp_path) == []
 
 
 def test_many_folders_from_several_threads_are_all_deleted(tmp_path: Path) -> None:
-    behind = BehindTheRun()
-    folders = [tmp_path / f"{TRASH}{number}" for number in range(200)]
+    behind = BackgroundDeleter()
+    folders = [tmp_path / f"{TRASH_PREFIX}{number}" for number in range(200)]
     for folder in folders:
         (folder / "deeper").mkdir(parents=True)
 
     def give(share: list[Path]) -> None:
         for folder in share:
             behind.delete(folder)
-            behind.wait()
+            behind.wait_for_deletions()
 
     threads = [threading.Thread(target=give, args=(folders[start::4],)) for start in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    behind.wait()
+    behind.wait_for_deletions()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
-    (tmp_path / f"{TRASH}link").symlink_to(tmp_path / "kept")
-    assert delete_now(tmp_path / f"{TRASH}link") is None and os.listdir(tmp_path) == ["kept"]
+    (tmp_path / f"{TRASH_PREFIX}link").symlink_to(tmp_path / "kept")
+    assert delete_folder(tmp_path / f"{TRASH_PREFIX}link") is None and os.listdir(tmp_path) == ["kept"]
 
 
 def ranks_save(rank: int, world: int, root: str) -> bool:
     """Two saves, while what is deleted waits for their end; whether it did."""
-    behind, saved, in_time = BehindTheRun(), threading.Event(), []
+    behind, saved, in_time = BackgroundDeleter(), threading.Event(), []
 
     def wait(*words: Any, really: Callable[..., None] = shutil.rmtree, **more: Any) -> None:
         in_time.append(saved.wait(20))
         really(*words, **more)
 
-    with mock.patch.object(trash.shutil, "rmtree", wait):
+    with mock.patch.object(deletion.shutil, "rmtree", wait):
         for step in (1, 2):
-            piece = Piece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
-            writer.save(root, f"global_step{step}", pieces=[piece] if rank == 0 else [], tensors=[piece.tensor()],
-                        rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": world}, world=build().world,
-                        run_id="run", iteration=step, keep=Keep(1), trash=behind)
+            piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
+            writer.save(root,
+                        f"global_step{step}",
+                        pieces=[piece] if rank == 0 else [],
+                        tensors=[piece.to_tensor_entry()],
+                        rank_state={},
+                        shared_state={},
+                        config={},
+                        layout={"tp": 1, "dp": world},
+                        world=build().world,
+                        run_id="run",
+                        iteration=step,
+                        keep=Keep(1),
+                        trash=behind)
         saved.set()
-        distributed.take_leave()
-        behind.wait()
+        process_group.run_shutdown_callbacks()
+        behind.wait_for_deletions()
     return all(in_time) and bool(in_time) == (rank == 0)
 
 
@@ -342,7 +363,7 @@ def test_no_rank_waits_for_a_deletion(tmp_path: Path) -> None:
 KILLED = """
 import os, shutil, sys
 import pretrain_gpt2
-from megatron.checkpoint import trash
+from megatron.checkpoint import deletion
 
 def half(path, *words, **more):
     for name in sorted(os.listdir(path))[:2]:
@@ -350,7 +371,7 @@ def half(path, *words, **more):
     print("half deleted", path, flush=True)
     os.kill(os.getpid(), 9)
 
-trash.shutil.rmtree = half
+deletion.shutil.rmtree = half
 pretrain_gpt2.main()
 """
 
@@ -363,7 +384,7 @@ def test_a_program_that_is_killed_while_it_deletes_leaves_what_the_next_start_sw
     assert killed.returncode == -9 and "half deleted" in killed.stdout, killed.stderr
     assert len(in_trash(tmp_path / "s")) == 1
     for tag in tag_names(tmp_path / "s"):
-        verify(tmp_path / "s", tag)
+        verify_tag(tmp_path / "s", tag)
     subprocess.run([sys.executable, "pretrain_gpt2.py", *flags], env=environment, cwd=ROOT, check=True,
                    capture_output=True)
     assert sorted(name for name in os.listdir(tmp_path / "s") if name != ".lock") == [

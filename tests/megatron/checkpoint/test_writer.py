@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint import safetensors_io, writer
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint.pieces import LazyData, TensorPiece
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import tag_names, verify
-from megatron.checkpoint.tensorfile import TensorFile
+from megatron.checkpoint.safetensors_io import SafetensorsReader
+from megatron.checkpoint.tags import tag_names, verify_tag
 from megatron.errors import CheckpointError, NumericsError, StorageError, TrainerError
 from mpu.groups import SOLO, Group, build
 from mpu.split import Partition
@@ -48,13 +48,14 @@ class FullDisk:
 
 
 def patched(disk: FullDisk) -> Any:
-    return mock.patch.multiple(tensorfile.Sink, write=disk.patch(tensorfile.Sink.write))
+    return mock.patch.multiple(safetensors_io.ChecksummedWriter,
+                               write=disk.patch(safetensors_io.ChecksummedWriter.write))
 
 
 def check_untouched(root: Path) -> None:
     assert sorted(os.listdir(root)) == ["global_step1", "latest", "zero_to_fp32.py"]
-    verify(root, "global_step1")
-    assert open_checkpoint(root, say=pytest.fail).tag == "global_step1"
+    verify_tag(root, "global_step1")
+    assert open_checkpoint(root, print_line=pytest.fail).tag == "global_step1"
 
 
 @pytest.mark.parametrize("where", ["rank0", "rank1", "rank3.json", "shared.json", "manifest.json"])
@@ -76,7 +77,7 @@ def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
     for free, fits in ((needed // 2, False), (2 * needed, True)):
         disk = mock.Mock(total=1 << 40, free=free)
         with mock.patch.object(shutil, "disk_usage", lambda path, disk=disk: disk), \
-                mock.patch.object(tensorfile, "Sink", wraps=tensorfile.Sink) as sink:
+                mock.patch.object(safetensors_io, "ChecksummedWriter", wraps=safetensors_io.ChecksummedWriter) as sink:
             results = save_grid(tmp_path, Grid(2, 2), step=2)
         assert sink.called == fits
         if not fits:
@@ -85,7 +86,7 @@ def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
             assert re.search(f"No space left on device; [0-9]+ bytes needed, {free} free", message)
             assert int(message.split(" bytes needed")[0].split()[-1]) >= needed
             check_untouched(tmp_path)
-    verify(tmp_path, "global_step2")
+    verify_tag(tmp_path, "global_step2")
 
 
 def test_a_full_disk_at_any_write_loses_nothing(tmp_path: Path) -> None:
@@ -113,19 +114,19 @@ def test_a_failing_call_of_the_commit_loses_nothing(tmp_path: Path, operation: s
                 break
             except StorageError as error:
                 assert "No space left" in str(error)
-        verify(root, "global_step1")
-        assert verify(root, tag_names(root)[-1]).iteration in (1, 2)
+        verify_tag(root, "global_step1")
+        assert verify_tag(root, tag_names(root)[-1]).iteration in (1, 2)
         newest = tag_names(root)[-1]
         left = [name for name in os.listdir(root) if name.startswith(".")]
         assert not left or (left, newest) == ([".latest-pending"], "global_step2")
-        assert open_checkpoint(root, say=lambda line: None).tag == newest
+        assert open_checkpoint(root, print_line=lambda line: None).tag == newest
     assert call >= 1
 
 
 def save_on_rank(rank: int, world_size: int, root: str, full: int) -> str:
     """Save with a disk that is full for rank `full` only (-1: none)."""
     world = build().world
-    piece = Piece("w", "weight", (4,), Partition(0), rank, world_size, 0, torch.full((4,), float(rank)))
+    piece = TensorPiece("w", "weight", (4,), Partition(0), rank, world_size, 0, torch.full((4,), float(rank)))
     disk = FullDisk(0 if rank == full else 10**9)
     try:
         with patched(disk):
@@ -147,8 +148,8 @@ def test_real_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
     assert out.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def save_one(root: Path, data: torch.Tensor | Deferred, **changes: Any) -> None:
-    piece = Piece("w", "weight", (4,), None, 0, 1, 0, data)
+def save_one(root: Path, data: torch.Tensor | LazyData, **changes: Any) -> None:
+    piece = TensorPiece("w", "weight", (4,), None, 0, 1, 0, data)
     options: dict[str, Any] = dict(pieces=[piece], rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1},
                                    world=SOLO, run_id="run", iteration=2)
     writer.save(root, "global_step2", **{**options, **changes})
@@ -165,7 +166,7 @@ def test_a_non_finite_value_is_never_committed(tmp_path: Path, bad: float, dtype
 
 def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
     save_one(tmp_path, torch.full((4,), 3e38))
-    verify(tmp_path, "global_step2")
+    verify_tag(tmp_path, "global_step2")
 
 
 def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
@@ -193,15 +194,15 @@ def test_states_come_back_equal(tmp_path: Path) -> None:
 
 def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
     fetched: list[int] = []
-    save_one(tmp_path, Deferred(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
+    save_one(tmp_path, LazyData(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
     assert fetched == [1]
-    assert open_checkpoint(tmp_path)._file("rank0.safetensors").tensor("weight/w/0/0").tolist() == [0, 1, 2, 3]
+    assert open_checkpoint(tmp_path)._open_file("rank0.safetensors").tensor("weight/w/0/0").tolist() == [0, 1, 2, 3]
 
 
 def test_large_ranks_write_several_files(tmp_path: Path) -> None:
-    with mock.patch.object(tensorfile, "FILE_BYTES", 200):
+    with mock.patch.object(safetensors_io, "MAX_FILE_BYTES", 200):
         save_grid(tmp_path, Grid(1, 2))
-    names = set(verify(tmp_path, "global_step1").files)
+    names = set(verify_tag(tmp_path, "global_step1").files)
     assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names
     state = open_checkpoint(tmp_path).rank_state(1)
     assert state is not None and state["stream"].tolist() == list(range(1, 9))
@@ -230,8 +231,12 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
 
 def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
     save_grid(tmp_path, Grid(4, 1))
-    holders = {rank for rank in range(4) for key in
-               TensorFile(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").places if "norm.weight" in key}
+    holders = {
+        rank
+        for rank in range(4)
+        for key in SafetensorsReader(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").tensors
+        if "norm.weight" in key
+    }
     assert holders == {0}
 
 
@@ -253,7 +258,7 @@ def test_ranks_that_have_other_tensors_in_mind_do_not_save(tmp_path: Path) -> No
 def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
     real = made.runs
 
-    def fewer(*args: Any) -> list[Piece]:
+    def fewer(*args: Any) -> list[TensorPiece]:
         return [piece for piece in real(*args) if args[3] == 0 or piece.name != "fc.weight"]
 
     with mock.patch.object(made, "runs", fewer):
@@ -265,4 +270,4 @@ def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
 
 def test_a_group_of_one_needs_no_process_group(tmp_path: Path) -> None:
     save_one(tmp_path, torch.zeros(4), world=Group(0, 1, (0,)))
-    verify(tmp_path, "global_step2")
+    verify_tag(tmp_path, "global_step2")

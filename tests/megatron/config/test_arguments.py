@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags import NO, YES, build_parser, parse_args, switches
-from megatron.config.foreign import FOREIGN
-from megatron.config.help import everything, one_screen
+from megatron.config.cli import NO, YES, build_parser, normalise_switches, parse_args
+from megatron.config.cli_help import FOREIGN_FLAGS, full_help, short_help
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
-from megatron.tune.words import flags_of
-from megatron.version import DISTRIBUTION, __version__
+from megatron.package import DISTRIBUTION, __version__
+from megatron.tune.trial import config_to_flags
 
 ROOT = Path(__file__).parents[3]
 
@@ -289,10 +288,13 @@ def test_a_flag_of_megatron_that_changes_nothing_is_accepted(argv: str) -> None:
 def test_a_schedule_of_wsd_is_told_to_ranks_and_to_trials() -> None:
     config = parse_args("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style minus_sqrt "
                         "--lr-warmup-iters 3".split())
-    told = {flag: value for flag, value in config.told().items() if Config().told()[flag] != value}
+    told = {
+        flag: value
+        for flag, value in config.rank_invariant_settings().items() if Config().rank_invariant_settings()[flag] != value
+    }
     assert told == {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": 5, "--lr-wsd-decay-style": "minus_sqrt",
                     "--lr-warmup-iters": 3}
-    assert parse_args(flags_of(config)) == config
+    assert parse_args(config_to_flags(config)) == config
 
 
 def test_settings_of_the_wsd_decay_say_so_where_the_style_is_another() -> None:
@@ -398,21 +400,24 @@ def test_every_switch_has_a_value_as_well(action: argparse.Action) -> None:
         off = [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
         for words, values in (([name], YES), (off, NO)):
             for value in (*values, *map(str.title, values)):
-                kept, sentences = switches(parser, [f"{name}={value}"])
+                kept, sentences = normalise_switches(parser, [f"{name}={value}"])
                 assert not sentences and vars(parser.parse_args(kept)) == vars(parser.parse_args(words))
-        assert name in switches(parser, [f"{name}=perhaps"])[1][0]
+        assert name in normalise_switches(parser, [f"{name}=perhaps"])[1][0]
 
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
     known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert {name for name in FOREIGN if f"--{name}" in known} == {name for name in FOREIGN if FOREIGN[name].is_alias}
-    for name, entry in FOREIGN.items():
+    assert {name
+            for name in FOREIGN_FLAGS
+            if f"--{name}" in known} == {name
+                                         for name in FOREIGN_FLAGS if FOREIGN_FLAGS[name].is_alias}
+    for name, entry in FOREIGN_FLAGS.items():
         named = set(re.findall(r"--[a-z][\w-]*", entry.answer)) - {"--nproc-per-node"}
         assert named <= known, name
 
 
 def test_help_is_one_screen_and_help_all_is_everything() -> None:
-    first, rest = one_screen(), everything()
+    first, rest = short_help(), full_help()
     assert len(first.splitlines()) <= 46 and max(map(len, first.splitlines())) <= 100
     assert "python pretrain_gpt2.py --preset tiny --mock-data" in first and "megatron.launch" in first
     for text in (first, rest):
@@ -462,8 +467,8 @@ def test_config_errors_end_in_one_line_without_importing_torch() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     probe = (
-        "import sys; from megatron.config import flags; from megatron.launch import exits, distributed; "
-        "flags.parse_args([]); "
+        "import sys; from megatron.config import cli; from megatron.distributed import exit_codes, process_group; "
+        "cli.parse_args([]); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from data.cli import misspelt
+from data.cli import suggest_spelling
 from data.webtext.__main__ import build_parser as webtext
-from megatron.checkpoint.command import parse as checkpoint
+from megatron.checkpoint.cli import parse_arguments as checkpoint
+from megatron.distributed.exit_codes import exit_reason_of
 from megatron.errors import ConfigError
-from megatron.evaluate.command import build_parser as evaluate
-from megatron.inference.command import build_parser as generate
-from megatron.launch.exits import explain
-from megatron.plan.command import parse as plan
-from megatron.report.command import _parser as report
-from megatron.serve.command import build_parser as serve
-from megatron.tune.command import parse as tune
+from megatron.evaluate.cli import build_parser as evaluate
+from megatron.inference.cli import build_parser as generate
+from megatron.plan.cli import parse as plan
+from megatron.report.cli import _parser as report
+from megatron.serve.cli import build_parser as serve
+from megatron.tune.cli import parse as tune
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
     "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),
@@ -58,12 +58,12 @@ def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> 
     ("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""), ("--laod", "--load"),
     ("--max-connectoins", "--max-connections"), ("--mx-conections", "--max-connections"), ("--m-conections", "")])
 def test_how_near_a_flag_has_to_be(word: str, found: str) -> None:
-    hint = misspelt(word, ["--port", "--load", "--max-connections"])
+    hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
     assert hint == (f"did you mean {found}?" if found else "")
 
 
 def test_the_way_to_a_traceback_is_one_that_the_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x"])
     monkeypatch.delenv("MEGATRON_DEBUG", raising=False)
-    assert "run with --debug" in explain(KeyError("a"), is_job=True).text
-    assert "set MEGATRON_DEBUG=1" in explain(KeyError("a"), is_job=False).text
+    assert "run with --debug" in exit_reason_of(KeyError("a"), is_job=True).text
+    assert "set MEGATRON_DEBUG=1" in exit_reason_of(KeyError("a"), is_job=False).text

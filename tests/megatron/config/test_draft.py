@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.problems import Draft
-from megatron.config.ds_file import build
-from megatron.config.flags import parse_args
-from megatron.config.problems import ConfigErrors, sentences_of
+from megatron.config.cli import parse_args
+from megatron.config.config_errors import ConfigErrors, ErrorCollector, FlagToKeyNames, error_sentences
+from megatron.config.ds_json import build_ds_config
 from megatron.config.tree import build_config
-from megatron.config.words import Words
 from megatron.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,9 +85,9 @@ CONSEQUENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def reasons(source: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        build(source, flags=flags, world_size=2)
+        build_ds_config(source, flags=flags, world_size=2)
     assert caught.value.code == 2
-    return sentences_of(caught.value)
+    return error_sentences(caught.value)
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -121,21 +119,21 @@ def test_flags_and_what_is_checked_after_them_end_in_the_same_list(tmp_path: Pat
 
 
 def test_a_draft_goes_on_without_what_is_wrong() -> None:
-    draft = Draft()
+    draft = ErrorCollector()
     config = build_config({"zero_stage": 9, "batch_size": 3, "adam_eps": -1.0, "weight_decay": 0.5}, draft)
     assert (config.zero.zero_stage, config.train.batch_size, config.optim.weight_decay) == (0, 3, 0.5)
     with pytest.raises(ConfigErrors, match="2 errors"):
-        draft.stop()
+        draft.raise_if_any()
 
 
 def test_a_setting_in_doubt_is_one_whichever_way_its_flag_is_written() -> None:
-    draft = Draft()
-    draft.note(["--no-compile is wrong", "--compile too"])
-    draft.note(["--compile follows", "--lr does not"])
-    draft.words = Words({"--lr": "lr", "--bf16": "bf16"}, file="f")
-    draft.note(["--no-bf16 is said as a key"])
+    draft = ErrorCollector()
+    draft.add_errors(["--no-compile is wrong", "--compile too"])
+    draft.add_errors(["--compile follows", "--lr does not"])
+    draft.key_names = FlagToKeyNames({"--lr": "lr", "--bf16": "bf16"}, file="f")
+    draft.add_errors(["--no-bf16 is said as a key"])
     with pytest.raises(ConfigErrors) as caught:
-        draft.stop()
+        draft.raise_if_any()
     assert caught.value.sentences == ("--no-compile is wrong", "--compile too", "--lr does not",
                                       "bf16 false is said as a key")
     assert str(caught.value).startswith("f: 4 errors:\n  (1) --no-compile is wrong\n")
@@ -158,5 +156,5 @@ def test_the_program_ends_with_a_line_for_each_reason(tmp_path: Path, ranks: int
 def test_what_belongs_to_an_optimizer_in_doubt_is_not_judged_by_another(flags: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(["--no-adam-w-mode", *flags.split()])
-    (told,) = sentences_of(caught.value)
+    (told,) = error_sentences(caught.value)
     assert told.startswith("--no-adam-w-mode and --optimizer ")

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, OptimConfig, ZeroConfig
-from megatron.config.ds_together import solve_batch
-from megatron.config.ds_file import build, read
-from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
-from megatron.config.flags import parse_args
-from megatron.config.setting import Key, flag_name
+from megatron.config.cli import parse_args
+from megatron.config.ds_cross_keys import solve_batch_sizes
+from megatron.config.ds_json import build_ds_config, read_ds_json
+from megatron.config.ds_keys import DS_KEYS, DS_OBJECTS, FixedValue, IgnoredKey, RenamedKey, UnsupportedSection
+from megatron.config.schema import JsonKey, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.optim.schedule import Schedule
-from megatron.zero.api.schedule import schedule_of
+from megatron.optim.schedulers import LRSchedule
+from megatron.zero.api.optimizer import build_lr_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,7 +54,7 @@ def changes(config: Config) -> dict[str, Any]:
 
 def refusal(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        build(*args, **kwargs)
+        build_ds_config(*args, **kwargs)
     return str(caught.value)
 
 
@@ -284,27 +284,28 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def rows(*kinds: type) -> list[str]:
-    return [path for path, row in TABLE.items() if isinstance(row, kinds)]
+    return [path for path, row in DS_KEYS.items() if isinstance(row, kinds)]
 
 
 def test_every_key_with_an_effect_has_a_case():
-    assert set(CASES) == set(rows(Key, Old))
+    assert set(CASES) == set(rows(JsonKey, RenamedKey))
 
 
 @pytest.mark.parametrize("path", CASES)
 def test_a_key_sets_its_fields_and_no_other(path):
     value, expected, beside = CASES[path]
-    config = build(merged(beside, nested(path, value)))
+    config = build_ds_config(merged(beside, nested(path, value)))
     assert changes(config) == expected
-    row = TABLE[path]
-    assert any(f"{path} is deprecated" in note for note in config.notes) == (isinstance(row, Old) and row.deprecated)
+    row = DS_KEYS[path]
+    assert any(f"{path} is deprecated" in note for note in config.notes) == (isinstance(row, RenamedKey)
+                                                                             and row.deprecated)
 
 
-@pytest.mark.parametrize("path", rows(Only))
+@pytest.mark.parametrize("path", rows(FixedValue))
 def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_its_reason(path):
-    row, beside = TABLE[path], WARMUP if path.startswith("scheduler") else {}
+    row, beside = DS_KEYS[path], WARMUP if path.startswith("scheduler") else {}
     for value in row.values:
-        assert changes(build(merged(beside, nested(path, value)))) == changes(build(beside))
+        assert changes(build_ds_config(merged(beside, nested(path, value)))) == changes(build_ds_config(beside))
     twins = [bool(value) for value in row.values if isinstance(value, (int, float)) and value in (0, 1)
              and not isinstance(value, bool)]  # true is no number; 1 is true
     for wrong in ([], "no", 17, not row.values[0], *twins):
@@ -314,35 +315,36 @@ def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_it
 
 def test_texts_and_switches_are_read_as_deepspeed_does():
     said = {"gradient_allreduce_op": "MEAN", "zero_allow_untested_optimizer": 0, "managed_gradient_accumulation": 1}
-    assert build({**said, "sparse_gradients": 0, "bf16": {"enabled": 1}}).precision.bf16
+    assert build_ds_config({**said, "sparse_gradients": 0, "bf16": {"enabled": 1}}).precision.bf16
     assert "for their sum multiply the loss" in refusal({"gradient_allreduce_op": "sum"})
     for foreign in ("learning_rate", "accumulate_gradients"):
         assert "did you mean" not in refusal({foreign: 1})
 
 
-@pytest.mark.parametrize("path", rows(NoEffect))
+@pytest.mark.parametrize("path", rows(IgnoredKey))
 def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
-    row = TABLE[path]
-    assert build(nested(path, row.default)).notes == ()
+    row = DS_KEYS[path]
+    assert build_ds_config(nested(path, row.default)).notes == ()
     others = {0: 5, 1: 5, "nccl": "mpi", "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job",
               2.0**63: 1e6, "gram": "standard"}
     other = not row.default if isinstance(row.default, bool) else others[row.default]
-    config = build(nested(path, other))
+    config = build_ds_config(nested(path, other))
     assert changes(config) == {} and len(config.notes) == 1
     assert path in config.notes[0] and row.reason in config.notes[0]
 
 
-@pytest.mark.parametrize("path", rows(Absent))
+@pytest.mark.parametrize("path", rows(UnsupportedSection))
 def test_a_section_that_does_not_exist_here_is_accepted_only_switched_off(path):
-    for off in ({"enabled": False, "other": [1, {"x": 2}]}, {}, None, False, *TABLE[path].off):
-        assert build(nested(path, off)) == Config()
+    for off in ({"enabled": False, "other": [1, {"x": 2}]}, {}, None, False, *DS_KEYS[path].off):
+        assert build_ds_config(nested(path, off)) == Config()
     for on in ({"enabled": True}, {"other": 1}, True, "auto", [], 0):
         told = refusal(nested(path, on))
-        assert path in told and TABLE[path].reason in told
+        assert path in told and DS_KEYS[path].reason in told
 
 
 def test_tensor_parallelism_of_one_rank_is_none():
-    assert build({"tensor_parallel": {"autotp_size": 1}}) == build({"tensor_parallel": {"autotp_size": 0}}) == Config()
+    assert build_ds_config({"tensor_parallel": {"autotp_size": 1}}) == build_ds_config(
+        {"tensor_parallel": {"autotp_size": 0}}) == Config()
     assert "tensor parallelism is set up by" in refusal({"tensor_parallel": {"autotp_size": 2}})
 
 
@@ -359,42 +361,42 @@ WRONG = {"true or false": ["true ", 2, -1, 0.5, None, [], "false"],
          "an object {...}": ["2", 2, []], "an integer of at least 1, or never": [0, 1.5, True, "soon", []]}
 
 
-@pytest.mark.parametrize("path", rows(Key, Old, NoEffect))
+@pytest.mark.parametrize("path", rows(JsonKey, RenamedKey, IgnoredKey))
 def test_a_value_of_the_wrong_type_is_told_with_its_path_and_what_is_expected(path):
-    kind, nullable = TABLE[path].kind, getattr(TABLE[path], "nullable", False)
+    kind, nullable = DS_KEYS[path].json_type, getattr(DS_KEYS[path], "nullable", False)
     for value in [] if kind.expected == "anything" else WRONG.get(kind.expected, [1, True, [], "other", math.nan]):
         if value is not None or not nullable:
             told = refusal(nested(path, value))
             assert f"{path} is " in told and kind.expected in told, (value, told)
 
 
-@pytest.mark.parametrize("path", sorted(OBJECTS - set(TABLE)))
+@pytest.mark.parametrize("path", sorted(DS_OBJECTS - set(DS_KEYS)))
 def test_a_section_must_be_an_object_and_null_is_none(path):
     assert "expected an object" in refusal(nested(path, 3)) and "expected an object" in refusal(nested(path, [1]))
-    assert build(nested(path, None)) == Config()
+    assert build_ds_config(nested(path, None)) == Config()
 
 
-@pytest.mark.parametrize("path", rows(Key, Only, NoEffect))
+@pytest.mark.parametrize("path", rows(JsonKey, FixedValue, IgnoredKey))
 def test_auto_is_the_default_and_is_answered(path):
     if path == "optimizer.params.momentum":
         return  # below: a file that says nothing of momentum means 0
     if path == FREEZE_STEP:
-        found = build(merged(ONE_BIT, nested(path, "auto")))
+        found = build_ds_config(merged(ONE_BIT, nested(path, "auto")))
         assert changes(found)["onebit_freeze_step"] == "auto"  # it is found
         assert f' config: {path} "auto": found while the run goes on' in found.notes
         return
     beside = typed(OWN[path.rpartition(".")[2]][0]) if path.rpartition(".")[2] in OWN else {}
     beside = WARMUP if path.startswith("scheduler") else beside
     given = {"scheduler": {"params": {"warmup_min_lr": "auto"}}} if beside is WARMUP else nested(path, "auto")
-    config = build(merged(beside, given))
+    config = build_ds_config(merged(beside, given))
     assert any('"auto"' in note for note in config.notes)
-    assert changes(config) == changes(build(beside))
+    assert changes(config) == changes(build_ds_config(beside))
 
 
 def test_auto_says_what_was_chosen():
     tree = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
             "zero_optimization": {"reduce_bucket_size": "auto"}}
-    config = build(tree, flags={"batch_size": 2, "global_batch_size": 12, "clip_grad": 0.5}, world_size=2)
+    config = build_ds_config(tree, flags={"batch_size": 2, "global_batch_size": 12, "clip_grad": 0.5}, world_size=2)
     assert [note.partition(": ")[2] for note in config.notes] == [
         'train_batch_size "auto": 12', 'gradient_accumulation_steps "auto": 3',
         'gradient_clipping "auto": --clip-grad 0.5',
@@ -406,34 +408,34 @@ def test_auto_says_what_was_chosen():
 def test_an_auto_warm_up_is_the_share_that_the_flags_say(kind, steps):
     params = {"warmup_num_steps": "auto", **({"total_num_steps": steps} if kind == "WarmupDecayLR" else {})}
     tree = {"scheduler": {"type": kind, "params": params}}
-    config = build(tree, flags={"train_iters": steps, "warmup": 0.02})
+    config = build_ds_config(tree, flags={"train_iters": steps, "warmup": 0.02})
     assert f'{steps // 50} steps of {steps}' in " ".join(config.notes)
-    assert schedule_of(config).warmup_steps == steps // 50
+    assert build_lr_schedule(config).warmup_steps == steps // 50
     if kind == "WarmupLR":
-        config = build(tree, in_engine=True)
-        assert schedule_of(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
+        config = build_ds_config(tree, in_engine=True)
+        assert build_lr_schedule(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
 
 
 def test_a_note_about_a_flag_names_the_key_that_was_given():
-    config = build({"zero_optimization": {"round_robin_gradients": True}}, flags={"log_interval": 5})
-    assert config.in_its_words("--round-robin-gradients, --log-interval") == (
+    config = build_ds_config({"zero_optimization": {"round_robin_gradients": True}}, flags={"log_interval": 5})
+    assert config.translate("--round-robin-gradients, --log-interval") == (
         "zero_optimization.round_robin_gradients, --log-interval")
 
 
 def test_an_engine_has_keys_and_no_flags():
-    config = build({}, in_engine=True)
+    config = build_ds_config({}, in_engine=True)
     for path in ("gradient_clipping", "train_batch_size", "fp16.enabled", HOME + "nvme_path", "aio.block_size"):
-        assert config.in_its_words(f"{flag_name(TABLE[path].field)} is 1") == f"{path} is 1"
-    assert config.in_its_words("--num-layers") == "--num-layers", "there is no such key"
+        assert config.translate(f"{flag_name(DS_KEYS[path].field)} is 1") == f"{path} is 1"
+    assert config.translate("--num-layers") == "--num-layers", "there is no such key"
 
 
 @pytest.mark.parametrize(("flags", "said"), [
     ({}, HOME + "nvme_path"), ({"offload_optimizer_nvme_path": "/x"}, "--offload-optimizer-nvme-path")])
 def test_a_sentence_about_a_key_names_no_flag_that_was_not_given(flags, said):
-    config = build(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
-    assert config.in_its_words("--offload-optimizer-device needs --offload-optimizer-nvme-path") == (
+    config = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
+    assert config.translate("--offload-optimizer-device needs --offload-optimizer-nvme-path") == (
         f"{HOME}device needs {said}")
-    assert config.in_its_words("--offload-optimizer-nvme-path") == "--offload-optimizer-nvme-path", "of no key"
+    assert config.translate("--offload-optimizer-nvme-path") == "--offload-optimizer-nvme-path", "of no key"
 
 
 def test_each_of_several_errors_is_in_its_own_words():
@@ -444,8 +446,8 @@ def test_each_of_several_errors_is_in_its_own_words():
 
 
 def test_an_error_of_another_room_is_in_these_words_as_well():
-    words = build(merged(STAGE_3, nested(HOME + "device", "cpu"))).words
-    with pytest.raises(StorageError, match=f"^{HOME}device cpu: there is no room$"), words.speaking():
+    words = build_ds_config(merged(STAGE_3, nested(HOME + "device", "cpu"))).key_names
+    with pytest.raises(StorageError, match=f"^{HOME}device cpu: there is no room$"), words.translate_errors():
         raise StorageError("--offload-optimizer-device cpu: there is no room")
 
 
@@ -540,40 +542,40 @@ def test_a_combination_that_cannot_be_honoured_says_why(tree, told):
 
 
 def test_the_optimizer_of_a_flag_takes_the_parameters_of_the_file():
-    config = build(nested("optimizer.params.betas", [0.8, 0.9]), flags={"optimizer": "lion"})
+    config = build_ds_config(nested("optimizer.params.betas", [0.8, 0.9]), flags={"optimizer": "lion"})
     assert config.optim.hyper_parameters() == {"betas": (0.8, 0.9), "weight_decay": 0.01}
 
 
 def test_a_type_without_its_parameters_is_deepspeeds_optimizer():
-    assert build(typed("SGD")).optim.sgd_momentum == 0 and OptimConfig(optimizer="sgd").sgd_momentum == 0.9
-    assert build(typed("SGD"), flags={"sgd_momentum": 0.8}).optim.sgd_momentum == 0.8
-    assert build(merged(typed("SGD"), nested("optimizer.params.momentum", "auto"))).optim.sgd_momentum == 0.9
-    assert build(typed("Lion")).optim.hyper_parameters()["betas"] == (0.9, 0.99)
-    corrected = build(merged(ADAM, nested("optimizer.params.bias_correction", True)))
+    assert build_ds_config(typed("SGD")).optim.sgd_momentum == 0 and OptimConfig(optimizer="sgd").sgd_momentum == 0.9
+    assert build_ds_config(typed("SGD"), flags={"sgd_momentum": 0.8}).optim.sgd_momentum == 0.8
+    assert build_ds_config(merged(typed("SGD"), nested("optimizer.params.momentum", "auto"))).optim.sgd_momentum == 0.9
+    assert build_ds_config(typed("Lion")).optim.hyper_parameters()["betas"] == (0.9, 0.99)
+    corrected = build_ds_config(merged(ADAM, nested("optimizer.params.bias_correction", True)))
     assert corrected.optim.hyper_parameters() == OptimConfig().hyper_parameters()
-    eps = build(merged(typed("Adagrad"), nested("optimizer.params.eps", 1))).optim
+    eps = build_ds_config(merged(typed("Adagrad"), nested("optimizer.params.eps", 1))).optim
     assert eps.hyper_parameters()["eps"] == 1.0 and eps.adam_eps == 1e-8
 
 
 def test_a_warm_up_without_a_type_is_logarithmic_as_in_deepspeed():
     tree = {"scheduler": {"type": "WarmupLR"}}
-    assert build(tree).schedule.warmup_type == "log"
-    assert build(tree, flags={"warmup_type": "linear"}).schedule.warmup_type == "linear"
+    assert build_ds_config(tree).schedule.warmup_type == "log"
+    assert build_ds_config(tree, flags={"warmup_type": "linear"}).schedule.warmup_type == "linear"
     for said in (nested("scheduler.params.warmup_type", "auto"), nested("scheduler.params.warmup_num_steps", 0)):
-        assert build(merged(tree, said)).schedule.warmup_type == "linear"
+        assert build_ds_config(merged(tree, said)).schedule.warmup_type == "linear"
 
 
-PAIRS = [(old, new) for old in rows(Old) for new in TABLE[old].new
-         if old != "zero_optimization" and isinstance(TABLE[new], Key)]
+PAIRS = [(old, new) for old in rows(RenamedKey) for new in DS_KEYS[old].new_paths
+         if old != "zero_optimization" and isinstance(DS_KEYS[new], JsonKey)]
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_a_deprecated_key_beside_its_new_name_must_say_the_same(old, new):
     value = CASES[old][0]
-    same = TABLE[old].to(value)
+    same = DS_KEYS[old].convert(value)
     for tree in (merged(nested(old, value), nested(new, same)), merged(nested(new, same), nested(old, value))):
-        found = read(tree)
-        assert found.raw[new] == same and TABLE[old].deprecated == any(
+        found = read_ds_json(tree)
+        assert found.raw_values[new] == same and DS_KEYS[old].deprecated == any(
             f"{old} is deprecated" in note for note in found.notices)
     other = {True: False, 0.5: 0.25, 2: 3, 500_000: 1, "cpu": "none"}.get(same)
     if other is not None:
@@ -599,12 +601,12 @@ def test_every_error_of_a_file_is_reported_at_once():
     assert many.startswith("config: 50 errors, of which the first 40 are:\n") and many.count("\n") == 40
 
 
-SECTIONS_OF_FILE = sorted({path.rpartition(".")[2] for path in OBJECTS})
+SECTIONS_OF_FILE = sorted({path.rpartition(".")[2] for path in DS_OBJECTS})
 
 
 @pytest.mark.parametrize("name", SECTIONS_OF_FILE)
 def test_a_section_in_the_wrong_place_is_sent_to_the_right_one(name):
-    homes = [path.rpartition(".")[0] for path in sorted(OBJECTS) if path.rpartition(".")[2] == name]
+    homes = [path.rpartition(".")[0] for path in sorted(DS_OBJECTS) if path.rpartition(".")[2] == name]
     for wrong in {"", "zero_optimization.", "fp16.", "aio."} - {f"{home}." if home else "" for home in homes}:
         told = refusal(nested(f"{wrong}{name}", {"enabled": True}))
         assert f"unknown key {wrong}{name}; move it " in told
@@ -643,8 +645,9 @@ def test_a_buffer_has_room_for_the_chunks_of_a_forward():
                                          "number_checkpoints": 3}}
     flags = {"checkpoint_activations": True, "num_layers": 7, "checkpoint_num_layers": 2}
     assert "number_checkpoints 3 is below the 4 chunks of --num-layers 7" in refusal(tree, flags=flags)
-    assert build(tree, flags={**flags, "num_layers": 6}).chunks == 3
-    assert build(tree, flags={**flags, "checkpoint_activations": False}).chunks == 4, "the section switches nothing on"
+    assert build_ds_config(tree, flags={**flags, "num_layers": 6}).chunks == 3
+    assert build_ds_config(tree, flags={**flags, "checkpoint_activations": False
+                                        }).chunks == 4, "the section switches nothing on"
 
 
 OFFLOADED = [(kind, place, stage) for kind in (HOME, PARAM) for place in ("cpu", "nvme") for stage in range(4)]
@@ -659,14 +662,14 @@ def test_what_is_split_over_ranks_can_be_offloaded_and_nothing_else(section, pla
         assert f"{section}device {place} needs zero_optimization.stage {3 if least == 3 else '1, 2 or 3'}" in told
         assert f"not {stage}" in told, "in the words of the file"
     else:
-        config = build(tree)
+        config = build_ds_config(tree)
         assert flat(config)[f"offload_{kind}_device"] == place and config.zero.zero_stage == stage
 
 
 @pytest.mark.parametrize("old", ["cpu_offload", "cpu_offload_params"])
 def test_the_old_names_need_the_same_stage_and_are_named_in_the_refusal(old):
     assert f"{ZERO}{old} cpu needs zero_optimization.stage " in refusal(nested(ZERO + old, True))
-    assert build(nested(ZERO + old, False)) == Config()
+    assert build_ds_config(nested(ZERO + old, False)) == Config()
 
 
 @pytest.mark.parametrize(("section", "kind"), [(HOME, "optimizer"), (PARAM, "param")])
@@ -678,17 +681,17 @@ def test_a_drive_needs_its_folder(section, kind):
 
 def test_state_on_a_drive_is_updated_by_the_host():
     tree = merged(STAGE_3, nested(HOME + "device", "nvme"), nested(HOME + "nvme_path", "/x"))
-    assert build(merged(tree, nested(HOME + "update", "host"))).offload.offload_update == "host"
+    assert build_ds_config(merged(tree, nested(HOME + "update", "host"))).offload.offload_update == "host"
     assert "comes by way of the host" in refusal(merged(tree, nested(HOME + "update", "device")))
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "deepspeedcpuadam", "DeepSpeed_Adam", "FusedAdam", "Adam"])
 def test_every_name_of_adam_is_adamw_unless_the_file_says_otherwise(name):
     beside = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert build(merged(beside, typed(name))).optim == build(merged(beside, ADAM)).optim
-    assert build(typed(name)).optim.adam_w_mode
+    assert build_ds_config(merged(beside, typed(name))).optim == build_ds_config(merged(beside, ADAM)).optim
+    assert build_ds_config(typed(name)).optim.adam_w_mode
     coupled = merged(typed(name), nested("optimizer.params.adam_w_mode", False))
-    assert not build(coupled).optim.adam_w_mode
+    assert not build_ds_config(coupled).optim.adam_w_mode
 
 
 # ---- batch sizes -------------------------------------------------------------------------------------------------
@@ -702,10 +705,10 @@ def test_the_batch_triple_is_solved_exactly_where_a_solution_exists():
         steps = [accumulation] if accumulation else range(1, 13) if total and micro else [1]
         fits = [(m * a * dp, m) for m in micros for a in steps if total in (None, m * a * dp)]
         if fits:
-            assert solve_batch(*given, dp) == fits[0] and len(fits) == 1
+            assert solve_batch_sizes(*given, dp) == fits[0] and len(fits) == 1
         else:
             with pytest.raises(ConfigError):
-                solve_batch(*given, dp)
+                solve_batch_sizes(*given, dp)
 
 
 @pytest.mark.parametrize(("tree", "flags", "world", "told"), [
@@ -729,10 +732,10 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_every_factor(tree, flags, 
 
 
 def test_batch_sizes_of_file_and_flags_complete_each_other():
-    config = build({"train_batch_size": 48}, flags={"batch_size": 4, "model_parallel_size": 2}, world_size=8)
+    config = build_ds_config({"train_batch_size": 48}, flags={"batch_size": 4, "model_parallel_size": 2}, world_size=8)
     assert (config.global_batch_size(4), config.train.batch_size, config.accumulation(4)) == (48, 4, 3)
     config.check_world(8)
-    assert build({}, flags={"batch_size": 4}, world_size=8).train.global_batch_size is None
+    assert build_ds_config({}, flags={"batch_size": 4}, world_size=8).train.global_batch_size is None
 
 
 # ---- flags and presets -------------------------------------------------------------------------------------------
@@ -781,10 +784,10 @@ def test_a_flag_and_a_key_that_disagree_are_an_error_that_names_both(written, tr
 
 
 def test_scaling_keys_say_nothing_while_fp16_is_off():
-    assert build({"fp16": {"enabled": False, "loss_scale": 128, "min_loss_scale": 1e9}}) == Config()
-    config = build({"fp16": {"loss_scale": 128}})
+    assert build_ds_config({"fp16": {"enabled": False, "loss_scale": 128, "min_loss_scale": 1e9}}) == Config()
+    config = build_ds_config({"fp16": {"loss_scale": 128}})
     assert config == Config() and "fp16.loss_scale without effect" in config.notes[0]
-    assert build({"fp16": {"loss_scale": 128}}, flags={"fp16": True}).precision.loss_scale == 128
+    assert build_ds_config({"fp16": {"loss_scale": 128}}, flags={"fp16": True}).precision.loss_scale == 128
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -814,11 +817,11 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
         with pytest.raises(ConfigError, match="--deepspeed-config .*; give the path of a JSON file"):
             parse_args(["--deepspeed_config", str(tmp_path / name)])
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbf{}")
-    assert build(tmp_path / "bom") == Config()
+    assert build_ds_config(tmp_path / "bom") == Config()
 
 
 def test_notes_are_told_and_not_saved():
-    config = build({"wall_clock_breakdown": True})
+    config = build_ds_config({"wall_clock_breakdown": True})
     assert len(config.notes) == 1 and config == Config()
     assert "notes" not in config.as_dict() and json.loads(json.dumps(config.as_dict())) == config.as_dict()
 
@@ -826,8 +829,8 @@ def test_notes_are_told_and_not_saved():
 # ---- learning rate -----------------------------------------------------------------------------------------------
 
 
-def curve(config: Config) -> Schedule:
-    return schedule_of(config)
+def curve(config: Config) -> LRSchedule:
+    return build_lr_schedule(config)
 
 
 def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
@@ -847,7 +850,7 @@ def test_schedules_are_deepspeeds_but_for_the_idle_first_steps():
         params = {"warmup_num_steps": 10, "warmup_type": "linear"}
         params |= {} if kind == "WarmupLR" else {"total_num_steps": 60}
         params |= {"cos_min_ratio": 0.1} if kind == "WarmupCosineLR" else {}
-        ours = curve(build({"scheduler": {"type": kind, "params": params}}, flags={"lr": 1.0}))
+        ours = curve(build_ds_config({"scheduler": {"type": kind, "params": params}}, flags={"lr": 1.0}))
         assert [ours(step) for step in range(9)] == pytest.approx(
             [deepspeed_rate(kind, step + 2, 10, 60, 0.1) for step in range(9)])
         assert [ours(step) for step in range(11, 60)] == pytest.approx(
@@ -862,7 +865,7 @@ def test_every_number_of_warmup_steps_comes_out_exactly(wholes, more):
     pairs += [(rng.randrange(whole), whole) for whole in (rng.randrange(1, 10**9) for _ in range(more))]
     for part, whole in pairs:
         params = {"warmup_num_steps": part, "total_num_steps": whole, "warmup_type": "linear"}
-        schedule = curve(build({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
+        schedule = curve(build_ds_config({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
         assert (schedule.warmup_steps, schedule.decay_steps) == (part, whole)
 
 
@@ -882,7 +885,7 @@ def deepspeed_one_cycle(step: int, first: int, second: int, low: float, high: fl
 def test_one_cycle_is_deepspeeds_at_every_step(first, second):
     params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": first, "decay_step_size": 5,
               "cycle_second_step_size": second, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
-    ours = schedule_of(build({"scheduler": {"type": "OneCycle", "params": params}}))
+    ours = build_lr_schedule(build_ds_config({"scheduler": {"type": "OneCycle", "params": params}}))
     second = second or first
     for step in range(3 * (first + second)):
         assert ours(step) == pytest.approx(deepspeed_one_cycle(step, first, second, 1e-4, 1e-2, 0.1), rel=1e-12)
@@ -893,15 +896,15 @@ def test_one_cycle_is_deepspeeds_at_every_step(first, second):
     assert ours.betas(0) == (low, 0.99), "DeepSpeed's first step"
     assert ours.betas(first + second + 5)[0] == pytest.approx(high * (1 + 0.01 / 5 * 5))
     assert ours.betas(10**6)[0] < 1
-    still = build({"scheduler": {"type": "OneCycle", "params": {**params, "cycle_momentum": False}}})
-    assert schedule_of(still).betas(3) is None
+    still = build_ds_config({"scheduler": {"type": "OneCycle", "params": {**params, "cycle_momentum": False}}})
+    assert build_lr_schedule(still).betas(3) is None
 
 
 @pytest.mark.parametrize("stairs", [False, True])
 def test_a_range_test_grows_as_deepspeeds(stairs):
     params = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 5,
               "lr_range_test_staircase": stairs}
-    ours = schedule_of(build({"scheduler": {"type": "LRRangeTest", "params": params}}))
+    ours = build_lr_schedule(build_ds_config({"scheduler": {"type": "LRRangeTest", "params": params}}))
     for step in range(50):
         interval = step // 7 if stairs else step / 7
         assert ours(step) == pytest.approx(1e-4 * (1 + 5 * interval), rel=1e-12)
@@ -992,7 +995,7 @@ def test_the_published_files_parse_or_are_refused_for_a_true_reason(name, writte
     if isinstance(expected, str):
         assert expected in refusal(path, flags=flags, world_size=world)
     else:
-        assert changes(build(path, flags=flags, world_size=world)) == expected
+        assert changes(build_ds_config(path, flags=flags, world_size=world)) == expected
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts/configs").glob("*.json")), ids=lambda path: path.name)
@@ -1017,7 +1020,7 @@ def test_every_shipped_file_belongs_to_a_script_and_every_script_finds_its_file(
 
 def test_the_guide_names_every_key():
     guide = (ROOT / "docs" / "ds_config.md").read_text()
-    for path in TABLE:
+    for path in DS_KEYS:
         words = path.split(".")
         assert any(f"`{'.'.join(words[start:])}`" in guide for start in range(len(words))), path
 
@@ -1027,7 +1030,7 @@ def test_the_guide_names_every_key():
 STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**30, "", "auto", "cpu", "none", "true ",
            "fp32", "Adam", "WarmupLR", [], [0.9, 0.95], [None], {}, {"enabled": False}, {"stage": 3}, {"type": "Adam"}]
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
-                 if not isinstance(TABLE[path], Old)
+                 if not isinstance(DS_KEYS[path], RenamedKey)
                  and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients",
                                   HOME + "ratio", DROP + "enabled")
                  and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
@@ -1037,7 +1040,7 @@ WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected,
 
 
 def test_the_whole_file_that_is_mutated_is_valid():
-    config = build(WHOLE)
+    config = build_ds_config(WHOLE)
     assert config.zero.zero_stage == 3 and config.precision.fp16 and config.global_batch_size(1) == 12
 
 
@@ -1051,9 +1054,9 @@ def mutate(tree: Any, rng: random.Random) -> Any:
         case 0:
             del result[key]
         case 1:
-            result[rng.choice([key + "s", key[1:], key[::-1], *map(str, OBJECTS)])] = result.pop(key)
+            result[rng.choice([key + "s", key[1:], key[::-1], *map(str, DS_OBJECTS)])] = result.pop(key)
         case 2:
-            result[rng.choice(list(TABLE)).rpartition(".")[2]] = rng.choice(STRANGE)
+            result[rng.choice(list(DS_KEYS)).rpartition(".")[2]] = rng.choice(STRANGE)
         case _:
             result[key] = mutate(tree[key], rng)
     return result
@@ -1078,7 +1081,7 @@ def test_a_mutated_tree_is_a_configuration_or_a_config_error(trees, least):
             tree = mutate(tree, rng)
         flags = rng.choice([{}, {"fp16": True}, {"batch_size": 2}, {"lr": 1e-2}, {"zero_stage": 1}])
         if isinstance(tree, dict):
-            done += only_config_errors(lambda: build(tree, flags=flags, world_size=rng.choice([1, 2, 3])))
+            done += only_config_errors(lambda: build_ds_config(tree, flags=flags, world_size=rng.choice([1, 2, 3])))
     assert done > least, "some must pass, or nothing is tested"
 
 
@@ -1092,7 +1095,7 @@ def test_a_mutated_text_is_a_configuration_or_a_config_error(tmp_path):
             place = rng.randrange(len(changed))
             changed[place:place + rng.randrange(3)] = rng.choice(["", rng.choice(letters), rng.choice(letters) * 2])
         path.write_text("".join(changed))
-        done += only_config_errors(lambda: build(path, world_size=4))
+        done += only_config_errors(lambda: build_ds_config(path, world_size=4))
     assert done > 50, "some must pass, or nothing is tested"
 
 
@@ -1100,12 +1103,12 @@ def test_a_base64_text_stands_for_a_file():
     text = base64.urlsafe_b64encode(json.dumps({"bf16": {"enabled": True}, "x?>": 1}).encode()).decode()
     assert "the base64 configuration: unknown key x?>" in refusal(text)
     text = base64.urlsafe_b64encode(b'{"bf16": {"enabled": true}}').decode()
-    assert build(text).precision.bf16 and parse_args(["--deepspeed_config", text]).precision.bf16
+    assert build_ds_config(text).precision.bf16 and parse_args(["--deepspeed_config", text]).precision.bf16
     for wrong in ("abcd", "missing.json", base64.urlsafe_b64encode(b"[1]").decode()):
         assert "cannot be read" in refusal(wrong)
 
 
 def test_reading_a_file_imports_no_torch(written):
-    program = ("import sys; from megatron.config.flags import parse_args; parse_args(sys.argv[1:]); "
+    program = ("import sys; from megatron.config.cli import parse_args; parse_args(sys.argv[1:]); "
                "sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-c", program, "--deepspeed_config", written({})], cwd=ROOT, check=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron.config import SECTIONS, Config
-from megatron.config.ds_file import build
-from megatron.config.flags import parse_args
-from megatron.config.idle import NEEDS, OPTIMIZER_FIELDS
-from megatron.config.optimizers import OPTIMIZERS
-from megatron.config.setting import flag_name
+from megatron.config.cli import parse_args
+from megatron.config.ds_json import build_ds_config
+from megatron.config.optimizer_config import OPTIMIZERS
+from megatron.config.schema import flag_name
+from megatron.config.tree import OPTIMIZER_FIELDS, REQUIRED_SWITCH
 from tests.megatron.config.test_published import ACCEPTED, BASE
 
 VALUES = {"quantize_rounding": "stochastic", "quantize_type": "asymmetric", "eigenvalue_layer_name": "h",
@@ -34,11 +34,11 @@ def given(name: str) -> list[str]:
     return [flag_name(name)] if kind == "bool" else [flag_name(name), VALUES.get(name, "3" if "int" in kind else "0.5")]
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDS if name != "quantize_eigenvalue"])
+@pytest.mark.parametrize("name", [name for name in REQUIRED_SWITCH if name != "quantize_eigenvalue"])
 def test_a_setting_of_a_method_that_is_off_is_noted_and_one_of_a_method_that_is_on_is_not(name: str) -> None:
-    chain = [NEEDS[name]]
-    while chain[-1] in NEEDS:
-        chain.append(NEEDS[chain[-1]])
+    chain = [REQUIRED_SWITCH[name]]
+    while chain[-1] in REQUIRED_SWITCH:
+        chain.append(REQUIRED_SWITCH[chain[-1]])
     outermost = chain[-1]
     assert unread(parse_args(given(name))) == [f"{flag_name(name)} has no effect without {flag_name(outermost)}"]
     assert unread(parse_args([*given(name), *(word for switch in chain for word in given(switch))])) == []
@@ -86,10 +86,10 @@ GROUP = {"different_groups": {"wq1": {"params": {"start_bits": 12, "target_bits"
 @pytest.mark.parametrize("in_engine", [False, True])
 def test_a_key_of_a_method_that_is_off_is_noted_in_its_words(
         tree: dict[str, Any], wanted: str, in_engine: bool) -> None:
-    (note,) = unread(build({**BASE, **tree}, in_engine=in_engine))
+    (note,) = unread(build_ds_config({**BASE, **tree}, in_engine=in_engine))
     assert note.startswith("config: ") and note.endswith(wanted)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_files_that_say_nothing_idle_are_not_told_so(name: str) -> None:
-    assert unread(build({**BASE, **ACCEPTED[name]})) == []
+    assert unread(build_ds_config({**BASE, **ACCEPTED[name]})) == []

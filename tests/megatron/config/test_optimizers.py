@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from megatron.config import OptimConfig
-from megatron.config.ds_file import build
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS, RANGES, SWITCHES
+from megatron.config.ds_json import build_ds_config
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, EXTRA_RANGES, OPTIMIZER_SWITCHES, OPTIMIZERS
 from megatron.errors import ConfigError
 from tests.megatron.config.test_published import BASE
 
-OWN = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name in takes.own]
-NUMBERS = [(optimizer, name) for optimizer, name in OWN if not isinstance(OPTIMIZERS[optimizer].own[name], bool | str)]
+OWN = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name in takes.extra]
+NUMBERS = [(optimizer, name) for optimizer, name in OWN
+           if not isinstance(OPTIMIZERS[optimizer].extra[name], bool | str)]
 TYPES = {ours: given for given, ours in DEEPSPEED_TYPES.items()}
 WRONG = [("onebit_lamb", "coeff_beta", 2), ("onebit_lamb", "factor_threshold", -1), ("lamb", "max_coeff", 0),
          ("lion", "betas", [0.9, 1.5]), ("rmsprop", "alpha", -1), ("adagrad", "eps", -1e-8), ("sgd", "dampening", 2)]
@@ -31,14 +32,15 @@ def of_flags(optimizer: str, params: dict[str, Any]) -> str:
 
 def of_file(optimizer: str, params: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        build({**BASE, "optimizer": {"type": TYPES[optimizer], "params": params}})
+        build_ds_config({**BASE, "optimizer": {"type": TYPES[optimizer], "params": params}})
     return str(caught.value)
 
 
 @pytest.mark.parametrize("optimizer, name", NUMBERS)
 def test_each_number_has_a_range_and_its_default_is_in_it(optimizer: str, name: str) -> None:
-    default = OPTIMIZERS[optimizer].own[name]
-    assert default is None or all(map(RANGES[name].has, default if isinstance(default, tuple) else (default,)))
+    default = OPTIMIZERS[optimizer].extra[name]
+    assert default is None or all(
+        map(EXTRA_RANGES[name].contains, default if isinstance(default, tuple) else (default, )))
     wrong = [-1, -1] if isinstance(default, tuple) else -1
     assert of_flags(optimizer, {name: wrong}).startswith(f"--optimizer-params {name} is ")
 
@@ -57,14 +59,14 @@ def test_pairs_are_in_order(optimizer: str, params: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_switched_off_is_accepted_by_every_type(optimizer: str) -> None:
-    off = dict.fromkeys(SWITCHES, False)
-    optim = build({**BASE, "optimizer": {"type": TYPES[optimizer], "params": off}}).optim
+    off = dict.fromkeys(OPTIMIZER_SWITCHES, False)
+    optim = build_ds_config({**BASE, "optimizer": {"type": TYPES[optimizer], "params": off}}).optim
     plain = OptimConfig(optimizer=optimizer, weight_decay=optim.weight_decay,  # type: ignore[arg-type]
                         sgd_momentum=optim.sgd_momentum).hyper_parameters()
-    assert optim.hyper_parameters() == {**plain, **{name: False for name in SWITCHES if name in plain}}
+    assert optim.hyper_parameters() == {**plain, **{name: False for name in OPTIMIZER_SWITCHES if name in plain}}
     OptimConfig(optimizer=optimizer,  # type: ignore[arg-type]
-                optimizer_params=tuple(f"{name}=false" for name in SWITCHES))
-    for name in set(SWITCHES) - OPTIMIZERS[optimizer].own.keys():
+                optimizer_params=tuple(f"{name}=false" for name in OPTIMIZER_SWITCHES))
+    for name in set(OPTIMIZER_SWITCHES) - OPTIMIZERS[optimizer].extra.keys():
         assert f"optimizer.params.{name} is not a parameter of" in of_file(optimizer, {name: True})
 
 

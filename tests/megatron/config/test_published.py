@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.ds_file import build, read
+from megatron.config.ds_json import build_ds_config, read_ds_json
 from megatron.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}
@@ -182,14 +182,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_published_style_that_can_be_honoured_is_accepted(name: str) -> None:
-    build({**BASE, **ACCEPTED[name]})
+    build_ds_config({**BASE, **ACCEPTED[name]})
 
 
 def test_what_a_group_of_weights_does_not_say_is_left_to_other_keys_and_to_flags() -> None:
     tree = {**BASE, "quantize_training": {"enabled": True, "quantize_schedule": {"quantize_period": 400}},
             "compression_training": {"weight_quantization": {
                 "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {"params": {"target_bits": 4}}}}}}
-    quantize = build(tree, flags={"quantize_start_bits": 12}).quantize
+    quantize = build_ds_config(tree, flags={"quantize_start_bits": 12}).quantize
     assert (quantize.quantize_start_bits, quantize.quantize_target_bits, quantize.quantize_period) == (12, 4, 400)
 
 
@@ -197,18 +197,18 @@ def test_what_a_group_of_weights_does_not_say_is_left_to_other_keys_and_to_flags
 def test_a_published_style_that_cannot_is_refused_for_every_reason_at_once(name: str) -> None:
     tree, reasons = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
-        build({**BASE, **tree})
+        build_ds_config({**BASE, **tree})
     for reason in reasons:
         assert reason in str(caught.value)
 
 
 def test_reasons_hold_for_any_model() -> None:
-    from megatron.config.ds_keys import TABLE
+    from megatron.config.ds_keys import DS_KEYS
 
-    for path, row in TABLE.items():
+    for path, row in DS_KEYS.items():
         reason = getattr(row, "reason", "")
         assert not re.search(r"token (numbers|table)|transformer block|stream of samples", reason), path
 
 
 def test_the_devices_of_a_file_are_ignored_with_a_note() -> None:
-    assert "set CUDA_VISIBLE_DEVICES in the environment" in read({"cuda_visible_devices": [0]}).notices[0]
+    assert "set CUDA_VISIBLE_DEVICES in the environment" in read_ds_json({"cuda_visible_devices": [0]}).notices[0]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.config.ds_file import build
-from megatron.config.problems import sentences_of
+from megatron.config.config_errors import error_sentences
+from megatron.config.ds_json import build_ds_config
 from megatron.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "ds_config.md"
@@ -118,9 +118,9 @@ def told(kind: Published, folder: Path) -> list[str]:
         (folder / "ds.json").write_text(source)
         source = folder / "ds.json"
     try:
-        build(source if isinstance(source, Path) else {"train_batch_size": 8, **source})
+        build_ds_config(source if isinstance(source, Path) else {"train_batch_size": 8, **source})
     except ConfigError as error:
-        return [sentence.removeprefix(f"{source} ") for sentence in sentences_of(error)]
+        return [sentence.removeprefix(f"{source} ") for sentence in error_sentences(error)]
     return []
 
 

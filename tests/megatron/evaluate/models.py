@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
-from megatron.evaluate.task import Outcome, Subject
-from megatron.evaluate.request import Asked
-from megatron.evaluate.scorer import Scorer
-from megatron.evaluate.tasks import prepare
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.eval_context import prepare_task
+from megatron.evaluate.scoring import Scorer
+from megatron.evaluate.task import EvalModelInfo, EvalResult
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups
 
@@ -24,7 +24,7 @@ LENGTH = 24
 SHAPE = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, max_position_embeddings=LENGTH,
                     vocab_size=257, init_method_std=0.3, attention_dropout=0.2, hidden_dropout=0.2)
 BYTES = ByteLevelTokenizer()
-SUBJECT = Subject(BYTES, LENGTH, "2,1,1")
+SUBJECT = EvalModelInfo(BYTES, LENGTH, "2,1,1")
 
 WIKITEXT = """
  = A title = \n \n Some words , 's and " quotes " ( in brackets ) , 3 @.@ 5 @-@ fold ; N times . \n
@@ -32,12 +32,12 @@ WIKITEXT = """
 """Two articles, and next to every rule of the detokeniser."""
 
 
-def outcome(model: GPT2, groups: Groups = Groups(), *, batch_size: int = 3, subject: Subject = SUBJECT,
-            **asked: Any) -> Outcome:
+def outcome(model: GPT2, groups: Groups = Groups(), *, batch_size: int = 3, subject: EvalModelInfo = SUBJECT,
+            **asked: Any) -> EvalResult:
     """Of a task, without a command line."""
-    task = prepare(Asked(**{name: str(value) if isinstance(value, Path) else value
-                            for name, value in asked.items()}), subject)
-    return task.outcome(Scorer(model, groups, batch_size)(task.pieces))
+    task = prepare_task(EvalRequest(**{name: str(value) if isinstance(value, Path) else value
+                                       for name, value in asked.items()}), subject)
+    return task.result(Scorer(model, groups, batch_size)(task.requests))
 
 
 def write_lines(path: Path, values: Sequence[dict[str, Any]]) -> Path:
@@ -65,7 +65,7 @@ class Chain(nn.Module):
     def hidden_states(self, tokens: Tensor) -> Tensor:
         return self.table[tokens]
 
-    def own_logits(self, x: Tensor) -> Tensor:
+    def local_logits(self, x: Tensor) -> Tensor:
         return x
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from data.tokenizer import Tokenizer
-from megatron.checkpoint.command import main as convert
+from megatron.checkpoint.cli import main as convert
 from megatron.errors import ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.wikitext import articles, detokenised
-from megatron.evaluate.pieces import rolling
+from megatron.evaluate.scoring import rolling_windows
+from megatron.evaluate.wikitext import detokenize, split_articles
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.evaluate.test_command import said, values
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("oracle")
     train([*FLAGS.split(), "--save", made / "run"])
     assert convert(["convert", str(made / "run"), "--output", str(made / "hf")]) == 0
-    write_lines(made / "pages.jsonl", [{"page": page} for page in articles(WIKITEXT * 4)])
+    write_lines(made / "pages.jsonl", [{"page": page} for page in split_articles(WIKITEXT * 4)])
     write_lines(made / "lambada.jsonl", [{"text": text} for text in (*PASSAGES, *own_words(made / "run"))])
     rng = random.Random(5)
     words = "[step] go [title] on  a Tree; sit down, and look ünïcode 7 dogs".split(" ")
@@ -74,11 +74,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_words(run: Path) -> list[str]:
     """Texts whose last word is the one the model takes for the likeliest."""
-    from megatron.evaluate.setting import Setting
-    from megatron.inference.source import Source
+    from megatron.evaluate.eval_context import EvalContext
+    from megatron.inference.model_args import ModelSource
 
-    setting = Setting.of(Source(str(run), None), 1)
-    model, tokenizer = setting.model(), setting.subject.tokenizer
+    setting = EvalContext.open(ModelSource(str(run), None), 1)
+    model, tokenizer = setting.load_model(), setting.model_info.tokenizer
     found = []
     for number in range(1000):
         context = f"number {number} is"
@@ -162,7 +162,7 @@ def test_the_detokeniser_is_lm_evals(lm_eval: Any) -> None:
     parts = [*"sN'\"()[]{}=.:;!?,°\n 3", " ", " ", " @-@ ", " @,@ ", " @.@ ", "= ", "/' 4/", " 's", "s '", "word"]
     for _ in range(3000):
         text = "".join(rng.choices(parts, k=rng.randint(1, 30)))
-        assert detokenised(text) == wikitext_detokenizer({"page": text}), repr(text)
+        assert detokenize(text) == wikitext_detokenizer({"page": text}), repr(text)
 
 
 def test_rolling_windows_are_lm_evals(lm_eval: Any) -> None:
@@ -174,7 +174,7 @@ def test_rolling_windows_are_lm_evals(lm_eval: Any) -> None:
             expected = [make_disjoint_window(pair) for pair in get_rolling_token_windows(ids, -1, length, 1)]
             row = np.array([-1, *ids])
             assert [([*row[window.start : window.first]], [*row[window.first : window.stop]])
-                    for window in rolling(count + 1, length)] == expected
+                    for window in rolling_windows(count + 1, length)] == expected
 
 
 def requests(*args: tuple[Any, ...]) -> list[Any]:

@@ -12,8 +12,8 @@ import pytest
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.storage import DataError
 from megatron.evaluate import hellaswag, lambada
-from megatron.evaluate.request import Asked
-from megatron.evaluate.task import Subject
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.task import EvalModelInfo
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, SUBJECT, chain, logprob, outcome, write_lines
 
@@ -30,15 +30,15 @@ def test_planted_last_words_are_found_and_others_are_not(tmp_path: Path, protoco
     for lines, share in ((right, 1.0), (wrong, 0.0), ([*right, *wrong[:1]], 11 / 12)):
         found = outcome(WORDS, task="lambada", protocol=protocol, strict=strict,
                         data=write_lines(tmp_path / "a.jsonl", lines))
-        assert found.rates == {"acc": share, "correct": round(share * len(lines))}
+        assert found.accuracies == {"acc": share, "correct": round(share * len(lines))}
         assert found.examples == found.words == len(lines)
 
 
 def test_the_last_token_may_be_right_where_the_word_is_not(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", [{"text": "abc abc bbc"}])
-    assert outcome(WORDS, task="lambada", protocol="megatron", data=data).rates["acc"] == 1
-    assert outcome(WORDS, task="lambada", protocol="megatron", strict=True, data=data).rates["acc"] == 0
-    assert outcome(WORDS, task="lambada", protocol="lm-eval", data=data).rates["acc"] == 0
+    assert outcome(WORDS, task="lambada", protocol="megatron", data=data).accuracies["acc"] == 1
+    assert outcome(WORDS, task="lambada", protocol="megatron", strict=True, data=data).accuracies["acc"] == 0
+    assert outcome(WORDS, task="lambada", protocol="lm-eval", data=data).accuracies["acc"] == 0
 
 
 @pytest.mark.parametrize(("protocol", "strict"), RULES)
@@ -64,9 +64,10 @@ def test_words_are_cut_off_by_the_rule_of_each_protocol(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", [{"text": "He said\n no \n  way "}])
 
     def parts(protocol: str, strict: bool = False) -> tuple[str, str]:
-        (piece,) = lambada.prepare(Asked(task="lambada", protocol=protocol, data=str(data), strict=strict),
-                                   SUBJECT).pieces
-        return BYTES.decode(piece.tokens[: piece.first].tolist()), BYTES.decode(piece.tokens[piece.first :].tolist())
+        (piece,) = lambada.prepare(EvalRequest(task="lambada", protocol=protocol, data=str(data), strict=strict),
+                                   SUBJECT).requests
+        return (BYTES.decode(piece.tokens[: piece.first_target].tolist()),
+                BYTES.decode(piece.tokens[piece.first_target :].tolist()))
 
     assert parts("megatron") == parts("openai") == ("He said\n no \n  way", " ")
     assert parts("megatron", strict=True) == ("He said\n no", " way")
@@ -76,7 +77,7 @@ def test_words_are_cut_off_by_the_rule_of_each_protocol(tmp_path: Path) -> None:
 def test_a_target_is_tokenized_with_what_is_before_it() -> None:
     gpt2 = GPT2BPETokenizer()
     for context, target in (("I do", " not"), ("I do ", "not"), ("", " word"), ("a\n", " b")):
-        before, targets = lambada.pair_of(context, target, gpt2)
+        before, targets = lambada.encode_pair(context, target, gpt2)
         assert before == (gpt2.encode(context.rstrip()) or [gpt2.eod])
         assert gpt2.decode([*before, *targets]).removeprefix("<|endoftext|>") == context + target
 
@@ -89,7 +90,7 @@ def test_planted_endings_are_found_and_others_are_not(tmp_path: Path) -> None:
     for label, share in (("2", 1.0), (2, 1.0), (0, 0.0), (3, 0.0)):
         data = write_lines(tmp_path / "a.jsonl", [{**QUESTION, "label": label}] * 3)
         found = outcome(WORDS, task="hellaswag", protocol="lm-eval", data=data)
-        assert found.rates == {"acc": share, "acc_norm": share} and found.examples == 3
+        assert found.accuracies == {"acc": share, "acc_norm": share} and found.examples == 3
 
 
 def logprobs_of(model: GPT2, text: bytes, endings: Sequence[str]) -> list[float]:
@@ -114,7 +115,7 @@ def test_acc_takes_the_likeliest_ending_and_acc_norm_the_likeliest_per_character
             data = write_lines(tmp_path / "a.jsonl", [{"activity_label": "Do", "ctx_a": "so", "ctx_b": "AND",
                                                        "endings": endings, "label": label}])
             found = outcome(model, task="hellaswag", protocol="lm-eval", data=data)
-            assert found.rates == {"acc": label == ways[0], "acc_norm": label == ways[1]}
+            assert found.accuracies == {"acc": label == ways[0], "acc_norm": label == ways[1]}
             assert found.logprob == pytest.approx(logprobs[label], rel=1e-5)
             assert (found.words, found.bytes) == (len(endings[label].split()), len(f" {endings[label]}".encode()))
     assert any(ways[0] != ways[1] for ways in met) and any(ways[1] != ways[2] for ways in met)
@@ -124,10 +125,11 @@ def test_the_marks_of_how_to_articles_are_taken_out(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", [
         {"activity_label": "Home", "ctx_a": "[header] How to [title] Do it", "ctx_b": "then WE", "label": 0,
          "endings": [" [step] Go on.  So ", "b"]}])
-    task = hellaswag.prepare(Asked(task="hellaswag", protocol="lm-eval", data=str(data)), Subject(BYTES, 99))
+    task = hellaswag.prepare(EvalRequest(task="hellaswag", protocol="lm-eval", data=str(data)),
+                             EvalModelInfo(BYTES, 99))
     (question,) = task.questions
     assert (question.query, question.endings) == ("Home: How to. Do it Then we", (" Go on. So", "b"))
-    assert BYTES.decode(task.pieces[0].tokens.tolist()) == "Home: How to. Do it Then we  Go on. So"
+    assert BYTES.decode(task.requests[0].tokens.tolist()) == "Home: How to. Do it Then we  Go on. So"
 
 
 @pytest.mark.parametrize(("task", "line", "words"), [

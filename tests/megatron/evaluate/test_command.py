@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.command import main as convert
-from megatron.config.presets import PRESETS
+from megatron.checkpoint.cli import main as convert
+from megatron.config.model_config import PRESETS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.evaluate.command import main
-from megatron.evaluate.report import published
+from megatron.evaluate.cli import main
+from megatron.evaluate.eval_report import published_results
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def said(*argv: object, program: Callable[[list[str]], int] = main) -> tuple[str, str]:
     """(standard output, standard error)"""
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), patch("megatron.launch.distributed.shutdown"):
+    with redirect_stdout(out), redirect_stderr(err), patch("megatron.distributed.process_group.shutdown"):
         assert program([*map(str, argv)]) == 0
     return out.getvalue(), err.getvalue()
 
@@ -266,7 +266,7 @@ def test_a_file_that_one_rank_cannot_use_is_the_same_error_on_all(folder: Path) 
 
 
 def test_flags_are_checked_before_torch_is_imported() -> None:
-    program = ("import sys; from megatron.evaluate.command import parse; parse(['--load', 'a', '--task', 'wikitext', "
+    program = ("import sys; from megatron.evaluate.cli import parse; parse(['--load', 'a', '--task', 'wikitext', "
                f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout == "[]\n"
@@ -277,10 +277,11 @@ def test_published_figures_are_shown_beside_a_model_of_that_shape_alone() -> Non
         return ModelConfig(**{name: value for name, value in PRESETS[preset].items() if name != "tokenizer_type"},
                            **{"vocab_size": 50257, **changes})
 
-    assert published(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
-    assert published(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
-    assert published(shape("124M"), "lambada", "lm-eval", False) == {"acc": 0.3256, "adjusted_perplexity": 40.06}
-    assert published(shape("124M"), "lambada", "megatron", True) == {}
-    assert published(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
-    assert published(shape("small"), "wikitext", "lm-eval", False) == {}
-    assert published(shape("345M"), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
+    assert published_results(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
+    found = published_results(shape("124M"), "lambada", "lm-eval", False)
+    assert found == {"acc": 0.3256, "adjusted_perplexity": 40.06}
+    assert published_results(shape("124M"), "lambada", "megatron", True) == {}
+    assert published_results(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("small"), "wikitext", "lm-eval", False) == {}
+    assert published_results(shape("345M"), "wikitext", "lm-eval", False) == {}

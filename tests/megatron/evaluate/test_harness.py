@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.evaluate.harness import main, translated
+from megatron.evaluate.harness import main, translate_errors
 
 TYPED = ["--load", "a", "--tasks", "lambada_openai"]
 
@@ -37,12 +37,12 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
     (FileNotFoundError("lambada.jsonl"), "lm-eval cannot load this"),
 ])
 def test_data_that_no_network_brought_is_told_from_a_task_that_is_not_there(error: Exception, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"--tasks a,b: .*{words}"), translated(["a", "b"]):
+    with pytest.raises(ConfigError, match=f"--tasks a,b: .*{words}"), translate_errors(["a", "b"]):
         raise error
 
 
 def test_an_error_of_another_kind_stays_as_it_is() -> None:
-    with pytest.raises(ZeroDivisionError), translated(["a"]):
+    with pytest.raises(ZeroDivisionError), translate_errors(["a"]):
         raise ZeroDivisionError
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.int8 import quantised
-from megatron.evaluate import scorer
-from megatron.evaluate.scorer import Scorer, found_here, of_all
-from megatron.evaluate.pieces import Piece
+from megatron.checkpoint.int8_weights import quantise_matrix
+from megatron.evaluate import scoring
+from megatron.evaluate.scoring import Scorer, ScoringRequest, combine_target_stats, local_target_stats
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
+from mpu.chunked_loss import VocabShard
 from mpu.groups import SOLO
-from mpu.vocab_share import Share
 from tests.distributed import run_ranks
 from tests.megatron.counting import Launches
 from tests.megatron.evaluate.models import LENGTH, SHAPE
@@ -48,7 +47,7 @@ def by_hand(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_on_one_rank_it_is_the_plain_formula_to_the_bit() -> None:
     logits, targets = whole_logits()
-    found = of_all(found_here(logits, targets, SOLO, TOKENS), SOLO)
+    found = combine_target_stats(local_target_stats(logits, targets, SOLO, TOKENS), SOLO)
     for one, other in zip(found, by_hand(logits, targets), strict=True):
         assert torch.equal(one, other)
     assert found[1].tolist()[:8] == [True] * 4 + [False] * 4
@@ -56,7 +55,7 @@ def test_on_one_rank_it_is_the_plain_formula_to_the_bit() -> None:
 
 def cut(rank: int, world: int) -> tuple[Tensor, Tensor]:
     tp, (logits, targets) = mpu_groups.build(world).tp, whole_logits()
-    return of_all(found_here(logits.chunk(world, 1)[rank], targets, tp, TOKENS), tp)
+    return combine_target_stats(local_target_stats(logits.chunk(world, 1)[rank], targets, tp, TOKENS), tp)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -67,16 +66,16 @@ def test_cut_over_ranks_it_is_the_same(world: int) -> None:
         assert torch.equal(found[1], greedy)
 
 
-def pieces() -> list[Piece]:
+def pieces() -> list[ScoringRequest]:
     rng = np.random.default_rng(3)
-    return [Piece(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
+    return [ScoringRequest(rng.integers(0, TOKENS, size), int(rng.integers(1, size))) for size in range(2, LENGTH + 2)]
 
 
 def quantise(model: GPT2) -> None:
     """The token table, by the maxima of whole rows: it is cut between rows."""
     weight = model.wte.weight.detach()
-    levels, scale = quantised(lambda start, out: out.copy_(weight.view(-1)[start : start + len(out)]), weight.shape,
-                              "wte.weight")
+    levels, scale = quantise_matrix(lambda start, out: out.copy_(weight.view(-1)[start:start + len(out)]), weight.shape,
+                                    "wte.weight")
     model.wte.weight = nn.Parameter(Int8(levels, scale), requires_grad=False)
 
 
@@ -85,10 +84,10 @@ def scored(rank: int, world: int, int8: bool) -> tuple[list[float], dict[str, in
     groups = mpu_groups.build(world)
     model = GPT2(SHAPE, groups.tp)
     with torch.no_grad():
-        model.wte.weight[Share.of(len(model.wte.weight), groups.tp, TOKENS).columns:] = 100
+        model.wte.weight[VocabShard.of(len(model.wte.weight), groups.tp, TOKENS).num_columns:] = 100
     if int8:
         quantise(model)
-    with patch.object(scorer, "CHUNK_BYTES", 4 * TOKENS * 3), Launches() as counted:
+    with patch.object(scoring, "CPU_LOGITS_BYTES", 4 * TOKENS * 3), Launches() as counted:
         scores = Scorer(model, groups, 5)(pieces())
     return [score.logprob for score in scores], dict(counted.by_name)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.writer import CorpusWriter
-from data.preprocess import Reading
+from data.preprocess import TextReadOptions
 from data.storage import DataError
+from data.writer import CorpusWriter
 from megatron.errors import ConfigError
 from megatron.evaluate import perplexity
-from megatron.evaluate.request import Asked
-from megatron.evaluate.task import Subject
-from megatron.evaluate.tasks import prepare
+from megatron.evaluate.eval_args import EvalRequest
+from megatron.evaluate.eval_context import prepare_task
+from megatron.evaluate.task import EvalModelInfo
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, logprob, outcome, write_lines
 
@@ -74,10 +74,11 @@ def test_a_part_is_that_of_the_split_that_the_model_was_trained_with(lines: Path
         assert outcome(model, task="perplexity", protocol="lm-eval", data=lines, part=part) == (
             outcome(model, task="perplexity", protocol="lm-eval", data=only))
     with pytest.raises(ConfigError, match="does not say how its text was split"):
-        outcome(model, task="perplexity", protocol="megatron", data=lines, part="valid", subject=Subject(BYTES, LENGTH))
+        outcome(model, task="perplexity", protocol="megatron", data=lines, part="valid",
+                subject=EvalModelInfo(BYTES, LENGTH))
     with pytest.raises(DataError, match="leaves it no document"):
         outcome(model, task="perplexity", protocol="megatron", data=lines, part="test",
-                subject=Subject(BYTES, LENGTH, "1,1,0"))
+                subject=EvalModelInfo(BYTES, LENGTH, "1,1,0"))
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -104,14 +105,14 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, part: str | None) -> None:
     text = "a few words " * 200
     data = write_lines(tmp_path / "a.jsonl", [{"text": text, "other": 3 * text} for _ in range(400)])
-    asked = Asked(task="perplexity", protocol=protocol, data=str(data), part=part)
+    asked = EvalRequest(task="perplexity", protocol=protocol, data=str(data), part=part)
     tracemalloc.start()
     try:
-        task = prepare(asked, Subject(BYTES, 1024, "8,1,1"))
+        task = prepare_task(asked, EvalModelInfo(BYTES, 1024, "8,1,1"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert all(piece.tokens.dtype == np.uint16 for piece in task.pieces)
+    assert all(piece.tokens.dtype == np.uint16 for piece in task.requests)
     tokens = (320 if part else 400) * len(text)
     assert 2 * tokens < peak < 5 * tokens  # two bytes each, once more while they are put together, and what is small
 
@@ -137,7 +138,7 @@ def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, conten
 
 def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
     """Or its `text`, where the file is another one."""
-    model, other = GPT2(SHAPE), Subject(BYTES, LENGTH, reading=Reading("body"))
+    model, other = GPT2(SHAPE), EvalModelInfo(BYTES, LENGTH, text_reading=TextReadOptions("body"))
     both = write_lines(tmp_path / "a.jsonl", [{"text": "title", "body": text} for text in TEXTS])
     bodies = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
     expected = outcome(model, task="perplexity", protocol="lm-eval", data=bodies)
@@ -146,7 +147,7 @@ def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
 
 
 def test_a_part_that_had_data_of_its_own_is_not_looked_for_in_the_split(lines: Path) -> None:
-    subject = Subject(BYTES, LENGTH, "2,1,1", {"valid": ("mine.jsonl",)})
+    subject = EvalModelInfo(BYTES, LENGTH, "2,1,1", {"valid": ("mine.jsonl",)})
     with pytest.raises(ConfigError, match="--valid-data mine.jsonl: give that as --data, without --part"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="valid", subject=subject)
     assert outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="test", subject=subject)

@@ -14,9 +14,8 @@ import torch
 
 from data.storage import DataError
 from megatron.errors import NumericsError
-from megatron.evaluate import scorer
-from megatron.evaluate.pieces import Piece, Score, overlapping, windows_of
-from megatron.evaluate.scorer import Scorer
+from megatron.evaluate import scoring
+from megatron.evaluate.scoring import Scorer, ScoringRequest, TargetScore, overlapping_windows, window_requests
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
@@ -27,20 +26,20 @@ TOLERANCE = 2e-5
 """Of a logarithm: logits are fp32 products of 48 numbers, in another order where other pieces run beside."""
 
 
-def some_pieces() -> list[Piece]:
+def some_pieces() -> list[ScoringRequest]:
     """Of all lengths; 1 to all targets."""
     rng = np.random.default_rng(3)
-    return [Piece(rng.integers(0, 257, size), int(first)) for size in range(2, LENGTH + 2)
+    return [ScoringRequest(rng.integers(0, 257, size), int(first)) for size in range(2, LENGTH + 2)
             for first in {1, rng.integers(1, size), size - 1}]
 
 
-def by_hand(model: GPT2, piece: Piece) -> float:
+def by_hand(model: GPT2, piece: ScoringRequest) -> float:
     ids = piece.tokens.tolist()
-    return sum(logprob(model, ids[:place], ids[place]) for place in range(piece.first, len(ids)))
+    return sum(logprob(model, ids[:place], ids[place]) for place in range(piece.first_target, len(ids)))
 
 
-def assert_scores_close(found: Sequence[Score], expected: Sequence[Score]) -> None:
-    assert [score.greedy for score in found] == [score.greedy for score in expected]
+def assert_scores_close(found: Sequence[TargetScore], expected: Sequence[TargetScore]) -> None:
+    assert [score.is_greedy for score in found] == [score.is_greedy for score in expected]
     for score, other in zip(found, expected, strict=True):
         assert score.logprob == pytest.approx(other.logprob, abs=TOLERANCE * LENGTH)
 
@@ -53,35 +52,36 @@ def test_a_score_is_the_sum_over_tokens_whatever_runs_beside_it(size: int) -> No
 
 
 def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
-    model, pieces = GPT2(SHAPE), list[Piece]()
+    model, pieces = GPT2(SHAPE), list[ScoringRequest]()
     for start in range(5):
         ids = [start, 7 * start]
         for _ in range(4):
             with torch.no_grad():
                 ids.append(int(model.eval()(torch.tensor([ids]))[0].argmax()))
         wrong = [*ids[:-2], (ids[-2] + 1) % 257, ids[-1]]
-        pieces += [Piece(np.array(ids), 2), Piece(np.array(wrong), 2), Piece(np.array(ids), 5)]
-    assert [score.greedy for score in Scorer(model, Groups(), 4)(pieces)] == [True, False, True] * 5
+        pieces += [ScoringRequest(np.array(ids), 2), ScoringRequest(np.array(wrong), 2),
+                   ScoringRequest(np.array(ids), 5)]
+    assert [score.is_greedy for score in Scorer(model, Groups(), 4)(pieces)] == [True, False, True] * 5
 
 
 def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     model, pieces, rows = GPT2(SHAPE), some_pieces(), list[int]()
     whole = Scorer(model, Groups(), 100)(pieces)
-    made = model.own_logits
+    made = model.local_logits
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         rows.append(len(x))
         return made(x)
 
-    with patch.object(model, "own_logits", logits), patch.object(scorer, "CHUNK_BYTES", 4 * 257 * 5):
+    with patch.object(model, "local_logits", logits), patch.object(scoring, "CPU_LOGITS_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
-    assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first for piece in pieces)
+    assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first_target for piece in pieces)
 
 
 @pytest.mark.parametrize("stride", [1, 5, LENGTH])
 def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> None:
     model, tokens = GPT2(SHAPE), np.random.default_rng(4).integers(0, 257, 3 * LENGTH + 5)
-    pieces = windows_of(tokens, overlapping(len(tokens), LENGTH, stride))
+    pieces = window_requests(tokens, overlapping_windows(len(tokens), LENGTH, stride))
     expected = 0.0
     for place in range(1, len(tokens)):
         start = 0 if place <= LENGTH else math.ceil((place - LENGTH) / stride) * stride
@@ -90,7 +90,7 @@ def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> N
     assert found == pytest.approx(expected, abs=TOLERANCE * len(tokens))
 
 
-def nothing(rank: int, world: int) -> list[Score]:
+def nothing(rank: int, world: int) -> list[TargetScore]:
     return Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([])
 
 
@@ -111,7 +111,7 @@ def figures(rank: int, world: int, tp: int, folder: str) -> list[dict[str, Any]]
     groups = mpu_groups.build(tp)
     model, place = GPT2(SHAPE, groups.tp), Path(folder)
     one = outcome(model, groups, task="lambada", protocol="megatron", data=place / "one.jsonl")
-    return [found.figures() for found in (one, *(
+    return [found.metrics() for found in (one, *(
         outcome(model, groups, task=task, protocol=protocol, data=place / data) for task, protocol, data in (
             ("wikitext", "megatron", "wiki.txt"), ("wikitext", "lm-eval", "wiki.txt"),
             ("lambada", "lm-eval", "lambada.jsonl"), ("hellaswag", "lm-eval", "hellaswag.jsonl"),
@@ -147,7 +147,7 @@ def test_results_are_the_same_where_the_model_is_split(world: int, folder: Path)
 
 
 def other_data(rank: int, world: int) -> None:
-    Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([Piece(np.array([1, rank]), 1)])
+    Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([ScoringRequest(np.array([1, rank]), 1)])
 
 
 def test_ranks_with_other_data_are_told_so() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.evaluate.wikitext import articles, detokenised
+from megatron.evaluate.wikitext import detokenize, split_articles
 from megatron.model.gpt2 import GPT2
-from tests.megatron.evaluate.models import (BYTES, LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines)
+from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines
 
 CLOSE = 1e-5
 """Relative, of losses: logits are fp32 products of 48 numbers in another order."""
@@ -25,15 +25,15 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_detokeniser_undoes_what_was_done_to_the_text() -> None:
-    assert detokenised(" = = A = = \n It 's 3 @.@ 5 @-@ fold , ( x ) and [ y ] { z } ; \" so \" : 4 ° C . \n") == (
+    assert detokenize(" = = A = = \n It 's 3 @.@ 5 @-@ fold , ( x ) and [ y ] { z } ; \" so \" : 4 ° C . \n") == (
         " == A ==\nIt's 3.5-fold, (x) and [y] {z}; \"so\": 4°C.\n")
-    assert detokenised("the 1990s ' end N = = = = 7 @,@ 000 ! Is it ?") == "the 1990s' end 1 ==== 7,000! Is it ?"
-    assert detokenised("He said ' no ' . N") == "He said 'no'. N"
-    assert detokenised("/' 4/ a/' 4/") == "/'[0-9]/ a/'[0-9]/"  # a slip that every published figure has
+    assert detokenize("the 1990s ' end N = = = = 7 @,@ 000 ! Is it ?") == "the 1990s' end 1 ==== 7,000! Is it ?"
+    assert detokenize("He said ' no ' . N") == "He said 'no'. N"
+    assert detokenize("/' 4/ a/' 4/") == "/'[0-9]/ a/'[0-9]/"  # a slip that every published figure has
 
 
 def test_articles_begin_at_headings_of_the_first_level_and_make_up_the_file() -> None:
-    found = list(articles(WIKITEXT))
+    found = list(split_articles(WIKITEXT))
     assert [re.findall(r"^ ?= ([^=]+) = $", page, re.M) for page in found] == [["A title"], ["Another"]]
     assert "\n".join(found) == WIKITEXT
 
@@ -42,7 +42,7 @@ def test_articles_begin_at_headings_of_the_first_level_and_make_up_the_file() ->
 def test_megatron_is_what_its_description_says(file: Path, stride: int | None) -> None:
     """Samples of LENGTH + 1 tokens every `stride`, padded; the first counts as a whole, of the others what is new."""
     model, each = GPT2(SHAPE), min(32, LENGTH) if stride is None else stride
-    tokens = BYTES.encode(detokenised(WIKITEXT))
+    tokens = BYTES.encode(detokenize(WIKITEXT))
     targets = len(tokens) - 1
     total, counted = 0.0, 0
     for number in range(max(math.ceil(max(targets - each, 0) / each) + 1, 1)):
@@ -74,7 +74,7 @@ def test_megatron_shows_no_perplexity_above_that_of_a_loss_of_20(tmp_path: Path)
 
 def test_openai_reads_the_file_in_one_after_the_end_of_a_document(file: Path) -> None:
     model = GPT2(SHAPE)
-    tokens = [BYTES.eod, *BYTES.encode(detokenised(WIKITEXT))]
+    tokens = [BYTES.eod, *BYTES.encode(detokenize(WIKITEXT))]
     total = 0.0
     for start in range(0, len(tokens) - 1, LENGTH):
         window = tokens[start : start + LENGTH + 1]
@@ -87,9 +87,9 @@ def test_openai_reads_the_file_in_one_after_the_end_of_a_document(file: Path) ->
 
 def test_lm_eval_reads_each_article_for_itself_and_the_last_window_is_full(file: Path) -> None:
     model, total, words, size = GPT2(SHAPE), 0.0, 0, 0
-    pages = list(articles(WIKITEXT))
+    pages = list(split_articles(WIKITEXT))
     for page in pages:
-        tokens = [BYTES.eod, *BYTES.encode(detokenised(page))]
+        tokens = [BYTES.eod, *BYTES.encode(detokenize(page))]
         for place in range(1, len(tokens)):
             begin = (place - 1) // LENGTH * LENGTH
             if begin + LENGTH > len(tokens) - 1:  # the last window
@@ -104,7 +104,7 @@ def test_lm_eval_reads_each_article_for_itself_and_the_last_window_is_full(file:
 
 @pytest.mark.parametrize("protocol", ["megatron", "openai", "lm-eval"])
 def test_json_lines_of_pages_are_the_file(file: Path, tmp_path: Path, protocol: str) -> None:
-    pages = write_lines(tmp_path / "pages.jsonl", [{"page": page} for page in articles(WIKITEXT)])
+    pages = write_lines(tmp_path / "pages.jsonl", [{"page": page} for page in split_articles(WIKITEXT)])
     model = GPT2(SHAPE)
     assert outcome(model, task="wikitext", protocol=protocol, data=pages) == (
         outcome(model, task="wikitext", protocol=protocol, data=file))

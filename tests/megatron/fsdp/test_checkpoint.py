@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.choice import candidates
 from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.resolve_tag import load_candidates
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp import clip_grad_norm_, load_checkpoint, save_checkpoint
@@ -24,11 +24,11 @@ from tests.megatron.zero.models import Net
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from megatron.fsdp.optim_state import whole_states
-    from megatron.fsdp.sharding import inside
+    from megatron.fsdp.optim_state import gather_full_states
+    from megatron.fsdp.sharding import unwrap
     from megatron.fsdp.state_dict import buckets_of
     return whole(model), {index: state for index, (_, state) in enumerate(
-        whole_states(optimizer, buckets_of(inside(model)), keeps=True))}, [
+        gather_full_states(optimizer, buckets_of(unwrap(model)), collects=True))}, [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
@@ -170,4 +170,4 @@ def save_often(rank: int, world: int, folder: str) -> None:
 def test_saves_follow_one_another_and_old_ones_are_deleted(tmp_path: Path) -> None:
     run_ranks(save_often, 1, str(tmp_path))
     assert tag_names(tmp_path) == ["global_step3", "global_step4", "global_step5"]
-    assert candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"
+    assert load_candidates(tmp_path) == ["global_step5", "global_step3"], "4 is on a branch that was left"

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron import fsdp
-from megatron.fsdp.rectangles import rectangles
+from megatron.fsdp.sharded_tensor import split_into_boxes
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, train
 from tests.megatron.fsdp.test_state import equal_state
@@ -28,12 +28,12 @@ def test_rectangles_are_the_run(shape: tuple[int, ...]) -> None:
     for start in range(len(flat) + 1):
         for count in range(len(flat) + 1 - start):
             run, seen = flat[start : start + count], 0
-            found = list(rectangles(shape, start, count))
+            found = list(split_into_boxes(shape, start, count))
             assert len(found) <= max(1, 2 * len(shape) - 1)
             for one in found:
                 place = tuple(slice(offset, offset + size) for offset, size in zip(one.offsets, one.sizes, strict=True))
-                assert one.start == seen and torch.equal(one.of(run), whole[place])
-                seen += one.of(run).numel()
+                assert one.start == seen and torch.equal(one.view_of(run), whole[place])
+                seen += one.view_of(run).numel()
             assert seen == count
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import clip_grad_norm_
-from megatron.fsdp.agreement import INITIAL
-from megatron.fsdp.shard import local
-from megatron.fsdp.sharding import the_member
+from megatron.fsdp.grad_sync import INITIAL_SCALE
+from megatron.fsdp.sharded_tensor import local_tensor
+from megatron.fsdp.sharding import require_fsdp_state
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, by_shards, mixed, whole
 from tests.megatron.fsdp.test_equal import difference
@@ -48,7 +48,7 @@ def test_it_is_fp32_but_for_rounding(way: str) -> None:
 def overflow(rank: int, world: int, way: str) -> Any:
     """The loss of one rank is so large that its gradients overflow, once."""
     model = around(Net(), way, **mixed(way, torch.float16))
-    scaling = the_member(getattr(model, "module", model)).root.scaling
+    scaling = require_fsdp_state(getattr(model, "module", model)).root.loss_scaler
     optimizer = adamw(model)
     found = []
     for number in range(3):
@@ -60,14 +60,14 @@ def overflow(rank: int, world: int, way: str) -> Any:
         optimizer.zero_grad()
         after = whole(model)
         found.append((has_gradients, norm > 0, any(not torch.equal(before[name], after[name]) for name in before),
-                      scaling.scale, scaling.skipped))
+                      scaling.scale, scaling.skipped_backwards))
     return found
 
 
 @pytest.mark.parametrize("way", ["whole", "torch"])
 def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(way: str) -> None:
-    expected = [(True, True, True, INITIAL, 0), (False, False, False, INITIAL / 2, 1),
-                (True, True, True, INITIAL / 2, 1)]
+    expected = [(True, True, True, INITIAL_SCALE, 0), (False, False, False, INITIAL_SCALE / 2, 1),
+                (True, True, True, INITIAL_SCALE / 2, 1)]
     assert run_ranks(overflow, 2, way) == [expected] * 2
 
 
@@ -158,7 +158,7 @@ def summed(rank: int, world: int, dtype: torch.dtype, syncs: bool) -> float:
     for number, size in enumerate([start, *[small] * 9]):
         model.set_requires_gradient_sync(syncs or number == 9)
         model(torch.full((1, 1), size)).sum().backward()
-    gradient = local(model.weight.grad)
+    gradient = local_tensor(model.weight.grad)
     return float(gradient - start) / small if gradient.numel() else 9.0
 
 

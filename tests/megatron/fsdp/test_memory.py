@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.fsdp.sharding import inside
+from megatron.fsdp.sharding import unwrap
 from megatron.fsdp.state_dict import buckets_of, full_state_dict
 from megatron.model import GPT2
-from megatron.plan.footprint import Run
-from megatron.plan.memory import moments
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import all_phases
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import around
 from tests.megatron.live_bytes import LiveBytes
@@ -26,7 +26,7 @@ def peak_of_steps(rank: int, world: int, way: str) -> int:
     config = build_config(described({**SETTINGS, "world": world}))
     torch.manual_seed(0)
     model = around(GPT2(config.model), way)
-    rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1))
+    rows = torch.randint(0, config.model.known_vocab_size, (config.train.batch_size, config.seq_length + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     with LiveBytes() as live:
         for number in range(3):
@@ -39,8 +39,8 @@ def peak_of_steps(rank: int, world: int, way: str) -> int:
 
 
 def test_the_peak_is_what_the_planner_says_of_stage_3() -> None:
-    run = Run(build_config(described({**SETTINGS, "world": 2})), 2, "cpu")
-    predicted = max(moment.total for moment in list(moments(run))[1:])
+    run = PlannedRun(build_config(described({**SETTINGS, "world": 2})), 2, "cpu")
+    predicted = max(moment.total for moment in list(all_phases(run))[1:])
     for way in ("nested", "torch"):
         # 5 %: torch's fused AdamW takes no tile of its own, ours does; the loss keeps its table's gradient otherwise.
         assert max(run_ranks(peak_of_steps, 2, way)) == pytest.approx(predicted, rel=0.05)
@@ -60,12 +60,12 @@ def peak_of_a_full_state_dict(rank: int, world: int) -> tuple[int, int, int]:
     config = build_config(described({**SETTINGS, "world": world}))
     model = around(GPT2(config.model), "torch")
     with LiveBytes() as live:
-        for bucket in buckets_of(inside(model)):
-            bucket.kept.at_hand("weight").add_(0)  # type: ignore[union-attr]  # seen by the meter
+        for bucket in buckets_of(unwrap(model)):
+            bucket.master_state.device_view("weight").add_(0)  # type: ignore[union-attr]  # seen by the meter
         before = live.sample()
         state = full_state_dict(model, everywhere=False)
         peak = live.peak - before
-    sizes = [bucket.layout.numel * 4 for bucket in buckets_of(inside(model))]
+    sizes = [bucket.layout.numel * 4 for bucket in buckets_of(unwrap(model))]
     assert (len(state) > 0) == (rank == 0)
     return peak, max(sizes), sum(sizes)
 

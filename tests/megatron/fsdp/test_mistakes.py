@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.distributed import watchdog
 from megatron.errors import TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
-from megatron.fsdp.shard import Shard
-from megatron.zero import watch
+from megatron.fsdp.sharded_tensor import ShardedParam
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
@@ -133,7 +133,7 @@ def test_a_part_is_not_taken_for_the_whole(mistake: Callable[[int], Any]) -> Non
 def a_state_dict_on_one_rank(rank: int, world: int) -> list[str]:
     """The other is in a barrier of the script's own, as most scripts have it; here it comes after a while."""
     said: list[bytes] = []
-    with patch.multiple(watch, LOOK_SECONDS=0.02, write_lines=said.append):
+    with patch.multiple(watchdog, CHECK_SECONDS=0.02, write_lines=said.append):
         model = around(Net(), "nested")
         model(batch(rank, 0)).backward()
         if rank == 1:
@@ -162,7 +162,7 @@ def refused_around_a_shared_parameter(rank: int, world: int, shard: Callable[[nn
     fully_shard(model.a)
     with pytest.raises(TrainerError, match="number is of torch.int64"):
         shard(model)
-    assert isinstance(model.a.weight, Shard)
+    assert isinstance(model.a.weight, ShardedParam)
     model.a(torch.ones(1, 4)).sum().backward()
     fully_shard(model, ignored_params=[model.number])
     return torch.equal(whole(model)["b.weight"], before)
@@ -475,7 +475,7 @@ def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
                 "'a.weight' on rank 0, 'b.weight' on rank 1; a model that is built from a set")
     refused(sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1")
     refused(frozen_on_one, "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1")
-    refused(first_values_on_one, "setting 'copies_first' is False on rank 0, True on rank 1")
+    refused(first_values_on_one, "setting 'sync_module_states' is False on rank 0, True on rank 1")
 
 
 def made_equal(rank: int, world: int, way: str) -> float:
@@ -725,7 +725,7 @@ def an_evaluation_that_skips(rank: int) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             model.eval()(batch(rank, 99))
         model.train()
-        assert isinstance(model.blocks[1].wide.weight, Shard), "it is at rest"
+        assert isinstance(model.blocks[1].wide.weight, ShardedParam), "it is at rest"
         clip_grad_norm_(model.parameters(), CLIP)
 
     train(model, evaluate_and_clip, rank, STEPS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.fsdp import CPUOffloadPolicy
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.fsdp.loops import by_shards, mixed
 from tests.megatron.fsdp.test_equal import MODELS
 from tests.wires import accelerator_side
@@ -34,10 +34,10 @@ def differing(rank: int, world: int, name: str, way: str, dtype: torch.dtype | N
     given = mixed(way, dtype) if dtype else {}
     with accelerator_side():
         expected = outcome(name, way, rank, **given)
-        with late_ferry() as ferry:
+        with late_copy_streams() as ferry:
             given |= {"offload_policy": CPUOffloadPolicy()} if way == "torch" else {"cpu_offload": True}
             found = outcome(name, way, rank, **given)
-        lanes: list[Any] = [ferry.up, ferry.down]
+        lanes: list[Any] = [ferry.to_device, ferry.to_host]
         assert all(lane.copied for lane in lanes)
         return found != expected
 

@@ -14,10 +14,9 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
                            set_optimizer_state_dict, set_state_dict)
-from megatron.fsdp.shard import Shard
-from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
-from megatron.fsdp.state_dict import summon_full_params
-from megatron.fsdp.whole import masters
+from megatron.fsdp.full_params import gather_masters
+from megatron.fsdp.sharded_tensor import ShardedParam
+from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict, summon_full_params
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
 from tests.megatron.zero.models import Buffers, Net, OddSizes, Words
@@ -257,10 +256,10 @@ def test_edits_reach_the_16_bit_weights() -> None:
 
 def broken_off(rank: int, world: int) -> bool:
     model = around(Net(), "torch")
-    with patch("megatron.fsdp.state_dict.masters", wraps=masters, side_effect=[DEFAULT, MemoryError]):
+    with patch("megatron.fsdp.state_dict.gather_masters", wraps=gather_masters, side_effect=[DEFAULT, MemoryError]):
         with pytest.raises(MemoryError), summon_full_params(model):
             pass
-    assert all(isinstance(parameter, Shard) for parameter in model.parameters())
+    assert all(isinstance(parameter, ShardedParam) for parameter in model.parameters())
     with pytest.raises(ConfigError, match="narrow.bias became a tensor of shape"), torch.no_grad(), \
             summon_full_params(model):
         model.first.weight.zero_()
@@ -285,7 +284,7 @@ def test_recurse_false_is_for_one_module() -> None:
 def plus_one(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            if not isinstance(parameter, Shard):
+            if not isinstance(parameter, ShardedParam):
                 parameter.add_(1)
 
 
@@ -294,7 +293,7 @@ def exported(rank: int, world: int, way: str, recurse: bool) -> list[bool]:
     model, plain = around(Everything(), way, **mixed(way, torch.bfloat16)), Everything()
     with model.summon_full_params(recurse):
         plus_one(model)
-        names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, Shard)}
+        names = {name for name, parameter in model.named_parameters() if not isinstance(parameter, ShardedParam)}
         states = [model.state_dict(), model.state_dict() if recurse and rank == 0 else None,
                   model.blocks[1].state_dict() if way != "whole" else None]
         with pytest.raises(ConfigError, match=r"inside summon_full_params\(\)"):

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.shard import local
+from megatron.fsdp.sharded_tensor import local_tensor
 from tests.distributed import run_ranks
-from tests.megatron.helpers import ROOT
 from tests.megatron.fsdp.loops import EPS, batch
+from tests.megatron.helpers import ROOT
 from tests.megatron.zero.models import Net
 
 
@@ -53,8 +53,7 @@ def script(fully_shard: Any, MixedPrecisionPolicy: Any, rank: int, settings: dic
 
 def both(rank: int, world: int, settings: dict[str, Any], dtype: torch.dtype | None) -> list[float]:
     """How far each loss is apart."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy as theirs_policy
-    from torch.distributed.fsdp import fully_shard as theirs
+    from torch.distributed.fsdp import MixedPrecisionPolicy as theirs_policy, fully_shard as theirs
 
     from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -144,8 +143,8 @@ def divided(rank: int, world: int, early: bool) -> dict[str, float]:
         if factor and not early:
             model.blocks[0].set_gradient_divide_factor(factor)
         model(batch(0, 0)).backward()
-        norms.append({name: local(parameter.grad).norm() for name, parameter in model.named_parameters()
-                      if local(parameter).numel()})
+        norms.append({name: local_tensor(parameter.grad).norm() for name, parameter in model.named_parameters()
+                      if local_tensor(parameter).numel()})
     return {name: float(norms[1][name] / norm) for name, norm in norms[0].items()}
 
 

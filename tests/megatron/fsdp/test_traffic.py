@@ -75,17 +75,17 @@ def most_whole(rank: int, world: int, way: str, given: dict[str, Any]) -> int:
     """Elements that were whole at once."""
     model = around(Net(), way, **given)
     inside = getattr(model, "module", model)
-    from megatron.fsdp.sharding import the_member
-    root = the_member(inside).root
+    from megatron.fsdp.sharding import require_fsdp_state
+    root = require_fsdp_state(inside).root
     most = 0
-    gather = type(root.buckets[0]).prefetch
+    gather = type(root.buckets[0]).start_gather
 
     def noted(bucket: Any) -> None:
         nonlocal most
         gather(bucket)
-        most = max(most, sum(one.layout.numel for one in root.buckets if one.is_here))
+        most = max(most, sum(one.layout.numel for one in root.buckets if one.is_unsharded))
 
-    type(root.buckets[0]).prefetch = noted  # type: ignore[method-assign]
+    type(root.buckets[0]).start_gather = noted  # type: ignore[method-assign]
     optimizer = adamw(model)
     for number in range(2):
         model(batch(rank, number)).backward()

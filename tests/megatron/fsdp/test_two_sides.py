@@ -24,16 +24,17 @@ from tests.megatron.zero.models import Net
 from tests.two_sides import DEVICE, Sides, two_sides
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPARED = "megatron/zero/verdict.py:HostCopy.values: tolist"
+COMPARED = "megatron/zero/step_result.py:HostScalars.values: tolist"
 """On a GPU it comes by a copy with an event; in fp32 and bf16 that is looked at in the next forward."""
-OVERFLOW = "megatron/fsdp/agreement.py:Agreement.__call__: _local_scalar_dense"
+OVERFLOW = "megatron/fsdp/grad_sync.py:BackwardConsistency.__call__: _local_scalar_dense"
 
 
 @contextmanager
 def beside_a_device() -> Iterator[Sides]:
     with two_sides() as sides:
-        for module in ("fully_shard", "wrapper"):
-            patching = patch.object(sys.modules[f"megatron.fsdp.{module}"], "device_of", lambda module, group: DEVICE)
+        for module in ("fully_shard", "fully_sharded_data_parallel"):
+            patching = patch.object(sys.modules[f"megatron.fsdp.{module}"], "compute_device_of",
+                                    lambda module, group: DEVICE)
             patching.start()
         try:
             yield sides

@@ -18,11 +18,11 @@ import pytest
 
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
-from megatron.checkpoint.command import main as convert
+from megatron.checkpoint.cli import main as convert
 from megatron.errors import CheckpointError, ConfigError, NumericsError
-from megatron.inference import loading
-from megatron.inference.command import build_parser, main
-from megatron.inference.source import Source
+from megatron.inference import load
+from megatron.inference.cli import build_parser, main
+from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from tests.megatron.helpers import train
@@ -42,7 +42,7 @@ def said(*argv: object, stdin: str = "") -> tuple[str, str]:
     """(standard output, standard error)"""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "stdin", io.StringIO(stdin)), \
-            patch("megatron.launch.distributed.shutdown"):
+            patch("megatron.distributed.process_group.shutdown"):
         assert main([*map(str, argv)]) == 0
     return out.getvalue(), err.getvalue()
 
@@ -132,20 +132,21 @@ def test_help_names_the_flags_of_the_tokenizer() -> None:
 
 def test_files_of_a_tokenizer_that_moved_are_named_at_once(folder: Path) -> None:
     groups = mpu_groups.build(1)
-    found = replace(loading.open_trained(str(folder), groups), data={"vocab_file": "/no/v", "merge_file": "/no/m"})
+    found = replace(load.open_run_checkpoint(str(folder), groups),
+                    data={"vocab_file": "/no/v", "merge_file": "/no/m"})
     with pytest.raises(ConfigError, match="remembers the files of its GPT2BPETokenizer, and /no/v and /no/m are not "
                                           "there: say where now, with --vocab-file FILE --merge-file FILE"):
-        loading.tokenizer_of(found, {})
+        load.build_tokenizer(found, {})
 
 
 def test_ranks_that_cannot_share_the_model_learn_how_many_can(folder: Path) -> None:
-    source = Source(str(folder), None)
+    source = ModelSource(str(folder), None)
     with pytest.raises(ConfigError, match="2 ranks and one model.*add --model-parallel-size 2"):
-        loading.groups_of(source, 2, "x")
+        load.build_groups(source, 2, "x")
     groups = mpu_groups.build(1)
     with pytest.raises(ConfigError, match="-size 3 does not divide .* 4 attention heads, hidden size 32 "
                                           "and MLP width 128: it can be 1, 2 and 4"):
-        loading.open_source(source, replace(groups, tp=replace(groups.tp, size=3)))
+        load.open_model(source, replace(groups, tp=replace(groups.tp, size=3)))
 
 
 def test_one_at_a_time_a_text_is_printed_as_it_comes(folder: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_hugging_face_folder_says_its_tokenizer(folder: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="50257 of GPT2BPETokenizer"):
         said(*typed)
     assert "assumed" not in said(*typed, "--tokenizer-type", "ByteLevelTokenizer")[1]
-    with patch.object(loading, "tokenizer_of", lambda *_: ByteLevelTokenizer()):
+    with patch.object(load, "build_tokenizer", lambda *_: ByteLevelTokenizer()):
         assert "(assumed: nothing beside the weights says which it is), loaded" in said(*typed)[1]
     fast["model"] = {**fast["model"], "type": "Unigram"}
     (hf / "tokenizer.json").write_text(json.dumps(fast))
@@ -324,11 +325,11 @@ def test_the_names_of_flags_may_have_underscores_and_prompts_keep_theirs(folder:
 
 
 def test_a_model_without_numbers_is_an_error_and_not_a_text(folder: Path) -> None:
-    real = loading.build
+    real = load.build_model
 
     def broken(*of: Any, **more: Any) -> GPT2:
         model = real(*of, **more)
         model.ln_f.weight.fill_(float("nan"))
         return model
-    with patch.object(loading, "build", broken), pytest.raises(NumericsError, match="logits that are no numbers"):
+    with patch.object(load, "build_model", broken), pytest.raises(NumericsError, match="logits that are no numbers"):
         said("--load", folder, "x")

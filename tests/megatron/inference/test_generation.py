@@ -11,10 +11,9 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
-from megatron.inference import decoder as decoders
-from megatron.inference import generation, loading
+from megatron.inference import decoder as decoders, generation, load
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator, Text, texts_of
+from megatron.inference.generation import GeneratedSequence, Generator, texts_of
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
@@ -35,8 +34,8 @@ def whole(model: GPT2, ids: Sequence[int]) -> torch.Tensor:
 
 
 def answers(model: GPT2, rows: int, settings: Sampling = GREEDY, most: int = 9, seed: int = 3, slides: bool = False,
-            eod: int | None = None) -> list[Text]:
-    generator = Generator(Decoder(model, rows), vocabulary=61, eod=eod, slides=slides)
+            eod: int | None = None) -> list[GeneratedSequence]:
+    generator = Generator(Decoder(model, rows), vocabulary=61, eod=eod, sliding_window=slides)
     return texts_of(generator, PROMPTS, most, settings, seed)
 
 
@@ -52,14 +51,14 @@ def test_logits_over_a_cache_are_those_of_the_whole_text() -> None:
     model, tokens = GPT2(SHAPE), torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(0)).tolist()
     decoder, texts = Decoder(model, 4), [[*prompt] for prompt in PROMPTS[:4]]
     expected = torch.stack([whole(model, text) for text in texts])
-    torch.testing.assert_close(decoder.read(range(4), texts), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(decoder.prefill(range(4), texts), expected, atol=1e-5, rtol=1e-5)
     for step in range(12):
         if step == 6:  # a text ends, and the last one takes its row
-            decoder.move(3, 1)
+            decoder.move_row(3, 1)
             texts[1] = texts.pop()
         for text, row in zip(texts, tokens):
             text.append(row[step])
-        found = decoder.follow([text[-1] for text in texts])
+        found = decoder.decode_step([text[-1] for text in texts])
         for text, logits in zip(texts, found, strict=True):
             torch.testing.assert_close(logits, whole(model, text), atol=1e-5, rtol=1e-5)
 
@@ -80,17 +79,17 @@ def test_no_token_comes_that_the_tokenizer_does_not_have(settings: Sampling) -> 
 def test_greedy_text_is_that_of_the_whole_model_at_any_batch(rows: int) -> None:
     model = GPT2(SHAPE)
     for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
-        assert text.tokens == by_hand(model, prompt, 9) and text.ended == "length"
+        assert text.tokens == by_hand(model, prompt, 9) and text.finish_reason == "length"
 
 
 @pytest.mark.parametrize("together", [1, 6, 13, 1000])
 def test_prompts_may_be_read_any_number_at_a_time(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = GPT2(SHAPE), [text.tokens for text in answers(GPT2(SHAPE), 1)]
-    monkeypatch.setattr(generation, "READ", together)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", together)
     read = list[int]()
-    whole_read = Decoder.read
-    monkeypatch.setattr(Decoder, "read", lambda self, rows, texts: (read.append(sum(map(len, texts))),
-                                                                    whole_read(self, rows, texts))[1])
+    whole_read = Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda self, rows, texts: (read.append(sum(map(len, texts))),
+                                                                       whole_read(self, rows, texts))[1])
     assert [text.tokens for text in answers(model, 8)] == expected
     assert sum(read) == sum(map(len, PROMPTS)) and max(read) <= max(together, 11)
     assert len(read) == {1: 8, 6: 7, 13: 4, 1000: 1}[together]
@@ -101,9 +100,9 @@ def test_at_the_end_of_the_position_table_a_text_ends_or_slides(rows: int) -> No
     model = GPT2(SHAPE)
     for text, prompt in zip(answers(model, rows, most=40), PROMPTS, strict=True):
         room = 24 - len(prompt) + 1
-        assert text.tokens == by_hand(model, prompt, room) and text.ended == "positions"
+        assert text.tokens == by_hand(model, prompt, room) and text.finish_reason == "positions"
     for text, prompt in zip(answers(model, rows, most=30, slides=True), PROMPTS, strict=True):
-        assert text.tokens == by_hand(model, prompt, 30) and text.ended == "length"
+        assert text.tokens == by_hand(model, prompt, 30) and text.finish_reason == "length"
 
 
 def test_a_text_ends_with_its_document() -> None:
@@ -112,7 +111,7 @@ def test_a_text_ends_with_its_document() -> None:
     eod = free[1].tokens[4]
     for text, before in zip(answers(model, 3, eod=eod), free, strict=True):
         cut = before.tokens.index(eod) if eod in before.tokens else None
-        assert text.tokens == before.tokens[:cut] and text.ended == ("length" if cut is None else "eod")
+        assert text.tokens == before.tokens[:cut] and text.finish_reason == ("length" if cut is None else "eod")
 
 
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(temperature=0.7, top_k=9, repetition_penalty=1.3)])
@@ -140,16 +139,16 @@ def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
     generator, waiting, ended = Generator(Decoder(model, 3), vocabulary=61, eod=None), list(range(8)), {}
     for step in range(200):
         texts = []
-        if generator.room and waiting and step % 3 != 1:
+        if generator.free_slots and waiting and step % 3 != 1:
             number = waiting.pop()
-            texts = generator.begin([Request(number, tuple(PROMPTS[number]), 9, GREEDY if number % 2 else drawn,
+            texts = generator.start([Request(number, tuple(PROMPTS[number]), 9, GREEDY if number % 2 else drawn,
                                              f"{number}/0")])
         if step == 5:
-            generator.drop(6)
+            generator.cancel(6)
         for text in texts + generator.step():
-            if text.ended is not None:
+            if text.finish_reason is not None:
                 ended[text.request.number] = text.tokens
-    assert generator.room == 3 and ended == {number: tokens for number, tokens in alone.items() if number != 6}
+    assert generator.free_slots == 3 and ended == {number: tokens for number, tokens in alone.items() if number != 6}
 
 
 def test_texts_and_seeds_have_random_numbers_of_their_own() -> None:
@@ -166,7 +165,7 @@ def test_texts_whose_settings_differ_are_drawn_as_alone() -> None:
 
     def tokens(rows: int) -> dict[int, list[int]]:
         generator = Generator(Decoder(model, rows), vocabulary=61, eod=None)
-        return {text.request.number: text.tokens for text in generator.run(requests)}
+        return {text.request.number: text.tokens for text in generator.generate(requests)}
     assert tokens(1) == tokens(8)
 
 
@@ -182,7 +181,7 @@ def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
     fine = texts_of(generator, [[5], [1, 2, 3]], 9, GREEDY, 0)
     for prompt in ([60] * 12, [3, 60]):
         bad, other = texts_of(generator, [prompt, [1, 2, 3]], 9, GREEDY, 0)
-        assert (bad.tokens, bad.ended) == ([], "not finite") and other.tokens == fine[1].tokens
+        assert (bad.tokens, bad.finish_reason) == ([], "not finite") and other.tokens == fine[1].tokens
         again = texts_of(generator, [[5], [1, 2, 3]], 9, GREEDY, 0)
         assert [text.tokens for text in again] == [text.tokens for text in fine]
 
@@ -201,7 +200,8 @@ def trained(rank: int, world: int, tp: int, folder: Path) -> None:
 def texts(rank: int, world: int, folders: Sequence[Path], dtype: str = "fp32") -> list[list[list[int]]]:
     grid, found = groups.build(world), []
     for folder in folders:
-        model = loading.build(loading.open_trained(str(folder), grid), grid, loading.DTYPES[dtype], torch.device("cpu"))
+        model = load.build_model(load.open_run_checkpoint(str(folder), grid), grid, load.DTYPES[dtype],
+                                 torch.device("cpu"))
         for rows in (1, 8):
             generator = Generator(Decoder(model, rows), vocabulary=257, eod=256)
             found.append([text.tokens for text in texts_of(generator, PROMPTS, 9, GREEDY, 1)])
@@ -238,7 +238,7 @@ def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dty
     train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000, *more])
     grid = groups.build(1)
     with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
-        model = loading.build(loading.open_trained(str(tmp_path), grid), grid, loading.DTYPES[dtype],
-                              torch.device("cpu"))
+        model = load.build_model(load.open_run_checkpoint(str(tmp_path), grid), grid, load.DTYPES[dtype],
+                                 torch.device("cpu"))
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert held <= live.peak < 1.01 * held + 3 * 4 * loading.BLOCK, (live.peak, held, live.largest)
+    assert held <= live.peak < 1.01 * held + 3 * 4 * load.READ_ELEMENTS, (live.peak, held, live.largest)

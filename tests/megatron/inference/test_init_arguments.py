@@ -12,13 +12,13 @@ from torch import nn
 
 from megatron.errors import ConfigError, TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api.arguments import OTHER_NAMES, TABLE, Fixed, read
+from megatron.inference.api.arguments import ALIASES, ARGUMENTS, FixedArgument, parse_arguments
 
 
 def test_the_call_of_the_tutorial() -> None:
-    asked = read(None, {"tensor_parallel": {"tp_size": 2}, "dtype": torch.half, "checkpoint": "folder",
-                        "replace_with_kernel_inject": True, "replace_method": "auto", "training_mp_size": 1,
-                        "max_out_tokens": 1024, "min_tokens": 3, "injection_policy": {nn.Linear: ("out",)}})
+    asked = parse_arguments(None, {"tensor_parallel": {"tp_size": 2}, "dtype": torch.half, "checkpoint": "folder",
+                                   "replace_with_kernel_inject": True, "replace_method": "auto", "training_mp_size": 1,
+                                   "max_out_tokens": 1024, "min_tokens": 3, "injection_policy": {nn.Linear: ("out",)}})
     assert (asked.tp_size, asked.dtype, asked.checkpoint, asked.fast) == (2, torch.float16, "folder", True)
     assert (asked.max_out_tokens, asked.min_out_tokens, asked.policy) == (1024, 3, {nn.Linear: ("out",)})
     assert asked.notes == ()
@@ -28,15 +28,16 @@ def test_the_call_of_the_tutorial() -> None:
     ("fp32", torch.float32), ("float", torch.float32), ("torch.bfloat16", torch.bfloat16), ("half", torch.float16),
     (torch.float32, torch.float32), ("int8", torch.int8), (torch.int8, torch.int8)])
 def test_dtypes_by_any_of_their_names(name: Any, dtype: torch.dtype) -> None:
-    assert read({"dtype": name}, {}).dtype is dtype
+    assert parse_arguments({"dtype": name}, {}).dtype is dtype
 
 
 def test_config_is_a_dict_or_a_file(tmp_path: Path) -> None:
     tree = {"kernel_inject": True, "tensor_parallel": {"tp_size": 4, "enabled": True}, "dtype": "bf16"}
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(tree))
-    assert read(tree, {}) == read(str(file), {}) == read(file, {"mp_size": 4, "dtype": torch.bfloat16})
-    assert read(tree, {}).tp_size == 4
+    with_names = parse_arguments(file, {"mp_size": 4, "dtype": torch.bfloat16})
+    assert parse_arguments(tree, {}) == parse_arguments(str(file), {}) == with_names
+    assert parse_arguments(tree, {}).tp_size == 4
 
 
 @pytest.mark.parametrize("config, given, said", [
@@ -49,7 +50,7 @@ def test_config_is_a_dict_or_a_file(tmp_path: Path) -> None:
 ])
 def test_two_that_disagree_are_both_named(config: Any, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(config, given)
+        parse_arguments(config, given)
     assert said in str(error.value)
 
 
@@ -67,16 +68,16 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 def test_every_argument_that_is_not_supported_says_what_to_do() -> None:
-    fixed = {path: row for path, row in TABLE.items() if isinstance(row, Fixed) and not row.noted}
+    fixed = {path: row for path, row in ARGUMENTS.items() if isinstance(row, FixedArgument) and not row.warns_only}
     assert fixed.keys() == UNSUPPORTED.keys()
     for path, value in UNSUPPORTED.items():
         row = fixed[path]
         with pytest.raises(ConfigError) as error:
-            read(None, nested(path, value))
+            parse_arguments(None, nested(path, value))
         assert str(error.value).startswith(f"init_inference: {path} is {value!r:.80}, which is not supported: ")
-        assert str(error.value).endswith(row.answer)
-        for harmless in row.harmless:
-            assert read(None, nested(path, harmless)).notes == ()
+        assert str(error.value).endswith(row.explanation)
+        for harmless in row.accepted_values:
+            assert parse_arguments(None, nested(path, harmless)).notes == ()
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 def test_what_changes_nothing_is_noted() -> None:
     for name, value in {"enable_cuda_graph": True, "use_triton": True, "triton_autotune": True, "training_mp_size": 4,
                         "replace_method": "manual", "tensor_parallel.tp_grain_size": 8}.items():
-        (note,) = read(None, nested(name, value)).notes
+        (note,) = parse_arguments(None, nested(name, value)).notes
         assert note.startswith(f"{name} has no effect: ")
 
 
@@ -108,13 +109,13 @@ def test_what_changes_nothing_is_noted() -> None:
 ])
 def test_what_is_wrong_is_named_with_the_nearest_that_is_right(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(None, given)
+        parse_arguments(None, given)
     assert said in str(error.value)
 
 
 def test_other_names_lead_to_rows_of_the_table() -> None:
-    for name, path in OTHER_NAMES.items():
-        assert path in TABLE or any(row.startswith(f"{path}.") for row in TABLE), name
+    for name, path in ALIASES.items():
+        assert path in ARGUMENTS or any(row.startswith(f"{path}.") for row in ARGUMENTS), name
 
 
 @pytest.mark.parametrize("model, given, said", [

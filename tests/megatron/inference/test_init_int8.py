@@ -27,8 +27,8 @@ def levels(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def in_fp32() -> Iterator[None]:
     """Activations, on any processor: so that sums of parts are nearly those of the whole."""
     with ExitStack() as stack:
-        for module in ("inference.api.init_inference", "inference.loading"):
-            stack.enter_context(patch(f"megatron.{module}.activations_on", lambda device: torch.float32))
+        for module in ("inference.api.init_inference", "inference.load"):
+            stack.enter_context(patch(f"megatron.{module}.activation_dtype", lambda device: torch.float32))
         yield
 
 

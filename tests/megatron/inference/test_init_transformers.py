@@ -69,7 +69,7 @@ def test_every_rank_draws_the_same_and_rank_0_says_from_which_numbers() -> None:
 
 def test_the_fast_decoder_has_the_weights_of_the_module_and_no_others() -> None:
     engine = init_inference(theirs(), replace_with_kernel_inject=True)
-    gpt2 = engine._kept.model
+    gpt2 = engine._decoder_cache.model
     held = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     assert {parameter.untyped_storage().data_ptr() for parameter in gpt2.parameters()} == held
 

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.indexed import IndexedCorpus
-from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.int8 import BLOCK, is_quantised, quantised
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.checkpoint.int8_weights import BLOCK_ELEMENTS, is_quantised, quantise_matrix
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.config.presets import PRESETS
+from megatron.config.model_config import PRESETS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference import int8, loading
+from megatron.inference import int8, load as loading
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.int8 import Int8
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train, write_corpus
 from tests.megatron.live_bytes import LiveBytes
@@ -40,7 +40,7 @@ FLAGS = ("--num-layers 3 --hidden-size 64 --num-attention-heads 4 --max-position
 
 
 def load(folder: Path, grid: groups.Groups, activations: torch.dtype | None = torch.float32) -> GPT2:
-    return loading.build(loading.open_trained(str(folder), grid), grid, torch.int8, CPU, activations)
+    return loading.build_model(loading.open_run_checkpoint(str(folder), grid), grid, torch.int8, CPU, activations)
 
 
 def matrices(model: nn.Module) -> dict[str, Int8]:
@@ -63,7 +63,7 @@ def dequantised(model: GPT2) -> GPT2:
 # ---- the product --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 2, int8.FEW, int8.FEW + 1, 50])
+@pytest.mark.parametrize("rows", [0, 1, 2, int8.PACKED_KERNEL_MAX_ROWS, int8.PACKED_KERNEL_MAX_ROWS + 1, 50])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 5), (64, 48), (301, 16), (129, 200)])
 @pytest.mark.parametrize("at_a_time", [1 << 20, 1000])
 def test_a_product_is_that_of_the_numbers(dtype: torch.dtype, rows: int, outputs: int, inputs: int,
@@ -72,7 +72,7 @@ def test_a_product_is_that_of_the_numbers(dtype: torch.dtype, rows: int, outputs
     weight = Int8(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs).to(dtype))
     room, bias = torch.randn(1 + 2 * rows * inputs).to(dtype), torch.randn(outputs).to(dtype)
     x = room[1:].view(2, rows, inputs)  # not where a kernel could load a vector from
-    with patch.dict(int8.BLOCKS, {dtype: at_a_time}):
+    with patch.dict(int8.BLOCK_ELEMENTS, {dtype: at_a_time}):
         found = F.linear(x, weight, bias)
     numbers = weight.levels.double() * weight.scale.double()[:, None]
     expected, size = x.double() @ numbers.T + bias, x.double().abs() @ numbers.abs().T + bias.abs()
@@ -158,7 +158,7 @@ def test_activations_are_bf16_where_the_device_has_it() -> None:
     for said, expected in (({}, wide), ({"avx512_bf16": True}, narrow), ({"bf16": True}, narrow),
                            ({"amx_bf16": False, "avx512_fp16": True}, wide)):
         with patch("torch.cpu.get_capabilities", lambda: said):
-            assert int8.activations_on(CPU) == expected
+            assert int8.activation_dtype(CPU) == expected
 
 
 # ---- a model, at any tensor parallel size -------------------------------------------------------------------------
@@ -184,10 +184,10 @@ def parts(rank: int, world: int, folders: Sequence[Path]) -> Cells:
 def whole(ranks: Sequence[Cells], folder: int) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
     for name, (_, scale, partition) in ranks[0][folder].items():
-        levels = join_slices([cells[folder][name][0] for cells in ranks], partition)
+        levels = join_local_slices([cells[folder][name][0] for cells in ranks], partition)
         scales = [cells[folder][name][1] for cells in ranks]
         if partition.dim == 0:
-            scale = join_slices(scales, partition)
+            scale = join_local_slices(scales, partition)
         else:
             assert all(torch.equal(one, scale) for one in scales), name
         if partition.size is not None:
@@ -205,7 +205,7 @@ def by_hand(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         if is_quantised(name, shape):
             def read(start: int, out: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> None:
                 found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
-            made[name] = quantised(read, shape, name)
+            made[name] = quantise_matrix(read, shape, name)
     return made
 
 
@@ -261,9 +261,9 @@ def test_logits_are_those_of_the_real_vocabulary(folder: Path) -> None:
     model = load(folder, groups.build(1))
     assert len(model.wte.weight) == 384 and not matrices(model)["wte.weight"].levels[257:].any()
     decoder = Decoder(model, 1)
-    assert decoder.read([0], [[1, 2, 3]]).shape == (1, 257)
-    generator = Generator(decoder, vocabulary=257, eod=None, slides=True)
-    (text,) = generator.run([Request(0, (1,), 400, Sampling(temperature=1e6))])
+    assert decoder.prefill([0], [[1, 2, 3]]).shape == (1, 257)
+    generator = Generator(decoder, vocabulary=257, eod=None, sliding_window=True)
+    (text,) = generator.generate([Request(0, (1,), 400, Sampling(temperature=1e6))])
     assert max(text.tokens) in range(250, 257)
 
 
@@ -276,9 +276,9 @@ def perplexity(model: GPT2, tokens: Tensor) -> float:
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
 def test_perplexity_is_that_of_the_weights_they_were_made_of(folder: Path, activations: torch.dtype) -> None:
     grid, corpus = groups.build(1), IndexedCorpus(folder.parent / "data")
-    stream = torch.from_numpy(corpus.tokens_of(0, corpus.num_documents).astype("int64"))
+    stream = torch.from_numpy(corpus.read_documents(0, corpus.num_documents).astype("int64"))
     tokens = stream[: len(stream) // 32 * 32].view(-1, 32)
-    plain = loading.build(loading.open_trained(str(folder), grid), grid, activations, CPU)
+    plain = loading.build_model(loading.open_run_checkpoint(str(folder), grid), grid, activations, CPU)
     expected, found = perplexity(plain, tokens), perplexity(load(folder, grid, activations), tokens)
     assert expected < 3  # of 257: it has learnt
     assert abs(found / expected - 1) < 0.005
@@ -294,8 +294,8 @@ def test_a_loss_can_be_taken_of_it(folder: Path) -> None:
 def test_a_text_over_a_cache_is_the_text_of_the_whole_at_any_batch(folder: Path, activations: torch.dtype) -> None:
     model = load(folder, groups.build(1), activations)
     decoder = Decoder(model, 2)
-    decoder.read([0, 1], [[5, 6, 7, 8], [1]])
-    found = decoder.follow([9, 2])
+    decoder.prefill([0, 1], [[5, 6, 7, 8], [1]])
+    found = decoder.decode_step([9, 2])
     for logits, ids in zip(found, [[5, 6, 7, 8, 9], [1, 2]], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([ids]))[0]
@@ -316,11 +316,11 @@ def test_matrices_lie_side_by_side(folder: Path) -> None:
 def test_no_step_makes_numbers_of_a_whole_matrix(folder: Path) -> None:
     for activations in (torch.float32, torch.bfloat16):
         decoder = Decoder(load(folder, groups.build(1), activations), 3)
-        with patch.object(Int8, "numbers", side_effect=AssertionError("it did")):
+        with patch.object(Int8, "dequantized", side_effect=AssertionError("it did")):
             for row in range(3):
-                decoder.read([row], [[1, 2, 3]])
+                decoder.prefill([row], [[1, 2, 3]])
             for rows in (1, 2, 3):
-                decoder.follow([4] * rows)
+                decoder.decode_step([4] * rows)
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_a_rank_holds_its_part_and_a_block_at_any_moment(tmp_path: Path, tp: int
     train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 40_000])
     for held, expected, peak in run_ranks(loaded, tp, tmp_path):
         assert held == expected
-        assert held <= peak < 1.01 * held + 3 * 4 * BLOCK, (held, peak)
+        assert held <= peak < 1.01 * held + 3 * 4 * BLOCK_ELEMENTS, (held, peak)
 
 
 @pytest.mark.parametrize(("preset", "share"), [("124M", 0.53), ("345M", 0.51), ("1.5B", 0.51)])
@@ -375,4 +375,4 @@ def test_int8_cannot_be_made_wide_again(folder: Path, tmp_path: Path) -> None:
     assert checkpoint(["convert", str(folder), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0
     grid = groups.build(1)
     with pytest.raises(ConfigError, match="holds int8 weights: give --dtype int8"):
-        loading.build(loading.open_trained(str(tmp_path / "q"), grid), grid, torch.bfloat16, CPU)
+        loading.build_model(loading.open_run_checkpoint(str(tmp_path / "q"), grid), grid, torch.bfloat16, CPU)

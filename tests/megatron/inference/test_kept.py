@@ -15,8 +15,8 @@ import torch
 
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api import answer
-from megatron.inference.decoder import Cache
+from megatron.inference.api import engine
+from megatron.inference.decoder import KVCache
 from tests.megatron.inference.gpt2s import PROMPTS, ours, theirs
 
 LONG = 300
@@ -24,17 +24,17 @@ LONG = 300
 
 
 @contextmanager
-def caches() -> Iterator[list[weakref.ref[Cache]]]:
+def caches() -> Iterator[list[weakref.ref[KVCache]]]:
     """Those that are made meanwhile."""
-    made: list[weakref.ref[Cache]] = []
-    real = Cache.__init__
+    made: list[weakref.ref[KVCache]] = []
+    real = KVCache.__init__
 
-    def noted(self: Cache, *args: Any, **kwargs: Any) -> None:
+    def noted(self: KVCache, *args: Any, **kwargs: Any) -> None:
         assert not any(one() is not None for one in made), "there is another one"
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    with patch.object(Cache, "__init__", noted):
+    with patch.object(KVCache, "__init__", noted):
         yield made
 
 
@@ -56,23 +56,23 @@ def test_calls_share_one_cache_and_a_larger_one_takes_its_place() -> None:
 
 def test_a_cache_has_room_for_what_is_asked_and_no_more_than_is_allowed() -> None:
     sizes = []
-    real = answer.Decoder
+    real = engine.Decoder
 
     def noted(model: Any, rows: int, positions: int) -> Any:
         sizes.append((rows, positions))
         return real(model, rows, positions)
 
-    with patch.object(answer, "Decoder", noted):
-        engine = init_inference(ours(max_position_embeddings=LONG), max_out_tokens=150)
+    with patch.object(engine, "Decoder", noted):
+        made = init_inference(ours(max_position_embeddings=LONG), max_out_tokens=150)
         for given in ({"max_new_tokens": 2}, {"max_new_tokens": 140}, {"num_return_sequences": 30}):
-            engine.generate(PROMPTS, **given)
+            made.generate(PROMPTS, **given)
     assert sizes == [(4, 128), (4, 150), (32, 150)]
 
 
 def test_more_texts_than_rows_take_turns() -> None:
     model, drawn = ours(), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 5, "seed": 3}
     expected = init_inference(model).generate(PROMPTS, **drawn)
-    with patch.object(answer, "ROWS", 4):
+    with patch.object(engine, "MAX_ROWS", 4):
         assert torch.equal(init_inference(model).generate(PROMPTS, **drawn), expected)
 
 
@@ -123,10 +123,10 @@ def test_threads_do_not_write_into_one_cache() -> None:
 
 def test_an_answer_that_breaks_off_leaves_no_cache() -> None:
     engine = init_inference(ours())
-    with caches() as made, patch("megatron.inference.api.answer._stops", lambda ends: lambda text: 1 // 0), \
+    with caches() as made, patch("megatron.inference.api.engine._stop_at_eos", lambda ends: lambda text: 1 // 0), \
             pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS)
-    assert len(made) == 1 and engine._kept._made is None
+    assert len(made) == 1 and engine._decoder_cache._cached is None
     assert torch.equal(engine.generate(PROMPTS), init_inference(ours()).generate(PROMPTS))
 
 
@@ -135,7 +135,7 @@ def test_a_copy_of_an_engine_answers_from_its_own_weights(model: Any) -> None:
     engine = init_inference(model(), replace_with_kernel_inject=True)
     before = engine.generate(PROMPTS)
     other = copy.deepcopy(engine)
-    assert other._kept._made is None  # recorded steps cannot be copied
+    assert other._decoder_cache._cached is None  # recorded steps cannot be copied
     assert torch.equal(other.generate(PROMPTS), before)
     with torch.no_grad():
         next(engine.module.parameters()).mul_(-1)

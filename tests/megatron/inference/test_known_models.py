@@ -10,7 +10,7 @@ import torch
 
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
-from megatron.inference.api.policy import KNOWN
+from megatron.inference.api.policy import KNOWN_POLICIES
 from tests.distributed import run_ranks
 from tests.megatron.inference.gpt2s import CLOSE
 
@@ -67,7 +67,7 @@ def test_models_that_are_known_are_cut_without_a_policy() -> None:
 
 def test_every_known_class_is_one_of_these() -> None:
     modules = [module for name in SIZES for module in made(name).modules()]
-    assert KNOWN.keys() <= {f"{type(module).__module__}.{type(module).__name__}" for module in modules}
+    assert KNOWN_POLICIES.keys() <= {f"{type(module).__module__}.{type(module).__name__}" for module in modules}
 
 
 def bloom(rank: int, world: int) -> str:

@@ -14,9 +14,9 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, texts_of
-from megatron.inference.live import Uncached, from_engine, has_whole_weights, reader_of
+from megatron.inference.live import EngineDecoder, engine_decoder, from_engine, has_unsharded_params
 from megatron.inference.request import Sampling
-from megatron.train import sample
+from megatron.train import evaluation
 from megatron.train.loop import Trainer
 from mpu.random import capture_rng
 from tests.distributed import run_ranks
@@ -42,9 +42,9 @@ def looks(rank: int, world: int, flags: list[object], folder: Path, corpus: str)
         report = taken(trainer, *args)
         streams, engine = capture_rng(), trainer.engine
         with from_engine(engine) as model:
-            assert not model.training and (model is engine.module) == has_whole_weights(engine)
+            assert not model.training and (model is engine.module) == has_unsharded_params(engine)
             copied = texts(Decoder(model, 2))
-        with reader_of(engine, 2) as reader:
+        with engine_decoder(engine, 2) as reader:
             assert texts(reader) == copied
         assert engine.training and same(streams, capture_rng())
         found.extend(copied)
@@ -57,8 +57,8 @@ def looks(rank: int, world: int, flags: list[object], folder: Path, corpus: str)
     return found
 
 
-def texts(reader: Decoder | Uncached) -> list[list[int]]:
-    generator = Generator(reader, vocabulary=257, eod=None, slides=True)
+def texts(reader: Decoder | EngineDecoder) -> list[list[int]]:
+    generator = Generator(reader, vocabulary=257, eod=None, sliding_window=True)
     return [text.tokens for text in texts_of(generator, PROMPTS, 20, Sampling(top_k=5), 3)]
 
 
@@ -79,7 +79,7 @@ def test_the_sample_of_a_run_is_what_its_checkpoint_says(stage: int, tp: int, tm
     printed = run_ranks(train_all, 2, [flags])[0][0].partition(" sample: ")[2].splitlines()[0]
     text = said("--load", tmp_path / "s", "one", "--max-new-tokens", 30, "--past-the-end", "slide")[0]
     assert ast.literal_eval(printed.partition(" (\\ufffd")[0]) == text.removesuffix("\n") and len(text) > 10
-    assert sample.printable(text.removesuffix("\n")) == printed
+    assert evaluation.printable(text.removesuffix("\n")) == printed
 
 
 def test_only_our_models_are_read() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint
 from megatron.checkpoint.reader import Checkpoint
 from megatron.errors import CheckpointError
-from megatron.inference import loading
+from megatron.inference import load
 from megatron.inference.int8 import Int8
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(folder: Path, cell: tuple[str, str], groups: Groups) -> dict[str, list[Tensor]]:
     """The bits of the weights, by name."""
     name, dtype = cell
-    found = (loading.open_hf if name == "hf" else loading.open_trained)(str(folder / name), groups)
-    model = loading.build(found, groups, loading.DTYPES[dtype], CPU, torch.float32)
+    found = (load.open_hf_folder if name == "hf" else load.open_run_checkpoint)(str(folder / name), groups)
+    model = load.build_model(found, groups, load.DTYPES[dtype], CPU, torch.float32)
     return {name: [part.data.levels, part.data.scale] if isinstance(part.data, Int8) else [part.data]
             for name, part in model.named_parameters()}
 
@@ -59,7 +59,7 @@ def reads(rank: int, world: int, folder: Path, tp: int) -> list[tuple[dict[str, 
         return patch.object(kind, "read", read)
 
     for cell in CELLS:
-        with counting(Checkpoint), counting(Foreign), patch.object(loading, "SENT", 1000):
+        with counting(Checkpoint), counting(ExternalCheckpoint), patch.object(load, "BROADCAST_ELEMENTS", 1000):
             found.append((build(folder, cell, groups), count[0]))
         count[0] = 0
     return found

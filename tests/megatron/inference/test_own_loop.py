@@ -15,12 +15,12 @@ from torch import nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
-from megatron.checkpoint.command import main as checkpoint
-from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.checkpoint.convert.huggingface import open_huggingface
 from megatron.errors import CheckpointError, ConfigError, TrainerError
-from megatron.evaluate.command import main as evaluate
+from megatron.evaluate.cli import main as evaluate
 from megatron.inference import init_inference
-from megatron.inference.command import main as generate
+from megatron.inference.cli import main as generate
 from megatron.model import GPT2, ModelConfig
 from mpu import groups as mpu_groups
 from mpu.groups import SOLO
@@ -74,7 +74,7 @@ def test_it_leads_to_text_scores_and_other_files(stage: int, precision: str, tp:
 
     assert checkpoint(["convert", str(run), "--output", str(hf)]) == 0
     assert checkpoint(["convert", str(run), "--output", str(int8), "--dtype", "int8"]) == 0
-    shape = open_folder(hf).model
+    shape = open_huggingface(hf).model
     assert (shape.num_attention_heads, shape.layernorm_epsilon) == (2, 1e-6)
     assert objects("--load-hf", hf, *asked)[0]["text"] == objects("--load", int8, *asked)[0]["text"] == found[0]["text"]
     ids = torch.tensor([TOKENIZER.encode("abcd")])

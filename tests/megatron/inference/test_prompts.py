@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.prompts import Arriving, Given, Prompt
+from megatron.inference.prompts import Prompt, StaticPrompts, StreamingPrompts
 from tests.megatron.helpers import train
 
 
@@ -24,13 +24,13 @@ def given(texts: Iterable[str]) -> list[Prompt]:
 
 
 def test_what_is_at_hand_is_taken_in_order_and_then_ends() -> None:
-    prompts = Given(given("01234"))
+    prompts = StaticPrompts(given("01234"))
     assert [prompts.take(2, True) for _ in range(4)] == [given("01"), given("23"), given("4"), None]
 
 
 def test_what_arrives_is_taken_as_it_comes() -> None:
     source = queue.Queue[str | None]()
-    prompts = Arriving(lines_of(source))
+    prompts = StreamingPrompts(lines_of(source))
     assert prompts.take(4, False) == []  # nothing yet, and nobody waits
     for line in ("a", "b", "c"):
         source.put(line)
@@ -42,14 +42,14 @@ def test_what_arrives_is_taken_as_it_comes() -> None:
 
 def test_what_arrives_together_is_taken_together() -> None:
     """As many as there is room for: so that texts which come at once are computed alike every time."""
-    assert Arriving(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
+    assert StreamingPrompts(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
 
 
 def test_an_error_of_who_reads_them_is_that_of_who_takes_them() -> None:
     def lines() -> Iterator[Prompt]:
         yield Prompt("a", "")
         raise OSError("gone")
-    prompts = Arriving(lines())
+    prompts = StreamingPrompts(lines())
     with pytest.raises(OSError, match="gone"):
         while True:
             prompts.take(1, True)

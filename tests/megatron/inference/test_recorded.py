@@ -13,10 +13,8 @@ from torch import Tensor
 
 from megatron.config.tree import ModelConfig
 from megatron.inference import decoder as decoders
-from megatron.inference import recorded
-from megatron.inference.decoder import Decoder
+from megatron.inference.decoder import CudaGraphRunner, Decoder
 from megatron.inference.generation import Generator, texts_of
-from megatron.inference.recorded import Recorded
 from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 
@@ -47,8 +45,9 @@ def test_text_from_recordings_is_the_same(rows: int, monkeypatch: pytest.MonkeyP
         return [text.tokens for text in found]
     expected = texts()
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
-    monkeypatch.setattr(recorded, "FEWEST_POSITIONS", 8)
-    with patch.object(decoders, "Recorded", side_effect=lambda *of: Recorded(*of, record=device_of_recordings)) as made:
+    monkeypatch.setattr(decoders, "MIN_GRAPH_POSITIONS", 8)
+    with patch.object(decoders, "CudaGraphRunner",
+                      side_effect=lambda *of: CudaGraphRunner(*of, capture=device_of_recordings)) as made:
         assert texts() == expected and made.called
 
 
@@ -58,7 +57,7 @@ def test_there_is_one_recording_for_each_size_of_rows_and_positions() -> None:
     def step(tokens: Tensor, places: Tensor, positions: int) -> Tensor:
         made.append((len(tokens), positions))
         return tokens[:, None] + places[:, None]
-    steps = Recorded(6, 1000, torch.device("cpu"), record=lambda run: (run(), run)[1])
+    steps = CudaGraphRunner(6, 1000, torch.device("cpu"), capture=lambda run: (run(), run)[1])
     for count in (1, 2, 3, 4, 5, 6):
         for place in (0, 127, 128, 600, 999):
             tokens, places = [*range(count)], [place] * count
@@ -71,8 +70,8 @@ def test_a_decoder_is_gone_with_its_cache_when_nobody_holds_it(monkeypatch: pyte
     """At once, not when garbage is looked for: on a GPU it is gigabytes."""
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
     decoder = Decoder(GPT2(SHAPE), 2)
-    decoder.read([0, 1], [[1, 2], [3]])
-    decoder.follow([4, 5])
+    decoder.prefill([0, 1], [[1, 2], [3]])
+    decoder.decode_step([4, 5])
     cache = weakref.ref(decoder._cache)
     gc.disable()
     try:

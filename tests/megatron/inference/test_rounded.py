@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.command import main as checkpoint
-from megatron.inference import loading
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.inference import load
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.saved import whole_weights
-from megatron.zero.quantise import Quantisation
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.moq import MoQState
 from mpu import groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
 from tests.megatron.train.test_quantise import engine_for
@@ -42,13 +42,13 @@ def trained(folder: Path, **values: Any) -> dict[str, Tensor]:
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
         engine.step()
     engine.save_checkpoint(folder)
-    return whole_weights(engine.core)
+    return gather_full_state_dict(engine.core)
 
 
 def loaded(rank: int, world: int, folder: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The logical tensors; of int8 matrices levels and scales."""
     grid = groups.build(world)
-    model = loading.build(loading.open_trained(folder, grid), grid, dtype, CPU, torch.float32)
+    model = load.build_model(load.open_run_checkpoint(folder, grid), grid, dtype, CPU, torch.float32)
     found = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Int8):
@@ -66,7 +66,7 @@ def joined(parts: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str,
         matrix = name.removesuffix(" scale")
         how = cut[matrix]
         is_cut = how is not None and len(parts) > 1 and (name == matrix or how.dim == 0)
-        value = join_slices([part[name] for part in parts], how) if is_cut and how is not None else parts[0][name]
+        value = join_local_slices([part[name] for part in parts], how) if is_cut and how is not None else parts[0][name]
         whole[name] = value[: len(like[matrix])]
     return whole
 
@@ -84,8 +84,8 @@ def test_the_weights_are_those_at_work_at_any_tensor_parallel_size(run: str, tmp
 def test_where_a_checkpoint_does_not_say_which_all_matrices_are_rounded(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is of an older version."""
-    numbers = Quantisation.numbers
-    monkeypatch.setattr(Quantisation, "numbers",
+    numbers = MoQState.state_dict
+    monkeypatch.setattr(MoQState, "state_dict",
                         lambda self: {name: value for name, value in numbers(self).items() if name != "rounded"})
     expected = trained(tmp_path, quantize_start_bits=8)
     found = joined([loaded(0, 1, str(tmp_path), torch.float32)], expected)

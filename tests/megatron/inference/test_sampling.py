@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
+from megatron.inference.generation import candidate_probabilities, gumbel_noise, sample_tokens
 from megatron.inference.request import Sampling
-from megatron.inference.sampling import choices, draw, noise
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -24,13 +24,13 @@ SETTINGS = [
 
 
 def probabilities(logits: torch.Tensor, settings: Sampling, seen: Collection[int] = ()) -> torch.Tensor:
-    found, tokens = choices(logits[None], settings, [seen])
+    found, tokens = candidate_probabilities(logits[None], settings, [seen])
     return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens[0], found[0])
 
 
 def drawn(settings: Sampling, stream: str, count: int) -> torch.Tensor:
     """So many tokens, in turn."""
-    return draw(LOGITS.expand(count, -1), settings, keys(stream, count), [()] * count)
+    return sample_tokens(LOGITS.expand(count, -1), settings, keys(stream, count), [()] * count)
 
 
 def keys(stream: str, count: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> Non
 
 def test_random_numbers_of_neighbours_in_key_and_token_are_as_good_as_any() -> None:
     """Their mean and deviation, that of products of neighbours, and the shares below some bounds: four deviations."""
-    found = noise(torch.arange(500)[:, None], torch.arange(1000)[None])
+    found = gumbel_noise(torch.arange(500)[:, None], torch.arange(1000)[None])
     uniform = (-(-found).exp()).exp()
     count = uniform.numel()
     assert bool(found.isfinite().all()) and abs(uniform.mean().item() - 0.5) < 4 * (12 * count) ** -0.5
@@ -94,9 +94,9 @@ def test_last_digits_change_a_draw_only_where_it_was_near() -> None:
     made = torch.Generator().manual_seed(5)
     logits, count = torch.randn(20000, generator=made).double() * 0.01, 200
     for settings in (Sampling(top_p=0.5), Sampling(top_k=5000), Sampling(min_p=0.99), Sampling()):
-        first = draw(logits.expand(count, -1), settings, keys("a", count), [()] * count)
+        first = sample_tokens(logits.expand(count, -1), settings, keys("a", count), [()] * count)
         moved = logits * (1 + 1e-6 * torch.randn(20000, generator=made))
-        again = draw(moved.expand(count, -1), settings, keys("a", count), [()] * count)
+        again = sample_tokens(moved.expand(count, -1), settings, keys("a", count), [()] * count)
         assert (first != again).sum() <= 1 and len(first.unique()) > 20
 
 
@@ -105,9 +105,9 @@ def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device(
     made = torch.Generator().manual_seed(3)
     logits, own = torch.randn(5, 40, generator=made), keys("b", 5)
     seen = [(), (1, 2), (39,), (0, 0, 5), (7,)]
-    alone = [int(draw(logits[row][None], settings, own[row][None], [seen[row]])) for row in range(5)]
+    alone = [int(sample_tokens(logits[row][None], settings, own[row][None], [seen[row]])) for row in range(5)]
     with Waits() as waits:
-        together = draw(logits, settings, own, seen)
+        together = sample_tokens(logits, settings, own, seen)
     assert together.tolist() == alone and not waits.found
 
 

@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 
 from data.tokenizer import ByteLevelTokenizer
-from megatron.inference.loading import Loaded
-from megatron.inference.request import Sampling, Wish
-from megatron.inference.session import Session
-from megatron.inference.terminal import Terminal
+from megatron.inference.frontends import InteractiveSession
+from megatron.inference.load import LoadedModel
+from megatron.inference.prompts import Terminal
+from megatron.inference.request import GenerationConfig, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
 from tests.distributed import run_ranks
@@ -125,12 +125,12 @@ class Slow(io.StringIO):
 
 def thinks(rank: int, world: int) -> str:
     made, out = groups.build(world), io.StringIO()
-    groups.limit_waits(made, timedelta(seconds=1))
+    groups.set_timeout(made, timedelta(seconds=1))
     tokenizer = ByteLevelTokenizer()
     model = GPT2(tiny_model(vocab_size=tokenizer.vocab_size), made.tp)
     with redirect_stdout(out), redirect_stderr(io.StringIO()), patch.object(sys, "stdin", Slow("hello\n")):
-        wish = Wish(4, Sampling(greedy=True))
-        Session(Loaded(model, tokenizer, ""), made, wish, Terminal() if rank == 0 else None).run()
+        wish = GenerationConfig(4, Sampling(greedy=True))
+        InteractiveSession(LoadedModel(model, tokenizer, ""), made, wish, Terminal() if rank == 0 else None).run()
     return out.getvalue()
 
 

@@ -15,13 +15,13 @@ import pytest
 from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
-from megatron.inference.generation import Text
+from megatron.inference.detokenizer import DECODE_WINDOW, Detokenizer, SequenceDetokenizer
+from megatron.inference.generation import GeneratedSequence
 from megatron.inference.request import Request, Sampling
-from megatron.inference.wording import WINDOW, Detokenizer, Wording
-from megatron.serve.asked import Subject
-from megatron.serve.completions import read
-from megatron.serve.leader import Verdict
-from megatron.serve.limits import Limits
+from megatron.serve.admission import ServerLimits
+from megatron.serve.api_request import ServedModel
+from megatron.serve.openai_api import parse_completion
+from megatron.serve.scheduler import SequenceLogprobs
 
 WORDS = "the cat sat on the mat é ü 日本語"
 BYTES = bytes((0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC, 0xEF, 0xBF, 0xBD, 0xC3, 0x41))
@@ -73,7 +73,7 @@ def test_text_and_places_of_tokens_are_those_of_decoding_every_beginning(make: C
         for start in range(0, len(ids), 7):  # as they come
             found.extend(ids[start : start + 7])
             assert found.text == tokenizer.decode(ids[: start + 7])
-        assert found.starts == [len(tokenizer.decode(ids[:number])) for number in range(len(ids))]
+        assert found.offsets == [len(tokenizer.decode(ids[:number])) for number in range(len(ids))]
 
 
 class Counting:
@@ -93,31 +93,33 @@ class Counting:
 
 @pytest.mark.parametrize("length", [256, 2048])
 def test_an_answer_decodes_each_token_a_few_times_whole_streamed_or_looked_at_for_its_end(length: int) -> None:
-    most = 3 * WINDOW * length
+    most = 3 * DECODE_WINDOW * length
 
-    def subject_of(counts: Any) -> Subject:
-        return Subject("gpt2", counts, 2 * length, None, Limits(), 0)
+    def subject_of(counts: Any) -> ServedModel:
+        return ServedModel("gpt2", counts, 2 * length, None, ServerLimits(), 0)
 
     counts = Counting()
-    job = read({"prompt": "x" * length, "max_tokens": 0, "echo": True, "logprobs": 2}, subject_of(counts), "id")
-    text = Text(job.asked.requests()[0], ended="length")
+    job = parse_completion({"prompt": "x" * length, "max_tokens": 0, "echo": True, "logprobs": 2}, subject_of(counts),
+                           "id")
+    text = GeneratedSequence(job.generation.requests()[0], finish_reason="length")
     likely = ((65, -1.0), (66, -2.0))
-    job.whole([text], {0: Verdict(0, (-1.0,) * (length - 1), (likely,) * (length - 1))})
+    job.full_response([text], {0: SequenceLogprobs(0, (-1.0,) * (length - 1), (likely,) * (length - 1))})
     assert counts.decoded <= most
 
     counts = Counting()
-    job = read({"prompt": "x", "max_tokens": length, "stream": True, "logprobs": 0}, subject_of(counts), "id")
-    text, parts = Text(job.asked.requests()[0]), []
+    job = parse_completion({"prompt": "x", "max_tokens": length, "stream": True, "logprobs": 0}, subject_of(counts),
+                           "id")
+    text, parts = GeneratedSequence(job.generation.requests()[0]), []
     for _ in range(length):
         text.tokens.append(65)
         text.logprobs.append(-1.0)
-        parts += job.more([text])
+        parts += job.new_chunks([text])
     assert len(parts) == length and counts.decoded <= most
 
     counts = Counting()
-    wording: Any = Wording(counts)  # type: ignore[arg-type]
-    text = Text(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")))
+    wording: Any = SequenceDetokenizer(counts)  # type: ignore[arg-type]
+    text = GeneratedSequence(Request(0, (65,), length, Sampling(), "0", ("zz", "yy")))
     for _ in range(length):
         text.tokens.append(65)
-        assert not wording.is_over(text)
+        assert not wording.has_stop_string(text)
     assert counts.decoded <= most

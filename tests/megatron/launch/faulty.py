@@ -39,9 +39,9 @@ PHASES = ("start-up", "index", "forward", "backward", "exchange", "optimizer ste
 
 def main() -> int:
     import pretrain_gpt2
-    from megatron.launch.distributed import read_environment
-    from megatron.launch.signals import StopRequest
-    from megatron.whereabouts import HERE
+    from megatron.distributed.process_group import read_environment
+    from megatron.distributed.rank_status import STATUS
+    from megatron.distributed.signals import StopListener
 
     kind, phase, rank = os.environ["MEGATRON_FAULT"].split("|")
     is_faulty = read_environment().rank == int(rank)
@@ -66,23 +66,23 @@ def main() -> int:
         setattr(owner, name, faulty)
 
     def at_step() -> bool:
-        return HERE.place.step == STEP
+        return STATUS.snapshot.step == STEP
 
     if is_faulty and phase == "start-up":
-        before(pretrain_gpt2, "check_neighbours")
+        before(pretrain_gpt2, "check_package_shadowing")
     elif is_faulty:
-        import mpu.wire.gloo
-        from megatron.model.block import Block
+        import mpu.backends
+        from megatron.model.transformer import Block
         from megatron.train import build
         from megatron.zero.api import engine
-        from megatron.zero.update import Update
+        from megatron.zero.update import OptimizerUpdate
 
         if phase == "index":
             before(build, "open_datasets")
         elif phase == "forward":
             before(Block, "forward", at_step)
         elif phase == "evaluation":
-            before(Block, "forward", lambda: HERE.place.activity == phase)
+            before(Block, "forward", lambda: STATUS.snapshot.activity == phase)
         elif phase == "backward":
             usual = Block.forward
 
@@ -94,15 +94,15 @@ def main() -> int:
 
             Block.forward = with_hook  # type: ignore[method-assign]
         elif phase == "exchange":
-            for name in ("_pieces", "_exchange"):
-                before(mpu.wire.gloo, name, lambda: at_step() and HERE.place.phase == "backward")
+            for name in ("_segments", "_reduce_scatter_by_sends"):
+                before(mpu.backends, name, lambda: at_step() and STATUS.snapshot.phase == "backward")
         elif phase == "optimizer step":
-            before(Update, "__call__", at_step)
+            before(OptimizerUpdate, "__call__", at_step)
         elif phase == "save":
-            before(engine, "saving_engine")
-    return pretrain_gpt2.main(StopRequest().listen())
+            before(engine, "save_engine_protocol")
+    return pretrain_gpt2.main(StopListener().listen())
 
 
 if __name__ == "__main__":
-    from megatron.launch.exits import run
+    from megatron.distributed.exit_codes import run
     sys.exit(run(main, is_job=True))

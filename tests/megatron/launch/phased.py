@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from megatron.launch.leaving import end_when_asked
+from megatron.distributed.signals import exit_on_stop_signal
 
-end_when_asked()
+exit_on_stop_signal()
 PHASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 del sys.argv[1:3]
 RANK = int(os.environ.get("RANK", "0"))
@@ -53,8 +53,8 @@ mark("pid")
 if PHASE == "start-up":
     mark(PHASE)
 elif PHASE == "meeting":
-    from megatron.launch import distributed
-    slow(distributed, "init", 30.0 * RANK)
+    from megatron.distributed import process_group
+    slow(process_group, "init", 30.0 * RANK)
 elif PHASE == "index":
     from megatron.train import build
     slow(build, "datasets", 30.0 * (RANK == 0))

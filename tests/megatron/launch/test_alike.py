@@ -22,13 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.setting import declared, flag_name
+from megatron.config.schema import flag_name, setting_of
 from megatron.config.tree import SECTIONS, Config, DataConfig
+from megatron.distributed import preflight
+from megatron.distributed.preflight import _modules, check_ranks_match, code_digest, mismatch_message
+from megatron.distributed.rank_text import describe_differences, format_ranks
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.inference.source import ModelParser, told
-from megatron.launch import alike, link
-from megatron.launch.alike import _modules, check_alike, code_digest, difference
-from megatron.ranges import differences, ranges
+from megatron.inference.model_args import ModelArgumentParser, flags_to_compare
+from megatron.launch import node_monitor
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 from tests.megatron.launch.processes import begin
@@ -44,7 +45,7 @@ def compare(told: Sequence[Mapping[str, Any]], limit: float = 5.0, ranks: int | 
 
     def work(rank: int) -> None:
         try:
-            check_alike(store, rank, ranks or len(told), told[rank], timedelta(seconds=limit))
+            check_ranks_match(store, rank, ranks or len(told), told[rank], timedelta(seconds=limit))
         except TrainerError as error:
             found[rank] = f"{type(error).__name__}: {error}"  # type: ignore[call-overload]
 
@@ -73,7 +74,9 @@ def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank
 
 
 def test_many_differences_are_cut_short() -> None:
-    text = difference([({f"--flag-{k}": 0 for k in range(40)}, [0]), ({f"--flag-{k}": 1 for k in range(40)}, [1])])
+    text = mismatch_message([({f"--flag-{k}": 0
+                               for k in range(40)}, [0]), ({f"--flag-{k}": 1
+                                                            for k in range(40)}, [1])])
     assert text.count(" is 0 on rank 0") == 12 and "and 28 more" in text
 
 
@@ -85,13 +88,13 @@ def made_up(rank: int) -> dict[str, Any]:
 
 def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
     told = [(made_up(rank), [rank]) for rank in range(4000)]
-    text = difference(told)
+    text = mismatch_message(told)
     assert text.count(" and 3992 other values") == 12 and "; and 14 more. Start all" in text
     assert "lr of param group 0 is 0.1 on rank 0, 1.1 on rank 1, " in text
-    assert len(json.dumps({"said": text})) < 20_000 < link.LONGEST
-    pairs = differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
+    assert len(json.dumps({"said": text})) < 20_000 < node_monitor.MAX_MESSAGE_BYTES
+    pairs = describe_differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
     assert "odd is 0 on ranks 0, 2, 4, " in pairs and "1 on ranks 1, 3, 5, " in pairs and len(pairs) < 300
-    long = differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
+    long = describe_differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
     assert long.count("(5007 characters, checksum ") == 8 and long.endswith(" and 1 other value")
 
 
@@ -101,7 +104,7 @@ def test_as_many_kinds_as_ranks_are_read_of_some() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.2)
     began = time.monotonic()
     found = compare([FACTS] * 3, limit=0.5, ranks=7)
     assert time.monotonic() - began < 30 and len(set(found)) == 1 and found[0] is not None
@@ -112,10 +115,12 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_was_given_twice_is_sent_away_and_the_others_begin(rank: int) -> None:
     store, limit = dist.HashStore(), timedelta(seconds=5)
     with ThreadPoolExecutor(4) as pool:
-        ranks = [pool.submit(check_alike, store, number, 3, FACTS, limit) for number in range(3) if number != rank]
-        first = pool.submit(check_alike, store, rank, 3, FACTS, limit)
+        ranks = [
+            pool.submit(check_ranks_match, store, number, 3, FACTS, limit) for number in range(3) if number != rank
+        ]
+        first = pool.submit(check_ranks_match, store, rank, 3, FACTS, limit)
         first.result(10)
-        second = pool.submit(check_alike, store, rank, 3, FACTS, limit)
+        second = pool.submit(check_ranks_match, store, rank, 3, FACTS, limit)
         here = f"process {os.getpid()} on {socket.gethostname()}"
         with pytest.raises(ConfigError, match=f"^rank {rank} was given twice: to {here}, which came first, and to "):
             second.result(10)
@@ -123,23 +128,23 @@ def test_a_rank_that_was_given_twice_is_sent_away_and_the_others_begin(rank: int
 
 
 def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "SLACK", timedelta(0))
+    monkeypatch.setattr(preflight, "REPORT_SLACK", timedelta(0))
     with pytest.raises(PeerError, match="rank 0 did not say within 0.3 s"):
-        check_alike(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
+        check_ranks_match(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 4, 3, 4), (2, 2, 3), (4, 3, 3, 4)])
 def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     """Nobody waits for a rank that one of them knows nothing of."""
-    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.5)
     store, found = dist.HashStore(), [""] * len(sizes)
     are_there = threading.Barrier(len(sizes))
 
     def work(rank: int) -> None:
         are_there.wait()
         try:
-            check_alike(store, rank, sizes[rank], FACTS, timedelta(seconds=60))
+            check_ranks_match(store, rank, sizes[rank], FACTS, timedelta(seconds=60))
         except TrainerError as error:
             found[rank] = f"{type(error).__name__}: {error}"
 
@@ -157,23 +162,23 @@ def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...
         assert len({*found}) == 1, found
         for size in set(sizes):
             who = [rank for rank, own in enumerate(sizes) if own == size]
-            assert f"{size} on {ranges(who)}" in found[0]
+            assert f"{size} on {format_ranks(who)}" in found[0]
 
 
 def test_a_rank_of_another_size_that_comes_late_is_told_among_the_others_or_alone() -> None:
     store, limit = dist.HashStore(), timedelta(seconds=30)
     with ThreadPoolExecutor(3) as pool:
-        ranks = [pool.submit(check_alike, store, rank, size, FACTS, limit) for rank, size in enumerate((4, 3))]
+        ranks = [pool.submit(check_ranks_match, store, rank, size, FACTS, limit) for rank, size in enumerate((4, 3))]
         time.sleep(0.2)
-        ranks.append(pool.submit(check_alike, store, 2, 3, FACTS, limit))
+        ranks.append(pool.submit(check_ranks_match, store, 2, 3, FACTS, limit))
         for rank in ranks:
             with pytest.raises(ConfigError, match="WORLD_SIZE is 4 on rank 0, 3 on ranks 1-2"):
                 rank.result(20)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(lambda rank: check_alike(store, rank, 2, FACTS, limit), range(2))] == [None, None]
+        assert [*pool.map(lambda rank: check_ranks_match(store, rank, 2, FACTS, limit), range(2))] == [None, None]
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2 on rank [01], 3 on rank 2"):
-        check_alike(store, 2, 3, FACTS, limit)
+        check_ranks_match(store, 2, 3, FACTS, limit)
 
 
 def test_a_rank_that_is_left_by_rank_0_does_not_say_that_it_waited() -> None:
@@ -182,17 +187,17 @@ def test_a_rank_that_is_left_by_rank_0_does_not_say_that_it_waited() -> None:
             raise dist.DistNetworkError("Connection was likely closed")
 
     with pytest.raises(PeerError, match="rank 0 did not say before it left"):
-        check_alike(Broken(), 1, 2, FACTS, timedelta(seconds=30))
+        check_ranks_match(Broken(), 1, 2, FACTS, timedelta(seconds=30))
 
 
 def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_digest()
     assert before == code_digest()
-    for package in alike.PACKAGES:
+    for package in preflight.COMPARED_PACKAGES:
         (tmp_path / package / "x").mkdir(parents=True)
         (tmp_path / package / "x" / "__init__.py").touch()
         (tmp_path / package / "x" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
+    monkeypatch.setattr(preflight, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
     seen = {before, code_digest()}
     for change in (lambda: (tmp_path / "mpu" / "x" / "a.py").write_text("a = 2\n"),
                    lambda: (tmp_path / "data" / "x" / "a.py").rename(tmp_path / "data" / "x" / "b.py"),
@@ -225,12 +230,12 @@ EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fie
 def test_no_two_values_of_any_setting_are_taken_for_the_same(section: str, name: str) -> None:
     config = Config()
     theirs = with_value(config, section, name, other(getattr(getattr(config, section), name)))
-    found = compare([config.told(), theirs.told()])
+    found = compare([config.rank_invariant_settings(), theirs.rank_invariant_settings()])
     assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
     if name in PLACES:
         assert f"{flag_name(name)} is not given on rank 0, given on rank 1" in found[0]
         elsewhere = with_value(theirs, section, name, other(getattr(getattr(theirs, section), name)))
-        assert theirs.told() == elsewhere.told()
+        assert theirs.rank_invariant_settings() == elsewhere.rank_invariant_settings()
 
 
 def with_value(config: Config, section: str, name: str, value: object) -> Config:
@@ -245,7 +250,9 @@ def with_value(config: Config, section: str, name: str, value: object) -> Config
 
 
 def test_a_setting_says_of_itself_that_it_is_a_place() -> None:
-    assert {item.name for section in SECTIONS.values() for item in fields(section) if declared(item).place} == PLACES
+    assert {item.name
+            for section in SECTIONS.values()
+            for item in fields(section) if setting_of(item).is_location} == PLACES
 
 
 # ---- real ranks --------------------------------------------------------------------------------------------------
@@ -362,10 +369,10 @@ def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: 
 
 
 def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
-    parser = ModelParser("python -m megatron.generate", "", "")
-    plain = told(parser.parse_args(["--load", "run"]))
+    parser = ModelArgumentParser("python -m megatron.generate", "", "")
+    plain = flags_to_compare(parser.parse_args(["--load", "run"]))
     for flag in ("--vocab-file", "--merge-file", "--tokenizer-path"):
-        one, two = (told(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
+        one, two = (flags_to_compare(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
         assert one == two and one[flag] == "given" and plain[flag] == "not given"
 
 
@@ -467,14 +474,15 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
 
 def test_what_is_told_does_not_hold_places_apart() -> None:
     config = Config(data=DataConfig(data_cache_path="/scratch/7"))
-    assert config.told() == replace(config, data=replace(config.data, data_cache_path="/scratch/8")).told()
+    assert config.rank_invariant_settings() == replace(config, data=replace(
+        config.data, data_cache_path="/scratch/8")).rank_invariant_settings()
 
 
 def test_the_error_is_one_of_configuration() -> None:
     store = dist.HashStore()
     store.set("alike/verdict", '{"error": "x", "code": 2}')
     with pytest.raises(ConfigError, match="x"):
-        check_alike(store, 1, 2, FACTS, timedelta(seconds=1))
+        check_ranks_match(store, 1, 2, FACTS, timedelta(seconds=1))
 
 
 @pytest.mark.few(2)
@@ -505,7 +513,7 @@ def test_code_is_its_modules_and_nothing_that_lies_among_them(tmp_path: Path) ->
     (tmp_path / "gone.py").symlink_to("nowhere.py")
     assert [str(path.relative_to(tmp_path)) for path in _modules(tmp_path)] == [
         "a.py", "gone.py", "room/__init__.py", "room/b.py"]
-    with patch.object(alike, "_modules", lambda package: [tmp_path / "gone.py"]), \
-            patch.object(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py")), \
+    with patch.object(preflight, "_modules", lambda package: [tmp_path / "gone.py"]), \
+            patch.object(preflight, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py")), \
             pytest.raises(ConfigError, match=r"gone\.py: cannot be read \(No such file or directory\)"):
-        alike.code_digest()
+        preflight.code_digest()

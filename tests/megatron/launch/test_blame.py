@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.distributed import exit_codes
+from megatron.distributed.rank_status import (FAILED, RUNNING, SLOT_BYTES, UNKNOWN, RankStatus, StatusFile,
+                                              StatusSnapshot)
 from megatron.errors import ConfigError
-from megatron.launch import exits
-from megatron.launch.blame import Late, Sight
-from megatron.whereabouts import RUNNING, SLOT, STUMBLED, UNKNOWN, Place, Places, Whereabouts
+from megatron.launch.stragglers import Straggler, StragglerMonitor
 from tests.covering import cells
 from tests.megatron.launch import faulty
 from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
@@ -27,21 +28,21 @@ HOST = socket.gethostname()
 
 TRAINING = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE, EXCHANGE
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS, COLLECTIVE
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
+    publish_status()
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
     meet(here)
     if rank == 1:
         {fault}
-    HERE.waits[0] = 2
+    STATUS.collective_counters[0] = 2
     time.sleep({patience})
     raise PeerError("rank 0 waited in vain")
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 AT = "at step 7: backward, blocks.1"
 HANGS = ["time.sleep(60)", "while True: pass", "__import__('ctypes').PyDLL(None).sleep(60)",
@@ -98,25 +99,26 @@ def test_ranks_that_all_leave_in_the_middle_have_not_failed(start):  # noqa: F81
 
 
 def test_one_that_left_early_is_no_failure_where_all_others_end_well(start):  # noqa: F811
-    body = TRAINING.format(fault="os._exit(0)", patience=1).replace("raise PeerError", "HERE.take_leave(); return  #")
+    body = TRAINING.format(fault="os._exit(0)", patience=1).replace("raise PeerError", "STATUS.mark_done(); return  #")
     assert start(body).end() == (0, "", [])
 
 
 def test_one_that_has_taken_its_leave_is_not_blamed(start):  # noqa: F811
-    body = TRAINING.format(fault="HERE.take_leave(); return", patience=1)
+    body = TRAINING.format(fault="STATUS.mark_done(); return", patience=1)
     code, _, lines = start(body).end()
     assert code == 5 and lines == ["error: rank 0 waited in vain"]
 
 
 def test_a_short_pause_is_not_blamed(start):  # noqa: F811
     """A network that fails at once: whoever computes at that time has nothing to do with it."""
-    code, _, lines = start(TRAINING.format(fault="HERE.waits[1] += 1; time.sleep(60)", patience=0.3)).end()
+    body = TRAINING.format(fault="STATUS.collective_counters[1] += 1; time.sleep(60)", patience=0.3)
+    code, _, lines = start(body).end()
     assert code == 5 and lines == ["error: rank 0 waited in vain"]
 
 
 def test_an_error_of_a_ranks_own_goes_before_a_rank_that_hangs(start):  # noqa: F811
     body = TRAINING.format(fault="time.sleep(60)", patience=3).replace("raise PeerError(", "raise ValueError(")
-    code, _, lines = start(body.replace("HERE.waits[0] = 2", "")).end()
+    code, _, lines = start(body.replace("STATUS.collective_counters[0] = 2", "")).end()
     assert code == 5 and lines[0].startswith("error: internal error in rank 0: ValueError")
 
 
@@ -130,82 +132,83 @@ def test_what_comes_out_of_an_exchange_is_never_an_internal_error(message, start
 # ---- the file -----------------------------------------------------------------------------------------------------
 
 def test_a_place_is_read_as_it_was_written(tmp_path):
-    places, mine = Places(str(tmp_path / "places"), 2), Whereabouts()
-    assert str(places.of(1)) == "before its program began"
-    mine.do("start-up")
-    mine.show_in(str(tmp_path / "places"), 1)
-    assert places.of(1) == Place(1, os.getpid(), 0, "start-up") and places.of(0) == Place()
+    places, mine = StatusFile(str(tmp_path / "places"), 2), RankStatus()
+    assert str(places.read(1)) == "before its program began"
+    mine.set_activity("start-up")
+    mine.publish_in(str(tmp_path / "places"), 1)
+    assert places.read(1) == StatusSnapshot(1, os.getpid(), 0, "start-up") and places.read(0) == StatusSnapshot()
     for step, phase, unit, text in [(0, "", "", "start-up"), (3, "forward", "blocks.11", "step 3: forward, blocks.11"),
                                     (3, "forward", "", "step 3: forward"), (4, "", "", "step 4: training")]:
-        mine.do("training" if step else "start-up")
-        mine.at_step(step)
-        mine.enter(phase, unit)
-        assert str(places.of(1)) == text
-    with mine.doing("evaluation"):
-        mine.enter("forward", "blocks.0")
-        mine.waits[0] = 1
-        assert str(places.of(1)) == "step 4: evaluation, forward, blocks.0, exchange"
-    mine.waits[0] = 0
-    assert str(places.of(1)) == "step 4: training"
+        mine.set_activity("training" if step else "start-up")
+        mine.set_step(step)
+        mine.set_phase(phase, unit)
+        assert str(places.read(1)) == text
+    with mine.in_activity("evaluation"):
+        mine.set_phase("forward", "blocks.0")
+        mine.collective_counters[0] = 1
+        assert str(places.read(1)) == "step 4: evaluation, forward, blocks.0, exchange"
+    mine.collective_counters[0] = 0
+    assert str(places.read(1)) == "step 4: training"
 
 
 def test_words_without_end_do_no_harm(tmp_path):
-    places, mine = Places(str(tmp_path / "places"), 1), Whereabouts()
-    mine.show_in(str(tmp_path / "places"), 0)
-    for number in range(SLOT // 50):
-        mine.enter("forward", f"a block with a long name {number}" * 20)
-    assert places.of(0).phase == "forward" and (tmp_path / "places").stat().st_size == SLOT
-    mine.enter("a\udcff\n", "")
-    assert places.of(0).phase in ("", "a?\n")
+    places, mine = StatusFile(str(tmp_path / "places"), 1), RankStatus()
+    mine.publish_in(str(tmp_path / "places"), 0)
+    for number in range(SLOT_BYTES // 50):
+        mine.set_phase("forward", f"a block with a long name {number}" * 20)
+    assert places.read(0).phase == "forward" and (tmp_path / "places").stat().st_size == SLOT_BYTES
+    mine.set_phase("a\udcff\n", "")
+    assert places.read(0).phase in ("", "a?\n")
 
 
 @pytest.mark.parametrize("path", [None, "/no/such/file", "/"])
 def test_a_file_that_cannot_be_mapped_changes_nothing(path):
-    mine = Whereabouts()
-    mine.show_in(path, 0)
-    mine.enter("forward")
-    assert mine.place.phase == "forward" and not mine.is_shown
+    mine = RankStatus()
+    mine.publish_in(path, 0)
+    mine.set_phase("forward")
+    assert mine.snapshot.phase == "forward" and not mine.is_published
 
 
 def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.launch.blame.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.launch.stragglers.STRAGGLER_SECONDS", 0.05)
     path = str(tmp_path / "places")
-    ranks = [Whereabouts() for _ in range(3)]
-    sight = Sight(Places(path, 3), 3)
+    ranks = [RankStatus() for _ in range(3)]
+    sight = StragglerMonitor(StatusFile(path, 3), 3)
     for local, one in enumerate(ranks):
-        one.show_in(path, local)
-        one.waits[0], one.waits[1] = (2, 1, 0)[local], 5
-    sight.look()
+        one.publish_in(path, local)
+        one.collective_counters[0], one.collective_counters[1] = (2, 1, 0)[local], 5
+    sight.update()
     time.sleep(0.1)
-    ranks[2].waits[1] += 1
-    assert [one.local for one in sight.late([0, 1, 2])] == [1]
-    assert sight.late([0, 2]) == []
+    ranks[2].collective_counters[1] += 1
+    assert [one.local_rank for one in sight.stragglers([0, 1, 2])] == [1]
+    assert sight.stragglers([0, 2]) == []
 
 
 @pytest.mark.parametrize("error, is_inside", [(ConfigError("no"), False), (SystemExit(), True), (SystemExit(0), True),
                                               (SystemExit(3), False), (SystemExit("why"), False),
                                               (KeyboardInterrupt(), False)])
 def test_an_error_of_the_engine_may_be_caught_but_an_exit_may_not(error, is_inside):
-    mine = Whereabouts()
-    mine.begin()
+    mine = RankStatus()
+    mine.mark_running()
     with pytest.raises(type(error)), mine:
-        mine.enter("forward")
+        mine.set_phase("forward")
         raise error
-    assert mine.place.is_inside == is_inside
+    assert mine.snapshot.is_mid_operation == is_inside
 
 
 def test_one_that_hangs_after_an_error_it_caught_is_named_with_its_place():
-    for state, told in ((RUNNING, "hangs or is too slow"), (STUMBLED, "hangs or is too slow"),
+    for state, told in ((RUNNING, "hangs or is too slow"), (FAILED, "hangs or is too slow"),
                         (UNKNOWN, "has not said where it is")):
-        assert told in Late(0, Place(state=state, step=3), 60.0).describe("rank 0")
+        assert told in Straggler(0, StatusSnapshot(state=state, step=3), 60.0).describe("rank 0")
 
 
 def test_errors_of_a_device_that_come_out_of_an_exchange_are_its_own(monkeypatch):
-    mine = Whereabouts()
-    mine.waits[0] = 1
-    monkeypatch.setattr(exits, "HERE", mine)
-    assert exits.is_peer_loss(RuntimeError("what is this")) and not exits.is_peer_loss(ValueError("what is this"))
-    assert not exits.is_peer_loss(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    mine = RankStatus()
+    mine.collective_counters[0] = 1
+    monkeypatch.setattr(exit_codes, "STATUS", mine)
+    assert exit_codes.is_peer_loss(
+        RuntimeError("what is this")) and not exit_codes.is_peer_loss(ValueError("what is this"))
+    assert not exit_codes.is_peer_loss(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ import pytest
 import pretrain_gpt2
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
-from megatron.checkpoint.export import digest, logical
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.launch import exits
+from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
+from megatron.distributed import exit_codes
 from tests.megatron.helpers import ROOT, TINY, own_signals, steps, train, write_corpus
 
 Cli = Callable[[Sequence[object]], tuple[int, str]]
@@ -35,7 +34,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *map(str, argv)])
         with own_signals():
-            code = exits.run(pretrain_gpt2.main)
+            code = exit_codes.run(pretrain_gpt2.main)
         return code, capfd.readouterr().err
     gc.disable()
     yield call
@@ -90,8 +89,9 @@ def test_no_text_at_all_is_a_config_error(cli: Cli) -> None:
 def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torch(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("some text " * 99)
-    program = ("import sys, pretrain_gpt2; from megatron.launch import exits; code = exits.run(pretrain_gpt2.main); "
-               "sys.exit('torch' if 'torch' in sys.modules else code)")
+    program = (
+        "import sys, pretrain_gpt2; from megatron.distributed import exit_codes; "
+        "code = exit_codes.run(pretrain_gpt2.main); sys.exit('torch' if 'torch' in sys.modules else code)")
     for kind, flag in (("sentencepiece", "--tokenizer-path"), ("gpt2", "--merge-file"), ("character", "--vocab-file")):
         done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
                                flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -219,7 +219,7 @@ def test_a_damaged_shard_stops_the_real_job(saved: Path) -> None:
 
 def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved: Path, tmp_path: Path,
                                                                            cli: Cli) -> None:
-    expected = list(digest(open_checkpoint(saved)))[-1]
+    expected = list(digest_lines(open_checkpoint(saved)))[-1]
     shard = saved / "global_step3" / "rank0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     again = [*RUN, "--load", saved, "--save", saved, "--keep-last", 1, "--metrics-file", tmp_path / "m"]
@@ -231,7 +231,7 @@ def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved
     code, stderr = cli([*again, "--resume-fallback"])
     assert code == 0 and stderr.count("falling back to an older tag") == 1 and shard.name in stderr
     assert [step["iteration"] for step in steps(tmp_path / "m")] == [3]
-    assert list(digest(open_checkpoint(saved)))[-1] == expected
+    assert list(digest_lines(open_checkpoint(saved)))[-1] == expected
     assert not (saved / "global_step2").exists(), "--keep-last counts again"
 
 
@@ -295,7 +295,7 @@ def test_finetune_takes_the_weights_alone_and_starts_at_iteration_0(saved: Path,
 def digests(folder: Path) -> dict[str, list[str]]:
     """Kind of state -> the digests of its tensors in the newest checkpoint."""
     found: dict[str, list[str]] = {}
-    for line in list(digest(open_checkpoint(folder)))[:-1]:
+    for line in list(digest_lines(open_checkpoint(folder)))[:-1]:
         value, kind, *_ = line.split()
         found.setdefault(kind, []).append(value)
     return found
@@ -310,8 +310,8 @@ def test_no_load_optim_keeps_the_position_and_starts_the_moments_anew(saved: Pat
     assert (step["iteration"], step["consumed_samples"], step["learning_rate"]) == (4, 16, pytest.approx(1e-3))
     # The moments are those of a first step: a tenth of the gradient, which was clipped to norm 1.
     checkpoint = open_checkpoint(tmp_path / "t")
-    squares = sum(float(logical(checkpoint, "exp_avg", name, 0,
-                                math.prod(checkpoint.shape("exp_avg", name))).double().square().sum())
+    squares = sum(float(read_logical(checkpoint, "exp_avg", name, 0,
+                                     math.prod(checkpoint.shape("exp_avg", name))).double().square().sum())
                   for name in checkpoint.names("exp_avg"))
     assert math.sqrt(squares) == pytest.approx(0.1 * min(1.0, step["grad_norm"]), rel=1e-5)
 
@@ -391,8 +391,8 @@ def test_numbers_that_explode_end_with_exit_6_and_the_last_lines_are_valid_json(
 
 
 def test_a_second_job_on_the_same_save_is_refused(tmp_path: Path, cli: Cli) -> None:
-    from megatron.checkpoint.commit import locked
+    from megatron.checkpoint.commit import lock_save_root
 
     (tmp_path / "s").mkdir()
-    with locked(tmp_path / "s"):
+    with lock_save_root(tmp_path / "s"):
         check(cli([*RUN, "--save", tmp_path / "s"]), 2, "--save", "locked by")

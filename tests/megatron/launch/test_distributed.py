@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron import zero
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.process_group import Environment, device_for
+from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.errors import ConfigError, PeerError
-from megatron.launch import distributed, exits
-from megatron.launch.distributed import Environment, device_for
-from megatron.whereabouts import HERE, RUNNING
 from tests.megatron.helpers import ROOT, TINY
 
 LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
@@ -45,7 +45,7 @@ def test_a_port_in_use_is_a_config_error_that_names_it(address: str, busy_port: 
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": busy_port}.items():
         environ.setenv(name, str(value))
     with pytest.raises(ConfigError, match=f"port {busy_port} .* in use.*--master-port.*MASTER_PORT"):
-        distributed.init(timeout_seconds=5)
+        process_group.init(timeout_seconds=5)
     assert not torch.distributed.is_initialized()
 
 
@@ -65,7 +65,7 @@ def test_a_program_that_is_not_rank_0_is_named(environ: pytest.MonkeyPatch) -> N
         for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             environ.setenv(name, str(value))
         with pytest.raises(PeerError, match=rf"what answers at 127\.0\.0\.1:{port} is not rank 0 .*MASTER_PORT"):
-            distributed.init(timeout_seconds=1)
+            process_group.init(timeout_seconds=1)
         other.shutdown(socket.SHUT_RDWR)
 
 
@@ -77,7 +77,7 @@ def test_a_port_that_needs_other_rights_is_one_too(environ: pytest.MonkeyPatch) 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "80"}.items():
         environ.setenv(name, value)
     with pytest.raises(ConfigError, match="port 80 .*root"):
-        distributed.init(timeout_seconds=5)
+        process_group.init(timeout_seconds=5)
 
 
 def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ: pytest.MonkeyPatch) -> None:
@@ -89,16 +89,16 @@ def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ
     assert dict(os.environ) == before
 
     def check_alike(*arguments: object) -> None:
-        states.append((os.environ["MASTER_PORT"], HERE.place.state))
+        states.append((os.environ["MASTER_PORT"], STATUS.snapshot.state))
         raise RuntimeError("what became of the others, in other words")
 
-    environ.setattr(distributed, "check_alike", check_alike)
+    environ.setattr(process_group, "check_ranks_match", check_alike)
     with socket.create_server(("127.0.0.1", 0)) as found:
         free_port = found.getsockname()[1]
     with pytest.raises(RuntimeError) as lost:
         zero.init_distributed("gloo", distributed_port=free_port, **asked)
-    assert states == [(str(free_port), RUNNING)] and exits.is_peer_loss(lost.value)
-    assert not exits.is_peer_loss(RuntimeError("an error of the program that went on alone"))
+    assert states == [(str(free_port), RUNNING)] and exit_codes.is_peer_loss(lost.value)
+    assert not exit_codes.is_peer_loss(RuntimeError("an error of the program that went on alone"))
     assert dict(os.environ) == before
 
 
@@ -223,17 +223,17 @@ RAISES = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from megatron.fsdp import fully_shard, summon_full_params
-from megatron.zero.watch import Watch
+from megatron.distributed.watchdog import DesyncWatchdog
 
-look = Watch.look
-def slow_look(watch):
+compare_logs = DesyncWatchdog.compare_logs
+def slowly(watch):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.5))
     try:
         store.get("never")  # waits in C++, without Python's lock
     except dist.DistStoreError:
-        return look(watch)
-Watch.look = slow_look
+        return compare_logs(watch)
+DesyncWatchdog.compare_logs = slowly
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -256,14 +256,14 @@ def test_a_script_that_raises_waits_for_the_thread_that_watches(tmp_path: Path) 
     ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"RANK": "0", "MEGATRON_STORE_FILE": "x"}, False),
     ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
 def test_the_store_ends_with_rank_0_where_no_launcher_keeps_it(environ, keeps):
-    assert distributed.keeps_store({"WORLD_SIZE": "2", **environ}) == keeps
+    assert process_group.hosts_store({"WORLD_SIZE": "2", **environ}) == keeps
 
 
 MEETS = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
-from megatron.launch import distributed
-distributed.init_process_group(distributed.Environment(), "gloo", also_alone=True)
+from megatron.distributed import process_group
+process_group.init_process_group(process_group.Environment(), "gloo", even_for_one_rank=True)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ["TORCH_GLOO_LAZY_INIT"])
 """
 

@@ -23,8 +23,8 @@ import pytest
 
 from data import cli
 from data.storage import DataError
-from megatron.inference.prompts import of_arguments, of_file
-from megatron.launch import exits
+from megatron.distributed import exit_codes
+from megatron.inference.prompts import prompts_from_args, prompts_from_file
 from tests.megatron.helpers import ROOT, TINY, lines, total_digest, train, write_corpus
 
 TEXT = "Grüße, 你好, 😀 and a \u2028 line"
@@ -234,10 +234,10 @@ def test_files_that_may_not_be_long_enough_are_named(name: str, kibibytes: int, 
 def test_a_prompt_or_stop_that_is_no_text_is_refused_and_not_answered(raw: bytes, tmp_path: Path) -> None:
     """A tokenizer would read `?` in its place."""
     with pytest.raises(DataError, match="prompt 2 of the command line: not UTF-8 text"):
-        of_arguments(["good", os.fsdecode(raw)])
+        prompts_from_args(["good", os.fsdecode(raw)])
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "half a pair \ud800"}))
     with pytest.raises(DataError, match="line 1: not UTF-8 text"):
-        list(of_file(str(tmp_path / "p.jsonl"), print))
+        list(prompts_from_file(str(tmp_path / "p.jsonl"), print))
 
 
 @pytest.mark.parametrize("error", [
@@ -247,9 +247,9 @@ def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, ca
     def fail() -> None:
         raise error
 
-    failure = exits.explain(error, {})
+    failure = exit_codes.exit_reason_of(error, {})
     assert failure.code == 5 and not failure.is_peer_loss and "raise it (ulimit -n, ulimit -u)" in failure.text
-    with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_when_asked"):
-        cli.run(fail)
+    with pytest.raises(SystemExit) as caught, patch("data.cli._interrupt_on_stop_signals"):
+        cli.run_command(fail)
     err = capsys.readouterr().err
     assert caught.value.code == 5 and err.count("\n") == 1 and "raise it (ulimit -n, ulimit -u)" in err

@@ -13,9 +13,9 @@ import pytest
 
 from data.storage import DataError, UsageError
 from megatron import zero
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import Environment, init_process_group, read_environment
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
-from megatron.launch import exits
-from megatron.launch.distributed import Environment, init_process_group, read_environment
 from mpu.split import ParallelError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,54 +52,55 @@ def failing(error: BaseException):
     (SystemExit(3), 3),
 ])
 def test_every_failure_is_one_line_and_its_code(error, code, capfd):
-    assert exits.run(failing(error), debug=False) == code
+    assert exit_codes.run(failing(error), debug=False) == code
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == (0 if isinstance(error.args[0] if error.args else "", int) and code == 3 else 1)
     assert all(line.startswith("error: ") for line in lines)
 
 
 def test_a_command_that_trains_nothing_does_not_speak_of_resuming(capfd):
-    exits.run(failing(KeyboardInterrupt()))
-    exits.run(failing(KeyboardInterrupt()), is_job=True)
+    exit_codes.run(failing(KeyboardInterrupt()))
+    exit_codes.run(failing(KeyboardInterrupt()), is_job=True)
     told, of_job = capfd.readouterr().err.splitlines()
     assert told == "error: interrupted" and "start the same command to resume" in of_job
 
 
 def test_success_is_zero_and_silent(capfd):
-    assert exits.run(lambda: None) == 0 and exits.run(lambda: 0) == 0 and exits.run(failing(SystemExit())) == 0
+    assert exit_codes.run(lambda: None) == 0 and exit_codes.run(lambda: 0) == 0 and exit_codes.run(failing(
+        SystemExit())) == 0
     assert capfd.readouterr().err == ""
 
 
 def test_a_message_of_several_lines_is_folded_and_not_marked_twice(capfd):
-    exits.run(failing(ConfigError("error: first\n   second\n\nthird")), debug=False)
+    exit_codes.run(failing(ConfigError("error: first\n   second\n\nthird")), debug=False)
     assert capfd.readouterr().err == "error: first second third\n"
 
 
 def test_errors_that_are_listed_have_a_line_each(capfd):
-    exits.run(failing(ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n")), debug=False)
+    exit_codes.run(failing(ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n")), debug=False)
     assert capfd.readouterr().err == "error: f: 2 errors:\n  (1) one of them\n  (2) two\n"
 
 
 def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
-    exits.run(failing(ConfigError("x")), debug=True)
+    exit_codes.run(failing(ConfigError("x")), debug=True)
     assert "Traceback" in capfd.readouterr().err
-    exits.run(failing(PeerError("x")), debug=True)
+    exit_codes.run(failing(PeerError("x")), debug=True)
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_under_the_launcher_an_own_failure_is_told_from_a_lost_peer():
     under = {"MEGATRON_LAUNCHER": "1", "RANK": "3"}
-    assert exits.explain(ZeroDivisionError("x"), under).code == 1
-    assert exits.explain(MemoryError(), under).code == 1
-    assert exits.explain(DistBackendError("x"), under).code == 5
-    assert "rank 3" in exits.explain(ZeroDivisionError("x"), under).text
+    assert exit_codes.exit_reason_of(ZeroDivisionError("x"), under).code == 1
+    assert exit_codes.exit_reason_of(MemoryError(), under).code == 1
+    assert exit_codes.exit_reason_of(DistBackendError("x"), under).code == 5
+    assert "rank 3" in exit_codes.exit_reason_of(ZeroDivisionError("x"), under).text
 
 
 def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
-    program = ("import atexit, os, sys; from megatron.launch import exits;"
+    program = ("import atexit, os, sys; from megatron.distributed import exit_codes;"
                "atexit.register(lambda: print('destructor'));"
                "os.environ.update(RANK='0', WORLD_SIZE='2'); print('flushed', end='');"
-               "sys.exit(exits.run(lambda: 6))")
+               "sys.exit(exit_codes.run(lambda: 6))")
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (6, "flushed")
 
@@ -107,9 +108,9 @@ def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
 UNCAUGHT = """
 import atexit, sys
 from megatron.errors import ConfigError, NumericsError, PeerError
-from megatron.launch import exits
+from megatron.distributed import exit_codes
 atexit.register(lambda: print("left properly"))
-exits.answer_uncaught()
+exit_codes.install_excepthook()
 def half():
     try:
         {0}
@@ -157,7 +158,7 @@ def test_every_entry_to_the_engine_answers_for_its_errors(monkeypatch):
             entry()
         assert sys.excepthook is not sys.__excepthook__
         hook = sys.excepthook
-        exits.answer_uncaught()
+        exit_codes.install_excepthook()
         assert sys.excepthook is hook
 
 

@@ -20,14 +20,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.distributed.rank_status import StatusFile
+from megatron.distributed.signals import STOP_SIGNALS
 from megatron.errors import ConfigError
-from megatron.launch import command as launch
-from megatron.launch import supervise
-from megatron.launch.blame import Sight
-from megatron.launch.leaving import REQUESTS
-from megatron.launch.nodes import Nodes, Place
-from megatron.launch.supervise import Ending, Rank, Supervisor
-from megatron.whereabouts import Places
+from megatron.launch import launcher as launch, supervisor
+from megatron.launch.node_monitor import NodeInfo, NodeMonitor
+from megatron.launch.stragglers import StragglerMonitor
+from megatron.launch.supervisor import RankExit, RankProcess, Supervisor
 from tests.megatron.launch.processes import MEET, PATIENCE, begin, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,8 +99,8 @@ def stop(number, frame):
     with open(os.path.join(here, f"got{rank}"), "w") as f:
         f.write(str(number))
     sys.exit(0)
-from megatron.launch.leaving import REQUESTS
-for number in REQUESTS:
+from megatron.distributed.signals import STOP_SIGNALS
+for number in STOP_SIGNALS:
     signal.signal(number, stop)
 open(os.path.join(here, f"ready{rank}"), "w").close()
 while True:
@@ -153,7 +152,7 @@ def test_standard_input_is_that_of_the_first_rank_alone(start, tmp_path):
 
 
 TAKES_INTERRUPTS = """
-from megatron.launch.signals import take_interrupts
+from megatron.distributed.signals import own_interrupts
 count = 0
 def note(number, frame):
     global count
@@ -161,7 +160,7 @@ def note(number, frame):
     open(os.path.join(here, f"got{rank}-{count}"), "w").close()
 signal.signal(signal.SIGINT, note)
 if rank == 0:
-    take_interrupts()
+    own_interrupts()
 open(os.path.join(here, f"ready{rank}"), "w").close()
 until = time.monotonic() + 30
 while time.monotonic() < until and not os.path.exists(os.path.join(here, "enough")):
@@ -211,7 +210,8 @@ def test_errors_that_are_listed_belong_to_the_line_above_them(start):
 
 
 def test_an_error_of_ours_on_every_rank_of_a_script_is_one_line_and_its_code(start):
-    body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.answer_uncaught()\n"
+    body = ("from megatron.errors import NumericsError\nfrom megatron.distributed import exit_codes\n"
+            "exit_codes.install_excepthook()\n")
     code, _, lines = start(body + "raise NumericsError('nothing is finite')").end()
     line = PRELUDE.count("\n") + 4
     assert (code, lines) == (6, [f"error: nothing is finite (program.py, line {line})"])
@@ -224,8 +224,8 @@ def test_of_ranks_that_fail_alike_without_a_line_the_others_are_named_too(start)
 
 def test_a_rank_that_fails_slowly_is_named_and_not_its_victim(start):
     """An error of the script's own takes Python a while; its peer, whose error is ours, has ended before."""
-    body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.launch import exits\n"
-            "exits.answer_uncaught()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
+    body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.distributed import exit_codes\n"
+            "exit_codes.install_excepthook()\nmeet(here)\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
             "time.sleep(1)\nraise ValueError('mine')")
     code, _, lines = start(body).end()
     assert code == 5 and lines[-1].startswith("error: rank 1 (pid ") and "ValueError: mine" in lines
@@ -238,8 +238,8 @@ def test_a_line_of_a_job_that_succeeds_is_not_swallowed(start):
 
 def test_who_fails_is_followed_by_all_others_in_time():
     """Of the jobs below, that run on machines with other work, twice as long is asked."""
-    assert supervise.GRACE_SECONDS + supervise.TERM_SECONDS + 1 <= LIMIT
-    assert supervise.STOP_PATIENCE_SECONDS + supervise.GRACE_SECONDS + 1 <= LIMIT
+    assert supervisor.GRACE_SECONDS + supervisor.TERM_SECONDS + 1 <= LIMIT
+    assert supervisor.STOP_PATIENCE_SECONDS + supervisor.GRACE_SECONDS + 1 <= LIMIT
 
 
 def test_a_killed_rank_is_named_and_nobody_is_left(start):
@@ -302,13 +302,13 @@ def test_a_short_stop_is_no_failure(start, tmp_path):
     wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     os.kill(job.pid(0), signal.SIGSTOP)
     wait_until(lambda: state(job.pid(0)) == "T")
-    time.sleep(supervise.STOP_PATIENCE_SECONDS / 4)
+    time.sleep(supervisor.STOP_PATIENCE_SECONDS / 4)
     os.kill(job.pid(0), signal.SIGCONT)
     job.process.terminate()
     assert job.end() == (0, "", [])
 
 
-@pytest.mark.parametrize("number", REQUESTS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_reaches_every_rank_once_and_a_clean_stop_is_success(start, tmp_path, number):
     job = start(WAIT_FOR_A_STOP)
     wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
@@ -346,11 +346,11 @@ def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name,
 
 
 @contextmanager
-def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, Rank]]:
+def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, RankProcess]]:
     """A launcher in this process, whose loop does not run, and its only rank."""
-    nodes = Nodes(Place(0, 1, 1, "here"))
-    job = Supervisor([*command], [], nodes, Sight(Places(str(folder / "places"), 1), 1))
-    job._start({**os.environ, "RANK": "0"})
+    nodes = NodeMonitor(NodeInfo(0, 1, 1, "here"))
+    job = Supervisor([*command], [], nodes, StragglerMonitor(StatusFile(str(folder / "places"), 1), 1))
+    job._start_rank({**os.environ, "RANK": "0"})
     (rank,) = job._ranks
     with closing(nodes), closing(job._selector), rank.process:
         try:
@@ -359,36 +359,36 @@ def started(folder: Path, *command: str) -> Iterator[tuple[Supervisor, Rank]]:
             rank.process.kill()
 
 
-def ended(rank: Rank, options: int = 0) -> object:
+def ended(rank: RankProcess, options: int = 0) -> object:
     """It is still to be reaped."""
     return os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT | options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_stop_waits_for_ranks_that_have_just_been_started(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(supervise, "DEAF_SECONDS", 1000.0)
+    monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 1000.0)
     with started(tmp_path, "sleep", "60") as (job, rank):
         job._on_signal(number)
-        job._pass_on_requests()
+        job._forward_signals()
         assert not ended(rank, os.WNOHANG)
-        monkeypatch.setattr(supervise, "DEAF_SECONDS", 0.0)
-        job._pass_on_requests()
+        monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 0.0)
+        job._forward_signals()
         assert ended(rank).si_status == number
-        job._look_at(rank)
-        assert rank.ending.signal == number and rank.ending.job_exit_code == 130
+        job._poll_rank(rank)
+        assert rank.exit.signal == number and rank.exit.job_exit_code == 130
 
 
 @pytest.mark.parametrize("takes_interrupts", [False, True])
 def test_a_rank_that_ends_just_before_a_request_is_passed_on_ends_as_it_did(tmp_path, monkeypatch, takes_interrupts):
-    monkeypatch.setattr(supervise, "DEAF_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "SIGNAL_DELAY_SECONDS", 0.0)
     with started(tmp_path, "true") as (job, rank):
         assert ended(rank)
         if takes_interrupts:
-            job._on_signal(supervise.TAKEN)
+            job._on_signal(supervisor.SIGNAL_INTERRUPTS_OWNED_BY_RANK0)
         job._on_signal(signal.SIGINT if takes_interrupts else signal.SIGTERM)
-        job._pass_on_requests()
-        job._look_at(rank)
-        assert rank.ending is not None and rank.ending.code == 0 and not job._running
+        job._forward_signals()
+        job._poll_rank(rank)
+        assert rank.exit is not None and rank.exit.code == 0 and not job._running
 
 
 def test_a_request_to_stop_that_comes_too_early_is_a_failure_with_a_reason(start):
@@ -405,7 +405,7 @@ def test_the_second_interrupt_ends_at_once(start):
     job = start(deaf + "open(here + f'/ready{rank}', 'w').close()\n" + SLEEP)
     wait_until(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(2)))
     job.process.send_signal(signal.SIGINT)
-    assert job.process.stderr.readline() == supervise.STOPPING.decode()
+    assert job.process.stderr.readline() == supervisor.STOPPING_LINE.decode()
     job.process.send_signal(signal.SIGINT)
     code, _, lines = job.end()
     assert code == 130 and [line for line in lines if line.startswith("error:")] == lines[-1:]
@@ -431,7 +431,7 @@ def test_a_killed_launcher_leaves_no_ranks(start):
     (["-m"], "no script given"),
     (["-m", "no_such_module"], "finds no module 'no_such_module' to run"),
     (["-m", "no_such_package.part"], "finds no module 'no_such_package.part' to run"),
-    (["--module", "megatron.launch.command.nothing"], "finds no module"),
+    (["--module", "megatron.launch.launcher.nothing"], "finds no module"),
     (["-m", "megatron.train"], "finds no module 'megatron.train' to run"),  # a package without __main__
     (["-m", __file__], "finds no module"),
     (["--gpus", "2", __file__], "--gpus"),
@@ -444,7 +444,7 @@ def test_a_wrong_command_line_is_one_error_line_and_exit_2(arguments, words, cap
 
 def test_flags_may_be_written_with_underscores_and_equals_signs():
     head, command = launch.split_command_line(["--nproc_per_node=2", "--node_rank", "0", "a.py", "--x_y"])
-    options = launch.parser().parse_args(head)
+    options = launch.build_launcher_parser().parse_args(head)
     assert (options.nproc_per_node, options.node_rank, command) == (2, 0, ["a.py", "--x_y"])
 
 
@@ -472,26 +472,28 @@ def test_a_module_is_not_taken_from_the_current_folder_under_safe_path(tmp_path)
 def test_several_nodes_number_their_ranks_through_and_meet_at_the_first_node(monkeypatch):
     monkeypatch.setenv("MEGATRON_STORE_FILE", "/left/over")
     head = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr first --master-port 6000".split()
-    shared = launch.shared_environment(launch.parser().parse_args(head), None)
+    shared = launch.shared_environment(launch.build_launcher_parser().parse_args(head), None)
     assert (shared["WORLD_SIZE"], shared["LOCAL_WORLD_SIZE"]) == ("8", "4")
     assert (shared["MASTER_ADDR"], shared["MASTER_PORT"]) == ("first", "6000")
     assert "MEGATRON_STORE_FILE" not in shared
 
 
 def test_blame_falls_on_no_rank_that_only_lost_its_peer():
-    assert Ending(0, 1, code=5).is_victim and Ending(0, 1, signal=signal.SIGABRT).is_victim
-    assert not Ending(0, 1, code=1).is_victim and not Ending(0, 1, signal=signal.SIGKILL).is_victim
+    assert RankExit(0, 1, code=5).is_victim and RankExit(0, 1, signal=signal.SIGABRT).is_victim
+    assert not RankExit(0, 1, code=1).is_victim and not RankExit(0, 1, signal=signal.SIGKILL).is_victim
 
 
 def test_check_names_what_was_expected():
     with pytest.raises(ConfigError, match="expected 0 to 1"):
-        launch.check(launch.parser().parse_args("--nnodes 2 --node-rank -1 --master-addr a".split()), [__file__])
+        launch.check_options(
+            launch.build_launcher_parser().parse_args("--nnodes 2 --node-rank -1 --master-addr a".split()), [__file__])
 
 
 TWO_RANKS_OVER_GLOO = """
-from megatron.launch import distributed, exits
+from megatron.distributed import exit_codes
+from megatron.distributed import process_group
 def main():
-    env = distributed.init(timeout_seconds=60)
+    env = process_group.init(timeout_seconds=60)
     import torch
     x = torch.ones(1)
     torch.distributed.all_reduce(x)
@@ -499,11 +501,11 @@ def main():
         raise ValueError("on purpose")
     if "fail" in sys.argv:
         torch.distributed.all_reduce(x)
-    distributed.init()
-    distributed.shutdown()
+    process_group.init()
+    process_group.shutdown()
     if rank == 0:
         print(int(x), env.world_size)
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 
@@ -532,7 +534,7 @@ time.sleep(0.2)
 def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(ranks, tmp_path):
     """By the launcher, or by the program itself (0), in the place of the progress bar."""
     program = tmp_path / "program.py"
-    listen = "from megatron.launch.signals import StopRequest\nrequest = StopRequest().listen()\n"
+    listen = "from megatron.distributed.signals import StopListener\nrequest = StopListener().listen()\n"
     wait = BAR_AND_A_STEP
     if not ranks:
         wait = wait.replace("signal.signal(", "(").replace("not stopped", "not request")

@@ -21,9 +21,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, PeerError
-from megatron.launch import meeting, pulse
-from megatron.launch.link import Link
-from megatron.launch.nodes import Nodes, Place
+from megatron.launch import node_monitor, rendezvous
+from megatron.launch.node_monitor import JsonConnection, NodeInfo, NodeMonitor
 from tests.covering import cells
 from tests.megatron.launch.processes import MEET, PATIENCE, begin, catches, wait_until
 
@@ -130,7 +129,8 @@ def test_nodes_that_come_after_a_difference_was_found_hear_of_it(port: int) -> N
     def come(node: int) -> None:
         time.sleep(0.05 * (node % 8))
         with pytest.raises(ConfigError) as caught:
-            meeting.meet(Place(node, nodes, 4 if node == 1 else 8, f"host{node}"), "127.0.0.1", port, 20, list)
+            rendezvous.meet_nodes(NodeInfo(node, nodes, 4 if node == 1 else 8, f"host{node}"), "127.0.0.1", port, 20,
+                                  list)
         words.append(str(caught.value))
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
@@ -151,10 +151,10 @@ def _connected() -> tuple[socket.socket, socket.socket]:
 
 def test_what_node_0_says_to_thousands_of_nodes_arrives() -> None:
     """It names each with its host, to every one of them."""
-    said = {"begin": [asdict(Place(node, 4096, 8, f"gpu-{node:04}.cluster-a.example.org")) for node in range(4096)]}
+    said = {"begin": [asdict(NodeInfo(node, 4096, 8, f"gpu-{node:04}.cluster-a.example.org")) for node in range(4096)]}
     ours, theirs = _connected()
     with closing(ours), closing(theirs):
-        link, received = Link(ours), list[object]()
+        link, received = JsonConnection(ours), list[object]()
         sender = threading.Thread(target=theirs.sendall, args=(json.dumps(said).encode() + b"\n",))
         sender.start()
         while not received:
@@ -166,18 +166,21 @@ def test_what_node_0_says_to_thousands_of_nodes_arrives() -> None:
 @pytest.mark.parametrize("character", ["x", "\x01", "\N{GRINNING FACE}"])
 def test_an_error_that_is_longer_than_a_message_arrives_in_part(character: str) -> None:
     """Its beginning and its end; a message that is refused would end the connection, and the node would seem lost."""
-    places = [Place(node, 2, 1, "here") for node in range(2)]
+    places = [NodeInfo(node, 2, 1, "here") for node in range(2)]
     ours, theirs = _connected()
-    nodes, other = Nodes(places[0], {1: Link(ours)}), Nodes(places[1], {0: Link(theirs)}, {0: places[0]})
+    nodes, other = NodeMonitor(places[0],
+                               {1: JsonConnection(ours)}), NodeMonitor(places[1], {0: JsonConnection(theirs)},
+                                                                       {0: places[0]})
     said = f"error: the beginning {character * 2_000_000} the end"
-    teller = threading.Thread(target=nodes.tell, args=(2, said))
+    teller = threading.Thread(target=nodes.announce_exit, args=(2, said))
     teller.start()
-    while not other.failed:
-        other.hear(1)
+    while not other.failed_nodes:
+        other.receive(1)
     teller.join()
-    (end,) = other.failed
-    assert end.code == 2 and end.said.startswith(f"error: the beginning {character}") and end.said.endswith(" the end")
-    assert "characters are left out here" in end.said and len(end.said) < 20_000
+    (end,) = other.failed_nodes
+    assert end.code == 2 and end.error_line.startswith(f"error: the beginning {character}") and end.error_line.endswith(
+        " the end")
+    assert "characters are left out here" in end.error_line and len(end.error_line) < 20_000
     nodes.close(), other.close()
 
 
@@ -242,7 +245,7 @@ STRANGERS = {"mute": None, "closes": b"", "http": b"HTTP/1.1 400 Bad Request\r\n
 
 @pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
 def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as other:
         def serve() -> None:
             connection, _ = other.accept()
@@ -257,7 +260,7 @@ def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatc
         thread.start()
         began = time.monotonic()
         with pytest.raises(ConfigError, match="is no launcher that waits for node 1"):
-            meeting.meet(Place(1, 2, 1, "b"), "127.0.0.1", other.getsockname()[1], 30, lines()[1])
+            rendezvous.meet_nodes(NodeInfo(1, 2, 1, "b"), "127.0.0.1", other.getsockname()[1], 30, lines()[1])
         assert time.monotonic() - began < 5
         thread.join()
 
@@ -268,11 +271,11 @@ def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatc
     b'"host": "x"}\n', b'{"greeting": "megatron.launch 1", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
 def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: bytes | None,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.5)
-    found: dict[int, Nodes] = {}
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
+    found: dict[int, NodeMonitor] = {}
 
     def come(node: int) -> None:
-        found[node] = meeting.meet(Place(node, 2, 1, f"host{node}"), "127.0.0.1", port, 10, lines()[1])
+        found[node] = rendezvous.meet_nodes(NodeInfo(node, 2, 1, f"host{node}"), "127.0.0.1", port, 10, lines()[1])
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(2)]
     threads[0].start()
@@ -285,30 +288,30 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: b
         for thread in threads:
             thread.join(10)
     with closing(found[0]), closing(found[1]):
-        found[1].tell(3, "error: it was I")
-        end = found[0].culprit(5)
+        found[1].announce_exit(3, "error: it was I")
+        end = found[0].wait_for_culprit(5)
         assert end is not None and end.code == 3
         assert end.describe() == "error: node 1 (host1, rank 1): it was I"
 
 
 def test_who_waits_is_told_for_whom(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "WAIT_NOTE_SECONDS", 0.2)
     for node, line in ((0, f"waiting at 127.0.0.1:{port} for nodes 1-2 of 3"),
                        (1, f"waiting for node 0 at 127.0.0.1:{port} (Connection refused)")):
         said, say = lines()
         with pytest.raises(PeerError):
-            meeting.meet(Place(node, 3, 1, "a"), "127.0.0.1", port, 1.6, say)
+            rendezvous.meet_nodes(NodeInfo(node, 3, 1, "a"), "127.0.0.1", port, 1.6, say)
         assert line in said and len(said) < 4
 
 
 def test_a_warning_comes_only_where_others_can_reach_the_port(port: int) -> None:
     said, say = lines()
-    meeting.listen("127.0.0.1", port, say).close()
+    rendezvous.open_listener("127.0.0.1", port, say).close()
     assert said == []
-    listener = meeting.listen("localhost", port, say)
+    listener = rendezvous.open_listener("localhost", port, say)
     assert said == [] and listener.getsockname()[0] in ("127.0.0.1", "::1")
     listener.close()
-    listener = meeting.listen("192.0.2.1", port, say)  # of nobody: kept for documentation
+    listener = rendezvous.open_listener("192.0.2.1", port, say)  # of nobody: kept for documentation
     assert "is no address of this machine" in said[0] and "open to whoever reaches this machine" in said[1]
     listener.close()
 
@@ -360,19 +363,19 @@ def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, po
 
 IN_A_STEP = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
+    publish_status()
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
     meet(r"{folder}")
     {then}
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
-WAITS = "HERE.waits[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
+WAITS = "STATUS.collective_counters[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
 
 
 FAULTS = [
@@ -400,7 +403,7 @@ def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: P
 
 def test_ranks_that_leave_on_all_nodes_have_not_failed(tmp_path: Path, port: int) -> None:
     """A script may end itself in the middle of a step; on one node it is done, and two do it one after the other."""
-    ends = ("os._exit(0)", "HERE.take_leave(); return", "time.sleep(1); os._exit(0)")
+    ends = ("os._exit(0)", "STATUS.mark_done(); return", "time.sleep(1); os._exit(0)")
     launchers = [Node(tmp_path, port, node, IN_A_STEP.format(folder=tmp_path, then=then), nodes=3)
                  for node, then in enumerate(ends)]
     assert [launcher.end() for launcher in launchers] == [(0, "", [])] * 3
@@ -422,13 +425,14 @@ def test_a_node_that_is_done_early_is_no_failure(tmp_path: Path, port: int) -> N
 # ---- nodes that stand still --------------------------------------------------------------------------------------
 
 
-def members(port: int, nodes: int) -> tuple[list[Nodes], list[list[str]]]:
+def members(port: int, nodes: int) -> tuple[list[NodeMonitor], list[list[str]]]:
     """Nodes of one job in this process, and what their launchers would say."""
-    found: dict[int, Nodes] = {}
+    found: dict[int, NodeMonitor] = {}
     said = [lines() for _ in range(nodes)]
 
     def come(node: int) -> None:
-        found[node] = meeting.meet(Place(node, nodes, 1, f"host{node}"), "127.0.0.1", port, 10, said[node][1])
+        found[node] = rendezvous.meet_nodes(NodeInfo(node, nodes, 1, f"host{node}"), "127.0.0.1", port, 10,
+                                            said[node][1])
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
     for thread in threads:
@@ -445,15 +449,15 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(pulse, "wall", lambda: self.now)
+        monkeypatch.setattr(node_monitor, "boot_clock", lambda: self.now)
 
-    def run(self, seconds: float, alive: list[Nodes]) -> None:
+    def run(self, seconds: float, alive: list[NodeMonitor]) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.5
             for _ in range(2):
                 for one in alive:
-                    one.hear()
+                    one.receive()
 
 
 def test_a_launcher_that_does_not_answer_is_told_and_so_is_its_return(port: int, monkeypatch: pytest.MonkeyPatch
@@ -484,10 +488,10 @@ def test_all_launchers_that_were_away_together_blame_nobody(port: int, monkeypat
     clock.run(3, both)
     clock.now += 3600
     clock.run(2, both[:1])
-    assert both[0].culprit(0.6) is None
+    assert both[0].wait_for_culprit(0.6) is None
     clock.run(5, both)
-    assert both[0].culprit(0.6) is None and both[1].culprit(0.1) is None
-    assert [len(told) for told in said] == [1, 1] and not both[1].is_given_up
+    assert both[0].wait_for_culprit(0.6) is None and both[1].wait_for_culprit(0.1) is None
+    assert [len(told) for told in said] == [1, 1] and not both[1].was_given_up
     for one in both:
         one.close()
 
@@ -497,8 +501,8 @@ def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_sil
     clock = Clock(monkeypatch)
     three, _ = members(port, 3)
     clock.run(20, three[::2])
-    three[2].tell(3, "error: the reason")
-    end = three[0].culprit(1.0, ", while rank 0 waited")
+    three[2].announce_exit(3, "error: the reason")
+    end = three[0].wait_for_culprit(1.0, ", while rank 0 waited")
     assert end is not None and end.describe() == "error: node 2 (host2, rank 2): the reason"
     for one in three:
         one.close()
@@ -506,19 +510,19 @@ def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_sil
 
 STANDS_STILL = """
 from megatron.errors import PeerError
-from megatron.launch import exits
-from megatron.launch.distributed import show_place
-from megatron.whereabouts import HERE
+from megatron.distributed import exit_codes
+from megatron.distributed.process_group import publish_status
+from megatron.distributed.rank_status import STATUS
 def main():
-    show_place()
-    HERE.do("training")
-    HERE.at_step(7)
-    HERE.enter("backward", "blocks.1")
-    HERE.waits[0] = 2
+    publish_status()
+    STATUS.set_activity("training")
+    STATUS.set_step(7)
+    STATUS.set_phase("backward", "blocks.1")
+    STATUS.collective_counters[0] = 2
     open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
     time.sleep({seconds})
     raise PeerError('waited in vain')
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 

@@ -14,7 +14,7 @@ from tests.megatron.helpers import ROOT
 
 LINES = """
 import sys
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 def main():
     for number in range(int(sys.argv[1])):
         print("line", number)
@@ -71,7 +71,7 @@ def test_a_full_disk_under_standard_output_is_a_storage_error(argv: list[str]) -
 
 
 def test_another_pipe_that_breaks_is_still_an_error() -> None:
-    program = ("import os, sys; from megatron.launch.exits import run\n"
+    program = ("import os, sys; from megatron.distributed.exit_codes import run\n"
                "def main(): reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')\n"
                "sys.exit(run(main))")
     code, error = ended(command("-c", program), subprocess.DEVNULL)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.launch import distributed
-from megatron.launch.alike import check_alike
+from megatron.distributed import process_group
+from megatron.distributed.preflight import check_ranks_match
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, records, total_digest, train_all
 
@@ -40,14 +40,14 @@ sys.exit(pretrain_gpt2.program())
 def test_ranks_that_are_started_again_do_not_meet_those_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store that torchrun keeps over a restart."""
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    place = distributed.Environment(rank=0, world_size=1)
+    place = process_group.Environment(rank=0, world_size=1)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1",
                         "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MEGATRON_STORE_FILE", raising=False)
     for restart in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        check_alike(distributed._store(place, timedelta(seconds=5)), 0, 1, {}, timedelta(seconds=5))
+        check_ranks_match(process_group._open_store(place, timedelta(seconds=5)), 0, 1, {}, timedelta(seconds=5))
 
 
 @pytest.mark.slow

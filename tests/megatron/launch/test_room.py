@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron import whereabouts
+from megatron.distributed import exit_codes, rank_status
 from megatron.errors import StorageError
-from megatron.launch import command, exits, folders
+from megatron.launch import launcher
 from tests.megatron.helpers import ROOT, TINY
 
 LIMIT = 60.0
@@ -30,7 +30,7 @@ def test_a_limit_on_the_size_of_files_ends_the_launcher_before_it_starts_ranks(
                            capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.returncode == 7 and ended.stdout == ""
     assert ended.stderr == (f"error: launcher: files may be no longer than {1024 * kibibytes} bytes (ulimit -f), and "
-                            f"the one in which the ranks meet may need {folders.ROOM}; raise the limit\n")
+                            f"the one in which the ranks meet may need {launcher.STORE_FILE_BYTES}; raise the limit\n")
     assert not [*tmp_path.iterdir()]
 
 
@@ -43,9 +43,9 @@ def test_a_temporary_folder_without_room_is_named(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    owner, name = {"store": (folders, "_allocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
+    owner, name = {"store": (launcher, "_fallocate"), "places": (os, "posix_fallocate"), "folder": (os, "mkdir")}[which]
     monkeypatch.setattr(owner, name, fail)
-    assert command.main(["--nproc-per-node", "2", __file__]) == 7
+    assert launcher.main(["--nproc-per-node", "2", __file__]) == 7
     assert capfd.readouterr().err == (
         f"error: launcher: the files through which the ranks meet cannot be made in {tmp_path}: {os.strerror(number)}; "
         "free space there, or name another folder in TMPDIR\n")
@@ -53,30 +53,30 @@ def test_a_temporary_folder_without_room_is_named(
 
 
 def test_room_is_reserved_and_the_file_is_empty(tmp_path: Path) -> None:
-    folders.reserve(str(tmp_path / "store"))
+    launcher.preallocate_store_file(str(tmp_path / "store"))
     status = (tmp_path / "store").stat()
     assert status.st_size == 0 and status.st_mode & 0o077 == 0
     if status.st_blocks:  # this file system keeps promises
-        assert status.st_blocks * 512 >= folders.ROOM
+        assert status.st_blocks * 512 >= launcher.STORE_FILE_BYTES
 
 
 def test_a_file_system_that_promises_nothing_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
-    folders.reserve(str(tmp_path / "store"))
+    monkeypatch.setattr(launcher, "FALLOC_FL_KEEP_SIZE", 1 << 20)  # a mode that no kernel knows
+    launcher.preallocate_store_file(str(tmp_path / "store"))
     assert (tmp_path / "store").exists()
 
 
 def test_the_file_of_places_has_no_holes(tmp_path: Path) -> None:
-    whereabouts.Places(str(tmp_path / "places"), 3)
+    rank_status.StatusFile(str(tmp_path / "places"), 3)
     status = (tmp_path / "places").stat()
-    assert status.st_size == 3 * whereabouts.SLOT <= status.st_blocks * 512
+    assert status.st_size == 3 * rank_status.SLOT_BYTES <= status.st_blocks * 512
 
 
 LIMITED = """
 import os, resource, sys, time
 import pretrain_gpt2
-from megatron.launch import exits
-from megatron.launch.signals import StopRequest
+from megatron.distributed import exit_codes
+from megatron.distributed.signals import StopListener
 from megatron.train import loop
 rank, place, store = int(os.environ["RANK"]), sys.argv.pop(1), os.environ["MEGATRON_STORE_FILE"]
 forward = loop.forward_loss
@@ -93,7 +93,7 @@ if place == "the meeting" and rank == 0:
     limit(3000)
 if place == "a pause":
     loop.forward_loss = limited
-sys.exit(exits.run(lambda: pretrain_gpt2.main(StopRequest().listen()), is_job=True))
+sys.exit(exit_codes.run(lambda: pretrain_gpt2.main(StopListener().listen()), is_job=True))
 """
 
 
@@ -114,25 +114,26 @@ def test_a_note_that_does_not_fit_ends_the_job_with_the_place(place: str, tmp_pa
 
 def test_only_a_store_of_our_launcher_is_one_that_is_full() -> None:
     error = dist.DistStoreError(os.strerror(errno.ENOSPC))
-    assert exits.explain(error, {"MEGATRON_STORE_FILE": "/tmp/x/store", "RANK": "1"}).code == 7
-    assert exits.explain(error, {"RANK": "1"}).is_peer_loss
-    assert exits.explain(dist.DistStoreError("wait timeout after 1ms"), {"MEGATRON_STORE_FILE": "x"}).is_peer_loss
-    with pytest.raises(StorageError), folders.making_room():
+    assert exit_codes.exit_reason_of(error, {"MEGATRON_STORE_FILE": "/tmp/x/store", "RANK": "1"}).code == 7
+    assert exit_codes.exit_reason_of(error, {"RANK": "1"}).is_peer_loss
+    assert exit_codes.exit_reason_of(dist.DistStoreError("wait timeout after 1ms"),
+                                     {"MEGATRON_STORE_FILE": "x"}).is_peer_loss
+    with pytest.raises(StorageError), launcher.explain_temp_dir_errors():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 CUT_OFF = """
 import os, resource, sys
 import torch.distributed as dist
-from mpu.wire.board import Board
+from mpu.store import StoreKV
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-board = Board("b")
+board = StoreKV("b")
 board.write("one", 1)
 size = os.path.getsize(sys.argv[1]) + 10
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-calls = dict(write=lambda: board.write("two", 100 * "x"), replace=lambda: board.replace("two", None, 100 * "x"),
-             count=lambda: board.count(100 * "two"))
+calls = dict(write=lambda: board.write("two", 100 * "x"), replace=lambda: board.compare_and_set("two", None, 100 * "x"),
+             count=lambda: board.add(100 * "two"))
 calls |= dict(read=lambda: board.read("one"), read_all=lambda: board.read_all(["one"]))
 said = []
 for name in [sys.argv[2], *calls]:

@@ -15,9 +15,9 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, 
 
 import pytest
 
-from megatron.checkpoint.command import main as checkpoint
-from megatron.launch import folders
-from megatron.launch.folders import LOCK, private_folder
+from megatron.checkpoint.cli import main as checkpoint
+from megatron.launch import launcher
+from megatron.launch.launcher import LOCK_NAME, private_temp_dir
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
 from tests.megatron.launch.processes import begin
@@ -161,10 +161,10 @@ def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
 def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path, port):
     """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
     script = tmp_path / "program.py"
-    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.launch import distributed\n"
-                      "meet = distributed._store\n"
+    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.distributed import process_group\n"
+                      "meet = process_group._open_store\n"
                       "def waits(*args):\n    pathlib.Path('waits').touch()\n    return meet(*args)\n"
-                      "distributed._store = waits\nsys.exit(pretrain_gpt2.program())\n")
+                      "process_group._open_store = waits\nsys.exit(pretrain_gpt2.program())\n")
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "MEGATRON_DEBUG": debug}
     process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,
@@ -177,7 +177,7 @@ def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(num
         how = "interrupted" if number == SIGINT else f"interrupted by {number.name}"
         stacks, _, said = err.partition("error: ")
         assert process.returncode == 130
-        assert ("distributed.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
+        assert ("process_group.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
         assert said == f"{how} before the first step, so that nothing was lost: start the same command again\n"
     finally:
         process.kill()
@@ -225,7 +225,7 @@ def train_on_two(argv: list[object]) -> str:
 def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, pathlib, time\nrank = os.environ['RANK']\n"
-                       f"from megatron.launch.signals import StopRequest\nstop = StopRequest().listen()\n"
+                       f"from megatron.distributed.signals import StopListener\nstop = StopListener().listen()\n"
                        f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
                        f"while not stop and not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.01)\n"
                        "raise SystemExit(3 if stop else 0)\n")
@@ -281,7 +281,7 @@ ENDING = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU)
 PROGRAM = """
 import pathlib, sys, time
 from data.storage import staged_file
-from {home} import run
+from {home} import {runner} as run
 def main():
     with staged_file("made.txt", "w") as file:
         file.write("begun")
@@ -301,11 +301,11 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("home", ["megatron.launch.exits", "data.cli"])
+@pytest.mark.parametrize("home, runner", [("megatron.distributed.exit_codes", "run"), ("data.cli", "run_command")])
 @pytest.mark.parametrize("number", ENDING)
-def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, number, tmp_path):
+def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, runner, number, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = begin([sys.executable, "-c", PROGRAM.format(home=home)], cwd=tmp_path, env=environment,
+    process = begin([sys.executable, "-c", PROGRAM.format(home=home, runner=runner)], cwd=tmp_path, env=environment,
                     stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "begun").exists)
     assert [*tmp_path.glob(".made.txt.*")]
@@ -320,7 +320,7 @@ def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, 
 
 AT_THE_END = """
 import atexit, pathlib, sys, threading, time
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 def wait(name):
     pathlib.Path(name).touch()
     while not pathlib.Path(f"{{name}}-enough").exists():
@@ -334,7 +334,8 @@ sys.exit(run(main))
 """
 
 
-@pytest.mark.parametrize("listen", ["pass", "from megatron.launch.signals import StopRequest; StopRequest().listen()"])
+@pytest.mark.parametrize("listen",
+                         ["pass", "from megatron.distributed.signals import StopListener; StopListener().listen()"])
 def test_requests_after_the_end_of_a_program_change_nothing(listen, tmp_path):
     """While the interpreter waits for a thread, and in a callback of atexit."""
     process = begin([sys.executable, "-c", AT_THE_END.format(listen=listen)], cwd=tmp_path,
@@ -407,29 +408,29 @@ def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
     yield tmp_path
 
 
 def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temporary):
-    with private_folder() as held:
+    with private_temp_dir() as held:
         (Path(held) / "store").touch()
         left, late, foreign = (temporary / f"megatron-launch-{name}" for name in ("left", "late", "foreign"))
         for folder in (left, late, foreign):
             folder.mkdir()
-        for name in (LOCK, "store"):
+        for name in (LOCK_NAME, "store"):
             (left / name).touch()
         (foreign / "store").touch()  # of a version that had no locks: nobody knows
         os.utime(foreign, (0, 0))
         file, link = temporary / "megatron-launch-file", temporary / "megatron-launch-link"
         file.touch()
         link.symlink_to(held)
-        with private_folder() as mine:
+        with private_temp_dir() as mine:
             assert not left.exists()
             assert sorted(temporary.iterdir()) == sorted([Path(held), Path(mine), late, foreign, file, link])
         assert not Path(mine).exists()
         os.utime(late, (0, 0))  # empty for long: its launcher was killed before it made a lock
-        with private_folder():
+        with private_temp_dir():
             assert not late.exists() and (Path(held) / "store").exists()
     assert sorted(temporary.iterdir()) == sorted([foreign, file, link])
 
@@ -437,14 +438,14 @@ def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temp
 def test_a_folder_of_another_user_is_not_touched(temporary, monkeypatch):
     left = temporary / "megatron-launch-left"
     left.mkdir()
-    (left / LOCK).touch()
-    monkeypatch.setattr(folders.os, "geteuid", lambda: os.stat(left).st_uid + 1)
-    with private_folder():
+    (left / LOCK_NAME).touch()
+    monkeypatch.setattr(launcher.os, "geteuid", lambda: os.stat(left).st_uid + 1)
+    with private_temp_dir():
         assert left.exists()
 
 
 def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, monkeypatch):
-    made = folders.tempfile.mkdtemp
+    made = launcher.tempfile.mkdtemp
 
     def swept(**options: object) -> str:
         path = made(**options)
@@ -453,21 +454,21 @@ def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, mon
             os.rmdir(path)
         return path
 
-    monkeypatch.setattr(folders.tempfile, "mkdtemp", swept)
-    with private_folder() as found:
-        assert (Path(found) / LOCK).exists()
+    monkeypatch.setattr(launcher.tempfile, "mkdtemp", swept)
+    with private_temp_dir() as found:
+        assert (Path(found) / LOCK_NAME).exists()
 
 
 def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
     left = temporary / "megatron-launch-left"
     left.mkdir()
-    (left / LOCK).touch()
+    (left / LOCK_NAME).touch()
 
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
-    with private_folder() as found:
+    monkeypatch.setattr(launcher.fcntl, "flock", no_locks)
+    with private_temp_dir() as found:
         assert left.exists() and os.path.isdir(found)
 
 

@@ -14,15 +14,16 @@ ROOT = Path(__file__).resolve().parents[3]
 RANK = """
 import os, sys, time
 from megatron.errors import ConfigError
-from megatron.launch import exits, voice
-voice.LINGER_SECONDS *= float(os.environ["PATIENT"])
+from megatron.distributed import exit_codes
+from megatron.distributed import exit_codes
+exit_codes.LINGER_SECONDS *= float(os.environ["PATIENT"])
 def main():
     open(os.environ["MASTER_PORT"] + "-" + os.environ["RANK"], "w").close()
     while len(os.listdir()) < int(os.environ["COMPANY"]):
         time.sleep(0.01)
     time.sleep(float(os.environ["RANK"]) / 10)
     raise ConfigError({text})
-sys.exit(exits.run(main, is_job=True))
+sys.exit(exit_codes.run(main, is_job=True))
 """
 """All ranks of all jobs meet in a folder: once one has spoken, nobody has Python's start before him. (A job leaves
 signals alone, so that SIGTERM is caught from when the speaker waits for others.)"""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.tree import build_config
-from megatron.model.attention import Attention
-from megatron.model.init import GPT2Init
+from megatron.model.transformer import Attention
+from megatron.model.weight_init import GPT2Init
 from mpu.groups import SOLO
 
 B, S, HEADS, WIDTH = 2, 16, 4, 8

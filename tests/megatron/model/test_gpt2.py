@@ -10,7 +10,7 @@ import torch
 from megatron.config.tree import PRESETS, ModelConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.model.attention import document_mask
+from megatron.model.transformer import document_mask
 from mpu.groups import build
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model

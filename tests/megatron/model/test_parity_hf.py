@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
-from megatron.optim.adam import LARGEST_TILE, AdamW
-from megatron.optim.rule import Span
-from megatron.optim.schedule import Schedule
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
+from megatron.optim.rule import UpdateSegment
+from megatron.optim.schedulers import LRSchedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
 from tests.distributed import run_ranks
@@ -185,7 +185,7 @@ def cut_into(model: GPT2, weights: dict[str, np.ndarray], rank: int, tp: int) ->
 
 
 def the_schedule():
-    return Schedule("cosine", peak=2e-3, floor=1e-4, warmup_steps=4, decay_steps=20)
+    return LRSchedule("cosine", peak=2e-3, floor=1e-4, warmup_steps=4, decay_steps=20)
 
 
 @pytest.mark.parametrize(("tp", "world", "accumulation"), [(1, 1, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)])
@@ -205,7 +205,7 @@ def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipp
     assert expected[-1][0] < expected[0][0] - 0.3, "nothing is learnt"
 
 
-@pytest.mark.parametrize("tile", [LARGEST_TILE, 1000], ids=["one-tile", "many-tiles"])
+@pytest.mark.parametrize("tile", [MAX_TILE_NUMEL, 1000], ids=["one-tile", "many-tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-grads", "bf16-grads"])
 def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -219,7 +219,7 @@ def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dt
         twin.grad = grad.float() * factor
         adam.param_groups[0]["lr"] = lr
         adam.step()
-        span = Span(0, master, grad.clone(), states, [], 0, lambda sums: sums)
+        span = UpdateSegment(0, master, grad.clone(), states, [], 0, lambda sums: sums)
         rule.step(span, {**hyper, "lr": lr}, factor=factor, steps_taken=step)
         # The fused kernel rounds in another place: a few ulps of weights up to 4.
         torch.testing.assert_close(master, twin.detach(), atol=2e-6, rtol=0)

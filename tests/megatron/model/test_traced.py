@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron.model import GPT2
-from megatron.train.compiling import compile_model
+from megatron.train.compile import compile_model
 from mpu import groups
 from mpu.random import model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron.optim import adam, adam_kernel
 from megatron.optim.adam import AdamW
-from megatron.optim.rule import Span, StepScalars
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.optim.rule import StepScalars, UpdateSegment
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import SOLO, Groups
@@ -54,28 +53,28 @@ def made(kinds: tuple[torch.dtype, torch.dtype | None], numel: int = sum(LENGTHS
             "narrow": None if narrow_kind is None else flat["master"].to(narrow_kind)}
 
 
-def spans_of(flat: Flat, lengths: Sequence[int] = LENGTHS) -> Iterator[Span]:
+def spans_of(flat: Flat, lengths: Sequence[int] = LENGTHS) -> Iterator[UpdateSegment]:
     start = 0
     for length in lengths:
         part = {name: None if value is None else value[start : start + length] for name, value in flat.items()}
-        yield Span(0, part["master"], part["grad"], {name: part[name] for name in AdamW.states}, (), 1,
-                   lambda sums: sums, part["narrow"])
+        yield UpdateSegment(0, part["master"], part["grad"], {name: part[name] for name in AdamW.states}, (), 1,
+                            lambda sums: sums, part["narrow"])
         start += length
 
 
 def scalars(steps: int = STEP, skip: float | None = None) -> StepScalars:
-    at = StepScalars.of(FACTOR, steps - 1, DEVICE)
+    at = StepScalars.for_applied_step(FACTOR, steps - 1, DEVICE)
     return StepScalars(at.count, at.divisor, None if skip is None else torch.full((), skip, device=DEVICE))
 
 
 def run(flat: Flat, at: StepScalars, rule: AdamW = AdamW(), lengths: Sequence[int] = LENGTHS, **hyper: Any) -> Flat:
-    with mock.patch.object(adam_kernel, "_of_beta", _in_fp32):
-        assert adam_kernel.update([*spans_of(flat, lengths)], adam_kernel.Places(), HYPER | hyper, at,
+    with mock.patch.object(adam_kernel, "_beta_constants", _in_fp32):
+        assert adam_kernel.update([*spans_of(flat, lengths)], adam_kernel.SegmentTable(), HYPER | hyper, at,
                                   bias_correction=rule.bias_correction, decoupled=rule.decoupled)
     return flat
 
 
-def _in_fp32(*arguments: Any, of_beta: Any = adam_kernel._of_beta) -> list[float]:
+def _in_fp32(*arguments: Any, of_beta: Any = adam_kernel._beta_constants) -> list[float]:
     """A GPU takes these numbers in fp32, which the interpreter does not show."""
     return torch.tensor(of_beta(*arguments), dtype=torch.float32).tolist()
 
@@ -114,7 +113,7 @@ def test_an_update_is_that_of_float64_and_of_torch_to_a_few_units_in_the_last_pl
     at = scalars()
     expected, sizes = exact(made(kinds), at, rule)
     found, torchs = run(made(kinds), at, rule), made(kinds)
-    rule._by_torch(rule._batches([*spans_of(torchs)]), HYPER, at)
+    rule._step_with_torch(rule._large_batches([*spans_of(torchs)]), HYPER, at)
     for name in ("master", *rule.states):
         assert ulps(found, expected, sizes, name) <= most
         assert ulps(found, torchs, sizes, name) <= max(most, TORCHS)
@@ -172,12 +171,12 @@ def test_cuts_change_no_bit_and_nothing_between_the_spans_is_touched(kinds: Any)
 
 
 def test_tables_are_kept_until_a_gradient_has_moved() -> None:
-    flat, places = made(KINDS[1]), adam_kernel.Places()
+    flat, places = made(KINDS[1]), adam_kernel.SegmentTable()
     moved = flat | {"grad": flat["grad"].clone()}
-    tables = [places.find([*spans_of(now)]) and (places.rows, places.row_of) for now in (flat, flat, moved)]
+    tables = [places.refresh([*spans_of(now)]) and (places.rows, places.row_of_block) for now in (flat, flat, moved)]
     assert tables[1][0] is tables[0][0] and tables[2][0] is not tables[0][0]
     assert all(row_of is tables[0][1] for _, row_of in tables), "which block is whose stays"
-    assert places.find([*spans_of(flat, LENGTHS[:2])]) and (len(places.rows), len(places.row_of)) == (2, 2)
+    assert places.refresh([*spans_of(flat, LENGTHS[:2])]) and (len(places.rows), len(places.row_of_block)) == (2, 2)
 
 
 @pytest.mark.parametrize("case", ["an odd address", "an odd length", "two kinds of gradients"])
@@ -188,7 +187,8 @@ def test_what_the_kernel_cannot_read_it_leaves_to_torch(case: str) -> None:
     if case == "two kinds of gradients":
         spans += spans_of(made(KINDS[1]), [16])
     before = [span.master.clone() for span in spans]
-    assert not adam_kernel.update(spans, adam_kernel.Places(), HYPER, scalars(), bias_correction=True, decoupled=True)
+    assert not adam_kernel.update(
+        spans, adam_kernel.SegmentTable(), HYPER, scalars(), bias_correction=True, decoupled=True)
     assert all(torch.equal(span.master, old) for span, old in zip(spans, before, strict=True))
 
 
@@ -198,8 +198,8 @@ def test_the_rule_takes_the_kernel_and_says_what_it_wrote(kinds: Any) -> None:
         both = []
         for kernel in (adam_kernel, None):
             flat, rule = made(kinds), AdamW()
-            with mock.patch.object(adam, "_kernel_on", lambda device, kernel=kernel: kernel):
-                rule.settle_on(DEVICE, SOLO)
+            with mock.patch.object(adam, "_load_kernel", lambda device, kernel=kernel: kernel):
+                rule.bind_device(DEVICE, SOLO)
                 for step in range(1, 4):
                     fresh = flat | {"grad": flat["grad"].clone()}  # torch's kernel leaves it divided
                     written = rule.step_many([*spans_of(fresh)], HYPER, scalars(step))
@@ -241,7 +241,7 @@ def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeyp
     with on_the_accelerator_side():
         ours = engine_of(precision, stage)
         with monkeypatch.context() as without:
-            without.setattr(adam, "_kernel_on", lambda device: None)
+            without.setattr(adam, "_load_kernel", lambda device: None)
             torchs = engine_of(precision, stage)
         for _ in range(3):
             counted = step_of(ours)
@@ -263,5 +263,5 @@ def test_a_gradient_that_is_not_finite_changes_no_bit_of_an_engine(precision: st
         step_of(engine)
         before = state(engine)
         step_of(engine, spoilt=True)
-    assert engine.last_report is not None and not engine.last_report.is_known
+    assert engine.last_report is not None and not engine.last_report.is_on_host
     assert all(torch.equal(now, old) for now, old in zip(state(engine), before, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.optim import adam
 from megatron.optim.adam import AdamW
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.rule import StepScalars, UpdateSegment
 from tests.megatron.counting import Launches
 
 TILE = 256
@@ -26,7 +26,7 @@ Flat = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "IN_CACHE", TILE)
+    monkeypatch.setattr(adam, "CACHE_TILE_NUMEL", TILE)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -39,13 +39,13 @@ def grad_of(step: int, kind: torch.dtype) -> Tensor:
     return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(step)).to(kind)
 
 
-def spans_of(flat: Flat, grad: Tensor, narrow: Tensor | None) -> Iterator[Span]:
+def spans_of(flat: Flat, grad: Tensor, narrow: Tensor | None) -> Iterator[UpdateSegment]:
     """Odd lengths: only the first is aligned."""
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     for start, stop in zip(starts, starts[1:]):
         cut = slice(start, stop)
-        yield Span(0, flat["master"][cut], grad[cut], {name: flat[name][cut] for name in STATES}, (), 1,
-                   lambda sums: sums, None if narrow is None else narrow[cut])
+        yield UpdateSegment(0, flat["master"][cut], grad[cut], {name: flat[name][cut] for name in STATES}, (), 1,
+                            lambda sums: sums, None if narrow is None else narrow[cut])
 
 
 def scalars(step: int, divided: bool, skip: bool | None) -> StepScalars:

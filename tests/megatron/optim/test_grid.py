@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.optim.grid import Unit, binary_grid, even_grid, nearest, ternary_grid, threshold_of
+from megatron.optim.quantizer import (MagnitudeUnit, binary_quantizer, quantize_to_levels, ternary_quantizer,
+                                      ternary_threshold, uniform_quantizer)
 
 GROUPS, ROWS, COLUMNS = 4, 8, 50
 
@@ -29,8 +30,8 @@ def test_a_symmetric_grid_is_as_published(bits: int) -> None:
     flat = by_group(x).double()
     scale = 2 * flat.abs().amax(1, keepdim=True) / 2**bits
     expected = (flat / scale).round().clamp(-2 ** (bits - 1), 2 ** (bits - 1) - 1) * scale
-    grid = even_grid(bits, by_group(x).amax(1), by_group(x).amin(1), symmetric=True)
-    found = by_group(nearest(grid, x, group)).double()
+    grid = uniform_quantizer(bits, by_group(x).amax(1), by_group(x).amin(1), symmetric=True)
+    found = by_group(quantize_to_levels(grid, x, group)).double()
     assert (found - expected).abs().amax() <= 1e-6 * expected.abs().amax()
     assert all(len(row.unique()) <= 2**bits for row in found)
     top = flat.argmax(1)
@@ -46,7 +47,9 @@ def test_an_asymmetric_grid_is_as_published(bits: int) -> None:
     scale = (high - low) / 2**bits
     zero = (low / scale).round() * scale
     expected = ((flat - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
-    found = by_group(nearest(even_grid(bits, by_group(x).amax(1), by_group(x).amin(1), symmetric=False), x, group))
+    found = by_group(
+        quantize_to_levels(uniform_quantizer(bits, by_group(x).amax(1), by_group(x).amin(1), symmetric=False), x,
+                           group))
     # A tie may fall on either side of the other formula's: a step at most, and seldom.
     assert ((found - expected).abs() > 1e-4 * scale).float().mean() < 0.01
     assert all(len(row.unique()) <= 2**bits for row in found)
@@ -57,13 +60,13 @@ def test_groups_of_zeros_and_of_equal_numbers_stay_what_they_are() -> None:
     group = torch.arange(3)
     for bits in (3, 8):
         for symmetric in (True, False):
-            found = nearest(even_grid(bits, x.amax(1), x.amin(1), symmetric=symmetric), x, group)
+            found = quantize_to_levels(uniform_quantizer(bits, x.amax(1), x.amin(1), symmetric=symmetric), x, group)
             assert found.isfinite().all() and found[0].eq(0).all()
             if not symmetric:
                 assert found.equal(x)
     mean = x.abs().mean(1)
-    for grid in (binary_grid(mean), ternary_grid(threshold_of(mean), mean)):
-        found = nearest(grid, x, group)
+    for grid in (binary_quantizer(mean), ternary_quantizer(ternary_threshold(mean), mean)):
+        found = quantize_to_levels(grid, x, group)
         assert found.isfinite().all() and found[0].eq(0).all()
         assert torch.allclose(found, x)
 
@@ -71,22 +74,22 @@ def test_groups_of_zeros_and_of_equal_numbers_stay_what_they_are() -> None:
 def test_noise_takes_a_number_up_with_the_chance_of_its_distance() -> None:
     x, group = torch.full((1, 100_000), 0.3), torch.zeros(1, dtype=torch.int64)
     x[0, 0] = -4.0
-    grid = even_grid(3, x.amax(1), x.amin(1), symmetric=True)
+    grid = uniform_quantizer(3, x.amax(1), x.amin(1), symmetric=True)
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
-    found = nearest(grid, x, group, noise)[0, 1:]
+    found = quantize_to_levels(grid, x, group, noise)[0, 1:]
     assert set(found.tolist()) == {0.0, 1.0}
     assert found.mean().item() == pytest.approx(0.3, abs=0.01)  # 6 standard deviations
-    assert nearest(grid, x, group)[0, 1:].eq(0).all()
+    assert quantize_to_levels(grid, x, group)[0, 1:].eq(0).all()
 
 
 def test_ternary_and_binary_are_as_published() -> None:
     x, group = weights()
     flat = by_group(x)
     mean = flat.abs().mean(1, keepdim=True)
-    assert torch.allclose(by_group(nearest(binary_grid(mean[:, 0]), x, group)), flat.sign() * mean)
+    assert torch.allclose(by_group(quantize_to_levels(binary_quantizer(mean[:, 0]), x, group)), flat.sign() * mean)
     beyond = flat.abs() > 0.7 * mean
     of_others = (flat.abs() * beyond).sum(1, keepdim=True) / beyond.sum(1, keepdim=True)
-    found = by_group(nearest(ternary_grid(threshold_of(mean[:, 0]), of_others[:, 0]), x, group))
+    found = by_group(quantize_to_levels(ternary_quantizer(ternary_threshold(mean[:, 0]), of_others[:, 0]), x, group))
     assert torch.allclose(found, flat.sign() * beyond * of_others)
     assert all(len(row.unique()) == 3 for row in found)
 
@@ -95,10 +98,10 @@ def test_a_mean_does_not_depend_on_the_order_of_its_parts() -> None:
     """Where floating point does: the sum of these in fp64 has other bits from left to right and from right to left."""
     x = (torch.randn(1, 4099, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 3, 4099)).float()
     group, members = torch.zeros(1, dtype=torch.int64), torch.tensor([x.numel()])
-    unit = Unit.of(x.abs().amax(1), members)
-    counts = unit.count(x, group)
+    unit = MagnitudeUnit.for_groups(x.abs().amax(1), members)
+    counts = unit.to_units(x, group)
     for parts in (1, 2, 3, 7):
         pieces = [piece.sum() for piece in counts[0].flip(0).tensor_split(parts)]
         assert sum(pieces) == counts.sum()
     assert unit.mean(counts.sum().view(1), members).item() == pytest.approx(x.abs().double().mean().item(), rel=1e-7)
-    assert 2**60 <= int(unit.count(torch.full_like(x, x.abs().amax().item()), group).sum()) < 2**62
+    assert 2**60 <= int(unit.to_units(torch.full_like(x, x.abs().amax().item()), group).sum()) < 2**62

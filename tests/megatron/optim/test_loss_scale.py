@@ -32,28 +32,28 @@ def test_random_overflow_patterns_give_the_reference_sequence(seed: int) -> None
     draw = random.Random(seed)
     window, hysteresis, rate = draw.choice([1, 3, 10]), draw.choice([1, 2, 4]), draw.choice([0.02, 0.2, 0.6])
     pattern = [draw.random() < rate for _ in range(1000)]
-    rule = LossScaleRule(2.0**16, window, hysteresis, 4.0, dynamic=True, scales=True)
-    state, scales = rule.start(), []
+    rule = LossScaleRule(2.0**16, window, hysteresis, 4.0, dynamic=True, is_enabled=True)
+    state, scales = rule.initial_state(), []
     for overflow in pattern:
-        state = rule.after(state, overflow)
+        state = rule.next_state(state, overflow)
         scales.append(state.scale)
     assert scales == reference(pattern, 2.0**16, window, hysteresis, 4.0)
 
 
 def test_seven_skipped_steps_lead_from_65536_to_1024() -> None:
     rule = LossScaleRule(2.0**16, dynamic=True)
-    state = rule.start()
+    state = rule.initial_state()
     for _ in range(7):  # the first one spends the hysteresis, six halve
-        state = rule.after(state, overflow=True)
+        state = rule.next_state(state, overflow=True)
     assert state.scale == 1024
 
 
 def test_a_static_scale_never_moves() -> None:
     rule = LossScaleRule(128.0)
-    assert rule.after(rule.after(rule.start(), True), False) == rule.start()
+    assert rule.next_state(rule.next_state(rule.initial_state(), True), False) == rule.initial_state()
 
 
 def test_exhausted_means_that_no_smaller_scale_is_left() -> None:
     rule = LossScaleRule(4.0, hysteresis=1, minimum=2.0, dynamic=True)
-    assert not rule.exhausted(rule.start())
-    assert rule.exhausted(rule.after(rule.start(), overflow=True))
+    assert not rule.is_exhausted(rule.initial_state())
+    assert rule.is_exhausted(rule.next_state(rule.initial_state(), overflow=True))

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizer_config import OPTIMIZERS
 from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
 from megatron.optim.build import build_rule
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
-from megatron.optim.rule import Part, Rule, Span
+from megatron.optim.rule import SlotRange, UpdateRule, UpdateSegment
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.layout import ALIGNMENT
 
@@ -42,14 +42,14 @@ def grads(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, float]]:
         yield torch.randn(SIZE, generator=generator).to(dtype), 1e-2 * step / STEPS
 
 
-def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequence[int]) -> Iterator[Span]:
+def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequence[int]) -> Iterator[UpdateSegment]:
     for start, stop in zip((0, *cuts), (*cuts, len(master)), strict=True):
         cut = slice(start, stop)
-        yield Span(0, master[cut], grad[cut], {name: flat[cut] for name, flat in states.items()},
-                   (Part(0, 0, stop - start),), 1, lambda sums: sums, names=("weight",))
+        yield UpdateSegment(0, master[cut], grad[cut], {name: flat[cut] for name, flat in states.items()},
+                            (SlotRange(0, 0, stop - start),), 1, lambda sums: sums, param_names=("weight",))
 
 
-def flat_run(rule: Rule, hyper: dict[str, Any], cuts: Sequence[int] = (), dtype: torch.dtype = torch.float32,
+def flat_run(rule: UpdateRule, hyper: dict[str, Any], cuts: Sequence[int] = (), dtype: torch.dtype = torch.float32,
              reload_at: int = -1, fresh: Any = None) -> dict[str, Tensor]:
     """Twenty steps; states and weights ("") after them. At `reload_at` a fresh rule takes over from JSON."""
     master = weights()
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_adam_without_bias_correction_divides_nothing(decoupled: bool, decay: float) -> None:
     config = OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay, adam_beta1=0.8, adam_beta2=0.95,
                          optimizer_params=("bias_correction=false",))
-    rule, hyper = build_rule(config, LARGEST_TILE)
+    rule, hyper = build_rule(config, MAX_TILE_NUMEL)
     found = flat_run(rule, hyper)
     weight, first, second = weights().double(), torch.zeros(SIZE).double(), torch.zeros(SIZE).double()
     for grad, lr in grads():
@@ -147,7 +147,7 @@ def test_adam_without_bias_correction_divides_nothing(decoupled: bool, decay: fl
         weight = weight - lr * first / (second.sqrt() + 1e-8)
     assert torch.allclose(found[""].double(), weight, rtol=1e-6, atol=1e-6)
     corrected = flat_run(*build_rule(OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay,
-                                                 adam_beta1=0.8, adam_beta2=0.95), LARGEST_TILE))
+                                                 adam_beta1=0.8, adam_beta2=0.95), MAX_TILE_NUMEL))
     assert not torch.allclose(corrected[""], found[""], atol=1e-4), "the correction is far more than rounding"
     assert_equal(flat_run(rule, hyper, CUTS["five spans"]), found)
 
@@ -196,7 +196,7 @@ def test_groups_have_their_own_numbers_and_all_their_states_are_kept() -> None:
     rule, hypers = from_torch(optimizer), optimizer.param_groups
     for step, (grad, _) in enumerate(grads()):
         for group, hyper in enumerate(hypers):
-            span = Span(group, weights(), grad.clone(), {"ax": torch.zeros(SIZE)}, (), 1, lambda sums: sums)
+            span = UpdateSegment(group, weights(), grad.clone(), {"ax": torch.zeros(SIZE)}, (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=step)
     assert rule.scalars()["0/20"]["mu"] == pytest.approx(1 / 17) and rule.scalars()["1/20"]["mu"] == 1
     mixed = torch.optim.SGD([{"params": parameters[0]}, {"params": parameters[1], "momentum": 0.9}], lr=0.1)
@@ -353,12 +353,13 @@ def _sums_of_a_rank(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut
     return asked
 
 
-def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int], total: Any) -> Span:
+def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int],
+              total: Any) -> UpdateSegment:
     low, high = cut
-    parts = [Part(slot, max(start, low) - low, min(stop, high) - low)
+    parts = [SlotRange(slot, max(start, low) - low, min(stop, high) - low)
              for slot, (start, stop) in enumerate(SLOTS) if max(start, low) < min(stop, high)]
-    return Span(0, master[low:high], grad[low:high], {name: flat[low:high] for name, flat in states.items()}, parts,
-                len(SLOTS), total)
+    return UpdateSegment(0, master[low:high], grad[low:high],
+                         {name: flat[low:high] for name, flat in states.items()}, parts, len(SLOTS), total)
 
 
 @pytest.mark.parametrize("change", [
@@ -366,7 +367,7 @@ def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tupl
 ], ids=str)
 def test_lamb_is_the_published_loop_over_whole_parameters(change: dict[str, Any]) -> None:
     hyper = {**LAMB, **change}
-    found = lamb_run(hyper, (), LARGEST_TILE)
+    found = lamb_run(hyper, (), MAX_TILE_NUMEL)
     for (start, stop), expected in zip(SLOTS, slow_lamb(hyper), strict=True):
         # fp32 against fp64: 20 roundings of weights up to 4, and of ratios up to 10.
         torch.testing.assert_close(found[start:stop].double(), expected, atol=2e-5, rtol=0)
@@ -376,7 +377,7 @@ def test_lamb_is_the_published_loop_over_whole_parameters(change: dict[str, Any]
 @pytest.mark.parametrize("edges", [(640,), (128, 384, 640, 1280), (0, 1920)], ids=["two ranks", "five", "empty spans"])
 def test_lamb_on_ranks_that_hold_parts_equals_lamb_on_one(edges: tuple[int, ...]) -> None:
     # Sums of squares of fp32 rows, taken in fp64 in another order.
-    torch.testing.assert_close(lamb_run(LAMB, edges, ALIGNMENT), lamb_run(LAMB, (), LARGEST_TILE), atol=1e-6, rtol=0)
+    torch.testing.assert_close(lamb_run(LAMB, edges, ALIGNMENT), lamb_run(LAMB, (), MAX_TILE_NUMEL), atol=1e-6, rtol=0)
 
 
 # ---- from the configuration --------------------------------------------------------------------------------------
@@ -384,21 +385,21 @@ def test_lamb_on_ranks_that_hold_parts_equals_lamb_on_one(edges: tuple[int, ...]
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) -> None:
-    rule, hyper = build_rule(OptimConfig(optimizer=name), LARGEST_TILE)
+    rule, hyper = build_rule(OptimConfig(optimizer=name), MAX_TILE_NUMEL)
     assert "lr" not in hyper and hyper.get("weight_decay") == (None if name == "rprop" else 0.01)
     found = flat_run(rule, {**hyper, "use_muon": False, "lr_scale": 1.0} if name == "muon" else hyper)
     assert found[""].isfinite().all() and not torch.equal(found[""], weights())
     takes = OPTIMIZERS[name]
     if takes.torch_name and name != "adam":
         defaults = torch_run(getattr(torch.optim, takes.torch_name), {
-            key: value for key, value in hyper.items() if key not in takes.own})[""]
+            key: value for key, value in hyper.items() if key not in takes.extra})[""]
         # The fused kernels of Adam and SGD round in another place.
         torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
 
 
 def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
     optim = OptimConfig(optimizer="adam", adam_w_mode=False, weight_decay=0.5, adam_beta2=0.99)
-    rule, hyper = build_rule(optim, LARGEST_TILE)
+    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
     expected = torch_run(torch.optim.Adam, {"weight_decay": 0.5, "betas": (0.9, 0.99)})
     # The fused kernel rounds in another place.
     torch.testing.assert_close(flat_run(rule, hyper)[""], expected[""], atol=2e-6, rtol=0)
@@ -407,13 +408,13 @@ def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
 def test_amsgrad_is_torchs_with_and_without_adam_w_mode() -> None:
     for mode, cls in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
         optim = OptimConfig(adam_w_mode=mode, optimizer_params=("amsgrad=true",), weight_decay=0.5)
-        assert_equal(flat_run(*build_rule(optim, LARGEST_TILE)),
+        assert_equal(flat_run(*build_rule(optim, MAX_TILE_NUMEL)),
                      torch_run(cls, {"amsgrad": True, "weight_decay": 0.5, "fused": True}))
 
 
 def test_parameters_given_as_text_reach_the_optimizer() -> None:
     optim = OptimConfig(optimizer="sgd", sgd_momentum=0.5, optimizer_params=("nesterov=true",), weight_decay=0.0)
-    rule, hyper = build_rule(optim, LARGEST_TILE)
+    rule, hyper = build_rule(optim, MAX_TILE_NUMEL)
     assert_equal(flat_run(rule, hyper), torch_run(torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "fused": True}))
 
 
@@ -440,4 +441,4 @@ def test_a_parameter_that_does_not_belong_is_an_error(given: dict[str, Any], tol
 def test_a_value_that_torch_refuses_is_a_config_error() -> None:
     optim = OptimConfig(optimizer="sgd", optimizer_params=("nesterov=true", "dampening=0.5"))
     with pytest.raises(ConfigError, match="--optimizer sgd: Nesterov momentum requires"):
-        build_rule(optim, LARGEST_TILE)
+        build_rule(optim, MAX_TILE_NUMEL)

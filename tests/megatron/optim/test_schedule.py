@@ -7,15 +7,15 @@ import math
 import pytest
 
 from megatron.config.tree import build_config
-from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, WITHOUT_WARMUP, Schedule
-from megatron.zero.api.schedule import schedule_of
+from megatron.optim.schedulers import EXPONENTIAL_FLOOR_RATIO, LR_STYLES, STYLES_WITHOUT_WARMUP, LRSchedule
+from megatron.zero.api.optimizer import build_lr_schedule
 
 
 def schedule(style: str, *, lr: float = 1e-3, min_lr: float = 1e-4, warmup: float = 0.1, decay_iters: int = 100):
-    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, wsd_steps=decay_iters // 5)
+    return LRSchedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, wsd_steps=decay_iters // 5)
 
 
-@pytest.mark.parametrize("style", [style for style in SHAPES if style not in WITHOUT_WARMUP])
+@pytest.mark.parametrize("style", [style for style in LR_STYLES if style not in STYLES_WITHOUT_WARMUP])
 def test_warm_up_is_linear_and_ends_at_the_peak(style: str) -> None:
     s = schedule(style)
     assert [s(step) for step in range(10)] == pytest.approx([1e-4 * (step + 1) for step in range(10)])
@@ -41,7 +41,7 @@ def test_halfway_values() -> None:
 def test_exponential_is_exponential_without_a_floor_too() -> None:
     s = schedule("exponential", min_lr=0, warmup=0)
     ratios = {round(s(step + 1) / s(step), 12) for step in range(99)}
-    assert len(ratios) == 1 and s(100) == pytest.approx(1e-3 * FLOOR_OF_EXPONENTIAL)
+    assert len(ratios) == 1 and s(100) == pytest.approx(1e-3 * EXPONENTIAL_FLOOR_RATIO)
 
 
 def test_linear_reaches_zero_where_zero_is_the_floor() -> None:
@@ -55,7 +55,7 @@ WSD = {"linear": lambda t: 1 - t, "cosine": lambda t: (1 + math.cos(math.pi * t)
 @pytest.mark.parametrize("shape", WSD)
 @pytest.mark.parametrize(("warm", "whole", "decay"), [(10, 100, 20), (0, 7, 7), (3, 10, 1), (5, 25, 20)])
 def test_every_rate_of_wsd_is_the_closed_form(shape: str, warm: int, whole: int, decay: int) -> None:
-    s = schedule_of(build_config({
+    s = build_lr_schedule(build_config({
         "lr_decay_style": "WSD", "lr_wsd_decay_style": shape, "lr_wsd_decay_iters": decay, "lr_warmup_iters": warm,
         "train_iters": whole, "lr": 1e-3, "min_lr": 1e-4}))
     for step in range(whole + 5):

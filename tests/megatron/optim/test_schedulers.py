@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.optim.schedule import Schedule
-from megatron.optim.schedulers import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from megatron.optim.schedulers import (DeepSpeedScheduler, LRRangeTest, LRSchedule, OneCycle, WarmupCosineLR,
+                                       WarmupDecayLR, WarmupLR)
 
 STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
 
@@ -28,7 +28,7 @@ class Groups:
         return [group["lr"] for group in self.param_groups]
 
 
-def made(kind: str, groups: Groups, warmup_type: str = "log", **given: Any) -> Scheduler:
+def made(kind: str, groups: Groups, warmup_type: str = "log", **given: Any) -> DeepSpeedScheduler:
     common = {"warmup_num_steps": WARMUP, "warmup_type": warmup_type, **given}
     if kind == "WarmupLR":
         return WarmupLR(groups, warmup_min_lr=[0.1, 0.0], warmup_max_lr=[1.1, 3.0], **common)
@@ -104,10 +104,10 @@ def test_a_scheduler_that_starts_in_the_middle_leaves_the_rates_until_its_first_
     ("WarmupLR", "constant", 0.0), ("WarmupDecayLR", "linear", 0.0), ("WarmupCosineLR", "cosine", FLOOR)])
 def test_the_trainers_schedule_is_the_same_curve_a_step_earlier(kind: str, style: str, floor: float,
                                                                 warmup_type: str) -> None:
-    schedule = Schedule(style, 2.0, 2.0 * floor, WARMUP, TOTAL, warmup_type)
+    schedule = LRSchedule(style, 2.0, 2.0 * floor, WARMUP, TOTAL, warmup_type)
     groups = Groups([{"lr": 2.0}])
     common: dict[str, Any] = {"warmup_num_steps": WARMUP, "warmup_type": warmup_type}
-    scheduler: Scheduler = (
+    scheduler: DeepSpeedScheduler = (
         WarmupLR(groups, 0.0, None, **common) if kind == "WarmupLR" else
         WarmupDecayLR(groups, TOTAL, 0.0, 2.0, **common) if kind == "WarmupDecayLR" else
         WarmupCosineLR(groups, TOTAL, cos_min_ratio=FLOOR, **common))
@@ -120,8 +120,8 @@ def test_the_trainers_schedule_is_the_same_curve_a_step_earlier(kind: str, style
 
 def test_a_log_warm_up_of_one_step_or_none_is_at_the_peak_at_once() -> None:
     for warmup in (0, 1, 2):
-        assert Schedule("constant", 1.0, 0.0, warmup, 10, "log")(0) == 1.0
-    assert [Schedule("constant", 1.0, 0.0, 9, 10, "log")(step) for step in range(10)] == pytest.approx(
+        assert LRSchedule("constant", 1.0, 0.0, warmup, 10, "log")(0) == 1.0
+    assert [LRSchedule("constant", 1.0, 0.0, 9, 10, "log")(step) for step in range(10)] == pytest.approx(
         [math.log(min(9, step + 2)) / math.log(9) for step in range(10)])
 
 

@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron.distributed.consistency
 import megatron.zero.api.engine
-import megatron.checkpoint.agree
-import mpu.draws
+import mpu.weight_init
 from megatron.config.tree import Config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.zero.verdict import Found, Verdict
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.step_result import HostStepResult, StepResult
 from mpu import groups
 from mpu.random import get_rng_tracker
 from tests.megatron.live_bytes import LiveBytes
@@ -55,12 +54,12 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
     with ExitStack() as stack:
         stack.callback(get_rng_tracker().set_states, get_rng_tracker().get_states())  # those made inside are fake
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(Verdict, "read", lambda verdict: Found(1.0, 0.5, True, False))
+        patch.setattr(StepResult, "to_host", lambda verdict: HostStepResult(1.0, 0.5, True, False))
         patch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         patch.setattr(torch.Tensor, "data_ptr", _place)
-        patch.setattr(mpu.draws, "normal_rows", lambda out, *places: None)
+        patch.setattr(mpu.weight_init, "fill_normal_rows", lambda out, *places: None)
         patch.setattr(megatron.zero.api.engine, "broadcast_json", lambda value, group: value)
-        patch.setattr(megatron.checkpoint.agree, "least", lambda numbers, group: list(numbers))
+        patch.setattr(megatron.distributed.consistency, "all_reduce_min", lambda numbers, group: list(numbers))
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
             stack.callback(dist.destroy_process_group)
@@ -82,5 +81,5 @@ def fake_peaks(config: Config, world: int) -> tuple[int, int]:
             while report is None:
                 engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
                 report = engine.step(1e-3)
-        engine.settle()
+        engine.wait_for_param_gathers()
         return building, live.peak

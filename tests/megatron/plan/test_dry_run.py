@@ -14,15 +14,13 @@ import pytest
 
 import pretrain_gpt2
 from megatron import host_memory
-from megatron.config.flags import asks_for_plan
+from megatron.config.cli import is_dry_run
 from megatron.errors import ConfigError
-from megatron.plan import command as plan
-from megatron.plan.cheapest import cheapest, choices
-from megatron.plan.footprint import Run
-from megatron.plan.memory import peak
-from megatron.plan.needs import KINDS, needs
-from megatron.plan.remedies import remedies
-from megatron.plan.report import Machine
+from megatron.plan import cli as plan
+from megatron.plan.alternatives import all_choices, cheapest_fit, suggest_changes
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import peak_memory
+from megatron.plan.plan_report import KINDS, TargetMachine, describe_requirements
 from tests.megatron.helpers import ROOT
 
 BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]
@@ -34,18 +32,18 @@ def on_drive(folder: str) -> list[str]:
             "--offload-param-device", "nvme", "--offload-param-nvme-path", folder]
 
 
-def planned(*argv: str) -> Run:
+def planned(*argv: str) -> PlannedRun:
     return plan.parse(argv)[1]
 
 
 def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> list[str]:
-    return list(needs(planned(*argv), Machine(cards, per_node)))
+    return list(describe_requirements(planned(*argv), TargetMachine(cards, per_node)))
 
 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan has room here."""
-    monkeypatch.setattr(host_memory, "installed", lambda: 2**60)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 2**60)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**60))
 
 
@@ -83,7 +81,7 @@ def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch)
         launched(monkeypatch, 0, "--dry-run", "--zero-stagee", "2")
     with pytest.raises(ConfigError, match="did you mean --dry-run"):
         launched(monkeypatch, 0, "--dry-rum", "--preset", "tiny")
-    assert not asks_for_plan(["--dry-run=false"]) and asks_for_plan(["--dry_run=true"])
+    assert not is_dry_run(["--dry-run=false"]) and is_dry_run(["--dry_run=true"])
 
 
 @pytest.mark.parametrize("flags", [["--zero-stage", "2"], ON_HOST, on_drive("/n"), [*ON_HOST, "--cpu-checkpointing"],
@@ -93,7 +91,7 @@ def test_the_kinds_are_all_there_is_in_a_place(flags: list[str], large_machine: 
     run = planned(*BIG, *flags)
     found = {row.split()[0]: list(map(float, row.split()[1:])) for row in lines(*BIG, *flags)[3:6]
              if row.startswith("  ")}
-    wanted = {"device": peak(run).total, "host": run.elsewhere.host, "nvme": run.elsewhere.nvme}
+    wanted = {"device": peak_memory(run).total, "host": run.offloaded_bytes.host, "nvme": run.offloaded_bytes.nvme}
     assert list(found) == [place for place, count in wanted.items() if count]
     for place, (*kinds, total) in found.items():
         assert len(kinds) == len(KINDS) and sum(kinds) == pytest.approx(total, abs=0.03)
@@ -111,9 +109,9 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
     assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**30))
-    monkeypatch.setattr(host_memory, "installed", lambda: 2**32)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 2**32)
     run = planned(*argv)
-    host, nvme = (f"{2 * count / 2**30:.2f} GiB" for count in (run.elsewhere.host, run.elsewhere.nvme))
+    host, nvme = (f"{2 * count / 2**30:.2f} GiB" for count in (run.offloaded_bytes.host, run.offloaded_bytes.nvme))
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
         f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
         f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
@@ -142,15 +140,15 @@ def test_the_first_line_names_the_device_and_how_to_choose_it() -> None:
 
 def test_offloading_is_a_remedy_and_a_way_to_fit(large_machine: None) -> None:
     run = planned(*BIG, "--zero-stage", "2")
-    assert "--offload-optimizer-device cpu" in [remedy.flags for remedy in remedies(run)]
-    best = cheapest(choices(run), 32 * 2**30 * 0.92)
+    assert "--offload-optimizer-device cpu" in [remedy.flags for remedy in suggest_changes(run)]
+    best = cheapest_fit(all_choices(run), 32 * 2**30 * 0.92)
     assert best is not None and "--offload-optimizer-device cpu" in best.flags
 
 
 @pytest.mark.parametrize(("folder", "shown"), [("/nvme", "/nvme"), ("/a b", "'/a b'")])
 def test_the_cheapest_names_the_folder_of_the_configuration(folder: str, shown: str) -> None:
     for argv in (on_drive(folder), [*on_drive(folder)[:6]]):  # a folder of one kind of state is there for the other
-        found = [choice.flags for choice in choices(planned(*BIG, *argv)) if "nvme" in choice.flags]
+        found = [choice.flags for choice in all_choices(planned(*BIG, *argv)) if "nvme" in choice.flags]
         assert any("param" in flags for flags in found)
         assert all(f"-nvme-path {shown}" in flags and "DIR" not in flags for flags in found)
-    assert any("-nvme-path DIR" in choice.flags for choice in choices(planned(*BIG)))
+    assert any("-nvme-path DIR" in choice.flags for choice in all_choices(planned(*BIG)))

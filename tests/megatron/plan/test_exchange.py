@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megatron.config.tree import Config, build_config
-from megatron.plan.exchange import collectives, inner_sums
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.step_time import num_collectives, num_tp_collectives
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
-from mpu import groups
-from mpu.wire import functional
+from mpu import backends, groups
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side, counted
 
@@ -64,7 +63,8 @@ def inside() -> Iterator[list[tuple[str, int]]]:
 
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(patch.object(functional, kind, noted(kind, getattr(functional, kind))))
+            name = f"functional_{kind}"
+            stack.enter_context(patch.object(backends, name, noted(kind, getattr(backends, name))))
         yield sent
 
 
@@ -75,7 +75,7 @@ def test_data_parallel_ranks_meet_as_often_as_the_plan_says(stage: int, accumula
     settings = {"zero_stage": stage, "global_batch_size": 4 * accumulation,
                 "stage3_param_persistence_threshold": threshold}
     sent = run_ranks(met, 2, settings, True)[0]
-    assert sum(numel > SMALL for _, numel in sent) == collectives(Run(config(**settings), 2, "cuda"))
+    assert sum(numel > SMALL for _, numel in sent) == num_collectives(PlannedRun(config(**settings), 2, "cuda"))
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3, 4])
@@ -86,5 +86,5 @@ def test_tensor_parallel_ranks_meet_as_often_as_the_plan_says(device: Any, dropo
         settings |= {"checkpoint_activations": True, "checkpoint_num_layers": chunk}
     sent = run_ranks(met, 2, settings, device == "cuda")[0]
     inside = [kind for kind, numel in sent if kind.startswith("inside")]
-    assert len(inside) == inner_sums(Run(config(**settings), 2, device))
+    assert len(inside) == num_tp_collectives(PlannedRun(config(**settings), 2, device))
     assert ("inside all_gather" in inside) == (device == "cuda")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import Run
-from megatron.plan.memory import moments
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import all_phases
 from tests.megatron.plan.fake_rank import fake_peaks
 
 SHAPE: dict[str, Any] = {"vocab_size": 50257, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True}
@@ -33,6 +33,6 @@ TOLERANCE = 0.03
 def test_the_plan_is_what_the_engine_does_on_fake_tensors(world: int, values: dict[str, Any]) -> None:
     config = build_config(values)
     building, stepping = fake_peaks(config, world)
-    at_building, *others = moments(Run(config, world, "cpu"))
+    at_building, *others = all_phases(PlannedRun(config, world, "cpu"))
     assert at_building.total == pytest.approx(building, rel=TOLERANCE)
     assert max(moment.total for moment in others) == pytest.approx(stepping, rel=TOLERANCE)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.plan import gpus, kept_rates
-from megatron.plan.gpus import Gpu, chosen
+from megatron.plan import gpus, rate_cache
+from megatron.plan.gpus import Gpu, apply_visible_devices
 
 EIGHT = [Gpu("H100", f"GPU-{number}{number}aa") for number in range(8)]
 
@@ -18,12 +18,12 @@ EIGHT = [Gpu("H100", f"GPU-{number}{number}aa") for number in range(8)]
     ("GPU-55", [5]), ("GPU-55aa,GPU-1", [5, 1]), ("GPU-99", []), ("none", []), ("GPU", []),
 ])
 def test_the_variable_is_read_as_cuda_reads_it(variable: str | None, numbers: list[int]) -> None:
-    assert chosen(EIGHT, variable) == [EIGHT[number] for number in numbers]
+    assert apply_visible_devices(EIGHT, variable) == [EIGHT[number] for number in numbers]
 
 
 def test_a_part_of_a_gpu_is_one_device_and_there_is_none_beside_it() -> None:
-    assert len(chosen(EIGHT, "MIG-1234,MIG-5678")) == 1
-    assert chosen([], "MIG-1234") == []
+    assert len(apply_visible_devices(EIGHT, "MIG-1234,MIG-5678")) == 1
+    assert apply_visible_devices([], "MIG-1234") == []
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_driver_lists_them_and_the_variable_chooses(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.visible_gpus() == [Gpu("NVIDIA L4", "GPU-02"), Gpu("NVIDIA H100", "GPU-0a"),
                                    Gpu("NVIDIA H100", "GPU-0b")]
-    assert kept_rates.places("cuda") == 3
+    assert rate_cache.num_local_ranks("cuda") == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a,0")
     assert [gpu.model for gpu in gpus.visible_gpus()] == ["NVIDIA H100", "NVIDIA L4"]
-    assert kept_rates.places("cuda") == 2
+    assert rate_cache.num_local_ranks("cuda") == 2
 
 
 def test_where_the_driver_shows_no_files_its_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

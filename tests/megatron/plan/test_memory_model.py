@@ -13,19 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
-import mpu.draws
 import mpu.loss_accelerator
 import mpu.loss_cpu
-from megatron.config.flags import parse_args
+import mpu.weight_init
+from megatron.config.cli import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
-from megatron.optim.rule import Span, StepScalars
-from megatron.plan.footprint import Run, homes_of
-from megatron.plan.memory import moments, peak, step_moments
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.train.build import seed_everything
+from megatron.optim.rule import StepScalars, UpdateSegment
+from megatron.plan.footprint import PlannedRun, configured_placement
+from megatron.plan.memory import all_phases, peak_memory, step_phases
+from megatron.train.build import engine as build_engine, model as build_model, seed_everything
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import LiveBytes
@@ -65,7 +63,7 @@ def peaks(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[int, 
             live.reset_peak()
             for _ in range(2):
                 step(config, engine)
-            engine.settle()
+            engine.wait_for_param_gathers()
         found.append((building, live.peak))
         del engine
     return found
@@ -74,7 +72,7 @@ def peaks(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[int, 
 def step(config: Config, engine: Any) -> None:
     report = None
     while report is None:
-        rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1))
+        rows = torch.randint(0, config.model.known_vocab_size, (config.train.batch_size, config.seq_length + 1))
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = (tokens == 5).long().cumsum(1) if config.data.reset_attention_mask else None
         engine.backward(engine(tokens, targets, segments=segments, grad_scale=engine.backward_scale))
@@ -84,11 +82,11 @@ def step(config: Config, engine: Any) -> None:
 def check(world: int, runs: list[dict[str, Any]]) -> None:
     measured = peaks(0, 1, runs) if world == 1 else run_ranks(peaks, world, runs, timeout=600)[0]
     for values, (building, stepping) in zip(runs, measured, strict=True):
-        run = Run(build_config(described({**values, "world": world})), world, "cpu")
-        at_building, *others = moments(run)
+        run = PlannedRun(build_config(described({**values, "world": world})), world, "cpu")
+        at_building, *others = all_phases(run)
         predicted = max(moment.total for moment in others)
         assert at_building.total == pytest.approx(building, rel=TOLERANCE), f"building {values}"
-        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {peak(run)}"
+        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {peak_memory(run)}"
 
 
 @pytest.mark.parametrize("values", [
@@ -123,8 +121,9 @@ def test_matrices_that_are_made_whole_are_a_good_part_of_the_predicted_peak() ->
     check(2, [{**muon, **more} for more in (
         {}, {"zero_stage": 1}, {"zero_stage": 3, "bf16": True}, {"zero_stage": 2, "bf16": True, "accumulation": 2},
         {"model_parallel_size": 2})])
-    plain, whole = (peak(Run(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2,
-                             "cpu")) for name in ("adam", "muon"))
+    plain, whole = (peak_memory(
+        PlannedRun(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2, "cpu"))
+                    for name in ("adam", "muon"))
     assert whole.total > 1.2 * plain.total
 
 
@@ -146,16 +145,16 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
     settings = {**values, **folders}
     (_, stepping), = peaks(0, 1, [settings])
     config = build_config(described({**settings, "world": 1}))
-    assert max(moment.total for moment in step_moments(Run(config, 1, "cpu", homes_of(config)))) == pytest.approx(
-        stepping, rel=TOLERANCE)
+    assert max(moment.total for moment in step_phases(PlannedRun(config, 1, "cpu", configured_placement(
+        config)))) == pytest.approx(stepping, rel=TOLERANCE)
 
 
 def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_split() -> None:
     """Else the comparison with measured peaks could not tell."""
-    whole, split, buffer = (peak(Run(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
-                            for more in ({}, {"partition_activations": True},
-                                         {"partition_activations": True, "contiguous_memory_optimization": True,
-                                          "number_checkpoints": 18}))
+    whole, split, buffer = (
+        peak_memory(PlannedRun(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
+        for more in ({}, {"partition_activations": True},
+                     {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 18}))
     assert split < 0.9 * whole and buffer > 1.1 * split, "more than the tolerance"
 
 
@@ -184,7 +183,7 @@ def test_the_predicted_peak_of_the_small_preset_is_the_measured_one(stage: int) 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_slots_are_the_parameters_of_the_model(tp: int) -> None:
     config = build_config({**SHAPE, "model_parallel_size": tp, "intermediate_size": 320})
-    run = Run(config, tp)
+    run = PlannedRun(config, tp)
     found = {f"blocks.0.{slot.name}": slot.shape for slot in run.block.slots}
     found |= {slot.name: slot.shape for slot in run.root.slots}
     model = GPT2(config.model, groups.Group(0, tp, tuple(range(tp))))
@@ -219,7 +218,7 @@ def saved_bytes(config: Config) -> int:
 ], ids=str)
 def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> None:
     three, two = (build_config({**SHAPE, **values, "num_layers": layers}) for layers in (3, 2))
-    assert saved_bytes(three) - saved_bytes(two) == Run(three, device="cpu").activations.block
+    assert saved_bytes(three) - saved_bytes(two) == PlannedRun(three, device="cpu").activations.block
 
 
 def test_the_sizes_of_loops_are_those_of_the_code() -> None:
@@ -227,19 +226,19 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
         loss._CHUNK_BYTES, loss._BLOCK_ROWS, loss._SLAB_COLUMNS)
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
-        assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
-    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
-    assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
-    assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
-    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.IN_CACHE
+        assert memory.cuda_logit_rows(tokens, columns, element) == accelerator.rows_per_chunk(tokens, columns, element)
+    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.backends.SUM_BLOCK
+    assert (memory.INIT_ELEMENTS_CPU, memory.INIT_ELEMENTS_CUDA) == (mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
+    assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
+    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
 def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
     """On a GPU its kernel reads them as they are (adam_kernel.py), on a CPU what fits the caches (adam.py)."""
     def buffers(device: Any, **values: Any) -> int:
-        run = Run(build_config({**SHAPE, "bf16": True, **values}), device=device)
-        return next(moment.buffers for moment in moments(run) if moment.name == "update")
+        run = PlannedRun(build_config({**SHAPE, "bf16": True, **values}), device=device)
+        return next(moment.buffers for moment in all_phases(run) if moment.name == "update")
 
     assert buffers("cuda") == buffers("cuda", optimizer="adamw") == buffers("cuda", batch_size=2) < buffers("cpu")
     assert buffers("cuda", optimizer="lion") == buffers("cpu", optimizer="lion") == buffers("cpu")
@@ -253,12 +252,12 @@ def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
     taken: list[int] = []
     empty = torch.empty
     count, narrow = 3 * 2 ** 17, torch.bfloat16
-    span = Span(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
-                {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
+    span = UpdateSegment(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
+                         {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
     with patch.object(torch, "get_num_threads", lambda: threads), \
             patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
         adam.AdamW().step_many([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-                               StepScalars.of(1.0, 0, CPU))
+                               StepScalars.for_applied_step(1.0, 0, CPU))
     assert taken == [min(count, threads * megatron.plan.memory.CPU_ADAM_BLOCK)]
 
 
@@ -270,19 +269,20 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | 
     for batch, steps in product((1, 64), (1, 2)):
         config = build_config(described({"num_layers": 9, "zero_stage": stage, "batch_size": batch, **chunking,
                                          "accumulation": steps, "world": 4}))
-        quick = peak(Run(config, 4, "cpu"))
+        quick = peak_memory(PlannedRun(config, 4, "cpu"))
         with monkeypatch.context() as patch:
-            patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.layers)))
-            assert peak(Run(config, 4, "cpu")) == quick
+            patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.num_layers)))
+            assert peak_memory(PlannedRun(config, 4, "cpu")) == quick
 
 
 def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
     """The table of docs/recompute.md, on a GPU; block 3 of 8, in chunks of one."""
     def here(**switches: Any) -> int:
         config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
-        acts = Run(config, 4, "cuda").activations
-        assert acts.stream == 4 * acts.waiting or not acts.recompute.partition_activations
-        return (acts.kept(3) - acts.block) * 4 // acts.stream  # beside the chunk at work, in quarters of an input
+        acts = PlannedRun(config, 4, "cuda").activations
+        assert acts.residual_bytes == 4 * acts.chunk_input or not acts.recompute.partition_activations
+        return (acts.alive_at_block(3) -
+                acts.block) * 4 // acts.residual_bytes  # beside the chunk at work, in quarters of an input
 
     assert here() == 3 * 4
     assert here(partition_activations=True) == 4, "a quarter of each, its own included: the whole one is a copy"

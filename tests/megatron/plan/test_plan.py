@@ -13,23 +13,22 @@ import pytest
 import torch
 
 import megatron.train.loop
-from megatron.config.optimizers import ONE_BIT, OPTIMIZERS
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS, OPTIMIZERS
 from megatron.config.tree import build_config
+from megatron.distributed import exit_codes
 from megatron.errors import ConfigError
-from megatron.launch import exits
-from megatron.plan import command as plan
-from megatron.plan.cheapest import cheapest, choices
-from megatron.plan.footprint import Homes, Run
-from megatron.plan.memory import lasting, peak
-from megatron.plan.remedies import largest_micro_batches, remedies, with_batch
-from megatron.plan.shortage import MemoryShortage, explained
-from megatron.plan.ways import with_stage
+from megatron.plan import cli as plan
+from megatron.plan.alternatives import (all_choices, cheapest_fit, largest_micro_batches, suggest_changes, with_batch,
+                                        with_stage)
+from megatron.plan.footprint import PlannedRun, StatePlacement
+from megatron.plan.memory import peak_memory, persistent_memory
+from megatron.plan.oom_hint import ExplainedMemoryError, oom_hint
 from tests.megatron.helpers import ROOT, TINY, train
 
 FLAGS = ["--preset", "345M", "--bf16", "--batch-size", "8", "--ranks", "8", "--zero-stage", "2"]
 
 
-def planned(*argv: str) -> Run:
+def planned(*argv: str) -> PlannedRun:
     return plan.parse(argv)[1]
 
 
@@ -78,16 +77,16 @@ METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantiz
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("optimizer, method", [
-    *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT),
-    *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS)])
+    *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT_OPTIMIZERS),
+    *((optimizer, method) for optimizer in ("adam", *ONE_BIT_OPTIMIZERS) for method in METHODS)])
 def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(
     optimizer: str, method: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["--preset", "124M", "--ranks", "2", "--train-iters", "10000", "--tflops", "40", "--optimizer", optimizer]
-    argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT else []
+    argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT_OPTIMIZERS else []
     text = printed(capsys, monkeypatch, *argv, *method)
     asked = planned(*argv, *method)
-    assert remedies(asked)
+    assert suggest_changes(asked)
     flat = {name: value for section in asked.config.as_dict().values() for name, value in section.items()}
     for stage, place in ALL_ROWS:
         device, param = {"none": ("none", "none"), "cpu+params": ("cpu", "cpu"), "nvme+params": ("nvme", "nvme")}.get(
@@ -140,13 +139,13 @@ def test_the_published_run_of_100b_parameters_fits_with_split_inputs_only() -> N
     whole, split, on_host, both = (planned(*PUBLISHED_100B, *flags) for flags in (
         [], ["--partition-activations"], ["--cpu-checkpointing"], ["--partition-activations", "--cpu-checkpointing"]))
     capacity = 32 * 2**30 * 0.92
-    assert peak(split).total < capacity < peak(whole).total
+    assert peak_memory(split).total < capacity < peak_memory(whole).total
     inputs = 125 * 32 * 1024 * 8192 * 2
-    assert whole.activations.at_loss() == inputs == 62.5 * 2**30
-    assert split.activations.at_loss() == inputs // 16 and split.elsewhere.host < 2**30 * 30
+    assert whole.activations.alive_at_loss() == inputs == 62.5 * 2**30
+    assert split.activations.alive_at_loss() == inputs // 16 and split.offloaded_bytes.host < 2**30 * 30
     for run, waiting in ((on_host, inputs), (both, inputs // 16)):
-        assert run.activations.at_loss() == 0 and run.activations.waiting_on_host == waiting
-    assert on_host.elsewhere.host - on_host.activations.waiting_on_host < 1 < both.elsewhere.host
+        assert run.activations.alive_at_loss() == 0 and run.activations.host_input_bytes == waiting
+    assert on_host.offloaded_bytes.host - on_host.activations.host_input_bytes < 1 < both.offloaded_bytes.host
     assert [count > 31 for count in largest_micro_batches(split, [capacity])] == [True]
     assert largest_micro_batches(whole, [capacity])[0] < 32
 
@@ -159,7 +158,7 @@ def test_an_offload_file_is_planned(
         "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}, "offload_param": {"device": "cpu"}}}))
     argv = ["--preset", "10B", "--ranks", "8", "--deepspeed_config", str(path)]
     run = planned(*argv)
-    assert run.homes == Homes("nvme", "cpu")
+    assert run.placement == StatePlacement("nvme", "cpu")
     text = printed(capsys, monkeypatch, *argv)
     assert "*" in text and "nvme, params cpu" in text
 
@@ -175,15 +174,16 @@ def test_what_leaves_the_device_is_on_the_host_or_on_the_drive() -> None:
     here, host, drive = (planned(*argv, *flags) for flags in (
         [], ["--offload-optimizer-device", "cpu", "--offload-param-device", "cpu"],
         [*ON_DRIVE, "--offload-param-max-in-cpu", "0"]))
-    assert lasting(here).total == pytest.approx(16 * count, rel=2e-3)
-    assert host.elsewhere.host == pytest.approx(16 * count, rel=2e-3) and host.elsewhere.nvme == 0
-    assert drive.elsewhere.nvme == pytest.approx(14 * count, rel=2e-3)
-    assert max(peak(host).total, peak(drive).total) < 32e9 * 0.92, "the published run on one card of 32 GB"
+    assert persistent_memory(here).total == pytest.approx(16 * count, rel=2e-3)
+    assert host.offloaded_bytes.host == pytest.approx(16 * count, rel=2e-3) and host.offloaded_bytes.nvme == 0
+    assert drive.offloaded_bytes.nvme == pytest.approx(14 * count, rel=2e-3)
+    assert max(peak_memory(host).total,
+               peak_memory(drive).total) < 32e9 * 0.92, "the published run on one card of 32 GB"
     beside = planned(*argv, *ON_DRIVE)
-    stays = drive.elsewhere.nvme - beside.elsewhere.nvme  # of 1e9 weights as many as whole buckets have
+    stays = drive.offloaded_bytes.nvme - beside.offloaded_bytes.nvme  # of 1e9 weights as many as whole buckets have
     assert 2 * (1e9 - beside.block.shard_numel) < stays <= 2e9
     # 1 %: buffers are as large as the largest part of what is on the drive.
-    assert beside.elsewhere.host - drive.elsewhere.host == pytest.approx(stays, rel=1e-2)
+    assert beside.offloaded_bytes.host - drive.offloaded_bytes.host == pytest.approx(stays, rel=1e-2)
 
 
 def test_on_a_cpu_the_host_is_the_device_and_a_drive_is_not() -> None:
@@ -194,9 +194,11 @@ def test_on_a_cpu_the_host_is_the_device_and_a_drive_is_not() -> None:
     here, host, drive = (planned(*argv, *flags) for flags in (
         [], ["--offload-optimizer-device", "cpu", "--offload-param-device", "cpu"],
         [*ON_DRIVE, "--offload-param-max-in-cpu", "0"]))
-    assert peak(host) == peak(here) and lasting(host) == lasting(here) and host.elsewhere == here.elsewhere
-    assert drive.elsewhere.nvme == pytest.approx(14 * count, rel=2e-3) and drive.elsewhere.host == 0
-    assert 10 * count < peak(here).total - peak(drive).total < 14 * count, "but for buffers in front of the drive"
+    assert peak_memory(host) == peak_memory(here) and persistent_memory(host) == persistent_memory(
+        here) and host.offloaded_bytes == here.offloaded_bytes
+    assert drive.offloaded_bytes.nvme == pytest.approx(14 * count, rel=2e-3) and drive.offloaded_bytes.host == 0
+    assert 10 * count < peak_memory(here).total - peak_memory(
+        drive).total < 14 * count, "but for buffers in front of the drive"
 
 
 def test_on_a_cpu_every_row_has_the_state_on_the_device_but_for_what_is_asked(
@@ -222,16 +224,16 @@ def test_what_cannot_be_planned_is_refused_in_one_line(argv: list[str], words: s
 
 def test_the_cheapest_that_fits_fits_as_typed_and_nothing_cheaper_does() -> None:
     asked = planned("--preset", "1.5B", "--bf16", "--batch-size", "8", "--ranks", "8")
-    found = choices(asked)
+    found = all_choices(asked)
     for card in (12, 16, 24, 40, 80):
         capacity = card * 2**30 * 0.92
-        best = cheapest(found, capacity)
+        best = cheapest_fit(found, capacity)
         assert best is not None
         typed = planned("--preset", "1.5B", "--bf16", "--batch-size", "8", "--ranks", "8", *best.flags.split())
-        assert peak(typed).total == best.needs <= capacity
-        assert all(other.needs > capacity for other in found if other.cost < best.cost)
-    assert cheapest(found, 1e9) is None
-    away = cheapest(found, 2.9e9)  # nothing of today fits, offloading would
+        assert peak_memory(typed).total == best.device_bytes <= capacity
+        assert all(other.device_bytes > capacity for other in found if other.slowdown_percent < best.slowdown_percent)
+    assert cheapest_fit(found, 1e9) is None
+    away = cheapest_fit(found, 2.9e9)  # nothing of today fits, offloading would
     assert away is not None and "--offload-optimizer-device cpu" in away.flags
 
 
@@ -281,7 +283,7 @@ def test_a_node_holds_its_ranks(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_a_plan_needs_no_torch() -> None:
-    program = ("import sys; from megatron.plan.command import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
+    program = ("import sys; from megatron.plan.cli import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
                "sys.exit('torch' in sys.modules)")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env=environ,
@@ -293,8 +295,8 @@ def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeyp
     found = json.loads(printed(capsys, monkeypatch, *FLAGS, "--json", "--card-gb", "4", "80"))
     (row,) = [row for row in found["rows"] if row["chosen"]]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    assert row["device"] == sum(row["peak"][part] for part in parts) == peak(planned(*FLAGS)).total
-    assert row["lasting"]["total"] == lasting(planned(*FLAGS)).total
+    assert row["device"] == sum(row["peak"][part] for part in parts) == peak_memory(planned(*FLAGS)).total
+    assert row["lasting"]["total"] == persistent_memory(planned(*FLAGS)).total
     assert row["cards"]["80"]["fits"] and not row["cards"]["4"]["fits"]
     assert row["cards"]["80"]["largest_micro_batch"] > 8 > row["cards"]["4"]["largest_micro_batch"]
 
@@ -303,8 +305,8 @@ def test_a_thousand_ranks_are_planned_without_any() -> None:
     run = planned("--preset", "10B", "--bf16", "--ranks", "1024", "--model-parallel-size", "4", "--zero-stage", "3")
     assert (run.tp, run.dp) == (4, 256)
     # Weights and optimizer state of stage 3 are 14 bytes a parameter, in 1024 equal parts; vectors stay whole.
-    whole = 2 * run.resident.numel
-    assert run.weights + run.optimizer == pytest.approx(14 * 10.28e9 / 1024 + whole, rel=0.02)
+    whole = 2 * run.persistent.numel
+    assert run.params_device_bytes + run.optimizer_bytes == pytest.approx(14 * 10.28e9 / 1024 + whole, rel=0.02)
 
 
 def test_a_deepspeed_config_is_read_like_in_training(tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def test_a_deepspeed_config_is_read_like_in_training(tmp_path: Path) -> None:
     path.write_text(json.dumps({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
                                 "zero_optimization": {"stage": 2}}))
     run = planned("--preset", "124M", "--ranks", "4", "--deepspeed_config", str(path))
-    assert (run.accumulation, run.work, run.config.zero.zero_stage) == (4, 2, 2)
+    assert (run.accumulation, run.param_bytes, run.config.zero.zero_stage) == (4, 2, 2)
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -336,7 +338,7 @@ def test_what_lasts_is_what_the_zero_paper_says(stage: int, formula) -> None:  #
         run = planned("--preset", "1.5B", "--bf16", "--ranks", str(ranks), "--zero-stage", str(stage),
                       "--stage3-param-persistence-threshold", "0")
         # 0.2 %: padding of slots, shards and the vocabulary.
-        assert lasting(run).total / run.config.model.parameters() == pytest.approx(formula(ranks), rel=2e-3)
+        assert persistent_memory(run).total / run.config.model.parameters() == pytest.approx(formula(ranks), rel=2e-3)
 
 
 @pytest.mark.parametrize("name, more", [("onebit_adam", 0), ("onebit_lamb", 4)])
@@ -344,10 +346,11 @@ def test_one_bit_takes_memory_for_debts_and_hardly_any_traffic(name: str, more: 
     """124M on 2 ranks: 15.6 MB, as scripts/bench/one_bit.py counts them. 1-bit Lamb keeps one more state."""
     flags = ("--preset", "124M", "--ranks", "2", "--device", "cpu", "--train-iters", "99", "--onebit-freeze-step", "15")
     plain, one_bit = (planned(*flags, "--optimizer", kind) for kind in ("adam", name))
-    numel = plain.root.numel + plain.layers * plain.block.numel
+    numel = plain.root.numel + plain.num_layers * plain.block.numel
     assert one_bit.traffic().gradients / 1e6 == pytest.approx(15.56, abs=0.01)
     assert plain.traffic().gradients / 1e6 == pytest.approx(497.9, abs=0.1)
-    assert one_bit.optimizer - plain.optimizer == pytest.approx(numel * (more + 4 + 4 / 2 + 1 / 4), rel=1e-6)
+    assert one_bit.optimizer_bytes - plain.optimizer_bytes == pytest.approx(numel * (more + 4 + 4 / 2 + 1 / 4),
+                                                                            rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -376,20 +379,22 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     run = planned("--preset", "124M", "--bf16", "--ranks", "4", "--batch-size", "2", "--global-batch-size", "24")
     capacities = (1e9, 4e9, 8e9, 20e9)
     for capacity, best in zip(capacities, largest_micro_batches(run, capacities), strict=True):
-        totals = [peak(replace(run, config=with_batch(run.config, size, size * 12))).total for size in (best, best + 1)
-                  if size]
+        totals = [
+            peak_memory(replace(run, config=with_batch(run.config, size, size * 12))).total for size in (best, best + 1)
+            if size
+        ]
         assert totals[-1] > capacity and all(total <= capacity for total in totals[:-1])
 
 
 def test_remedies_keep_the_samples_of_a_step_and_save_what_they_say() -> None:
     run = planned(*FLAGS[:-1], "0")
-    found = {remedy.flags: remedy.saves for remedy in remedies(run)}
+    found = {remedy.flags: remedy.saved_bytes for remedy in suggest_changes(run)}
     assert list(found) == ["--batch-size 4 --global-batch-size 64", "--checkpoint-activations", "--zero-stage 1",
                            "--zero-stage 2", "--zero-stage 3", "--model-parallel-size 2"]
     argv = [word for word in FLAGS[:-1] if word not in ("--batch-size", "8", "--ranks", "--zero-stage")]
     smaller = planned(*argv, "--ranks", "8", "--batch-size", "4", "--global-batch-size", "64")
-    assert found["--batch-size 4 --global-batch-size 64"] == peak(run).total - peak(smaller).total
-    assert found["--zero-stage 3"] == peak(run).total - peak(with_stage(run, 3)).total
+    assert found["--batch-size 4 --global-batch-size 64"] == peak_memory(run).total - peak_memory(smaller).total
+    assert found["--zero-stage 3"] == peak_memory(run).total - peak_memory(with_stage(run, 3)).total
 
 
 def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
@@ -400,10 +405,10 @@ def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
 
     monkeypatch.setattr(megatron.train.loop, "forward_loss", exhausted)
     argv = [*TINY, "--mock-data", "--batch-size", "64", "--train-iters", "2"]
-    assert exits.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
+    assert exit_codes.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
     shown, error = capfd.readouterr().err.splitlines()
     run = planned(*[word for word in argv if word != "--mock-data"], "--device", "cpu")
-    assert shown.startswith(" rank 0 needs ") and f"({peak(run).name})" in shown
+    assert shown.startswith(" rank 0 needs ") and f"({peak_memory(run).name})" in shown
     assert error.startswith("error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; try "
                             "--batch-size 32 --global-batch-size 64 (saves ")
     assert "or --checkpoint-activations (saves" in error
@@ -411,20 +416,20 @@ def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
 
 def test_other_errors_pass_and_a_shortage_is_explained_once() -> None:
     config = planned("--preset", "tiny").config
-    with pytest.raises(RuntimeError, match="^a bug$"), explained(config, 0, 1, "cpu"):
+    with pytest.raises(RuntimeError, match="^a bug$"), oom_hint(config, 0, 1, "cpu"):
         raise RuntimeError("a bug")
-    with pytest.raises(MemoryShortage, match="^inner$"), explained(config, 0, 1, "cpu"):
-        raise MemoryShortage("inner")
+    with pytest.raises(ExplainedMemoryError, match="^inner$"), oom_hint(config, 0, 1, "cpu"):
+        raise ExplainedMemoryError("inner")
 
 
 LIMITED = """
 import resource, sys
 import pretrain_gpt2, torch
-from megatron.launch import exits
-from megatron.train import build, sample as generate, loop as training  # what is imported counts as well
+from megatron.distributed import exit_codes
+from megatron.train import build, evaluation, loop as training  # what is imported counts as well
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (600 << 20),) * 2)
-sys.exit(exits.run(pretrain_gpt2.main))
+sys.exit(exit_codes.run(pretrain_gpt2.main))
 """
 
 

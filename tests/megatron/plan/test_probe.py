@@ -11,10 +11,9 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.plan import probe
-from megatron.plan.memory import peak
-from megatron.plan.probe import Probe
-from megatron.plan.sizes import SIZES
-from megatron.plan.stopwatch import Stopwatch
+from megatron.plan.memory import peak_memory
+from megatron.plan.probe import Probe, ProbeTimer
+from megatron.plan.probe_fit import SIZES
 from mpu import groups
 from mpu.groups import SOLO, Groups
 from tests.distributed import run_ranks
@@ -45,20 +44,20 @@ class FakeGpu:
 
 
 @pytest.mark.parametrize("work", [2e-6, 1e-5, 1e-3, 0.3])
-@pytest.mark.parametrize("kind", ["seconds", "together"])
+@pytest.mark.parametrize("kind", ["seconds", "collective_seconds"])
 def test_looks_at_the_clock_of_a_gpu_do_not_count(kind: str, work: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, work)
-    assert getattr(Stopwatch(CUDA, SOLO), kind)(gpu.call) == pytest.approx(work, rel=0.06)
+    assert getattr(ProbeTimer(CUDA, SOLO), kind)(gpu.call) == pytest.approx(work, rel=0.06)
     assert gpu.seconds < 5
 
 
 def test_on_a_cpu_every_call_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, 1e-5)
     taken = list[int]()
-    real = Stopwatch.once
-    monkeypatch.setattr(Stopwatch, "once", lambda self, work, calls=1: taken.append(calls) or real(self, work, calls))
-    assert Stopwatch(CPU, SOLO).seconds(gpu.call) == pytest.approx(1e-5)
-    assert Stopwatch(CPU, SOLO).together(gpu.call) == pytest.approx(1e-5)
+    real = ProbeTimer.once
+    monkeypatch.setattr(ProbeTimer, "once", lambda self, work, calls=1: taken.append(calls) or real(self, work, calls))
+    assert ProbeTimer(CPU, SOLO).seconds(gpu.call) == pytest.approx(1e-5)
+    assert ProbeTimer(CPU, SOLO).collective_seconds(gpu.call) == pytest.approx(1e-5)
     assert set(taken) == {1}
 
 
@@ -69,16 +68,16 @@ def test_the_largest_sizes_keep_a_gpu_busy() -> None:
     assert sizes.rows[-1] >= 16384 and sizes.widths[-1] >= 8192 and sizes.bytes[-1] == 2**30
     largest = sizes.shapes[-1]
     assert 6 * largest.tokens * 12 * largest.hidden**2 / PEAK > 50 * A_LOOK
-    assert Probe(Stopwatch(CUDA, SOLO), "bf16", Groups(), Groups()).sizes is sizes
-    assert Probe(Stopwatch(CPU, SOLO), "bf16", Groups(), Groups()).sizes is SIZES["cpu"]
+    assert Probe(ProbeTimer(CUDA, SOLO), "bf16", Groups(), Groups()).sizes is sizes
+    assert Probe(ProbeTimer(CPU, SOLO), "bf16", Groups(), Groups()).sizes is SIZES["cpu"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_its_models_fit_a_card_of_16_gb_side_by_side(precision: str) -> None:
     for shape in SIZES["cuda"].shapes:
         both = (shape, shape.larger)
-        assert sum(peak(one.run(precision, "cuda")).total for one in both) < 12 * 2**30
-    assert peak(SIZES["cuda"].largest.run(precision, "cuda")).total < 12 * 2**30
+        assert sum(peak_memory(one.run(precision, "cuda")).total for one in both) < 12 * 2**30
+    assert peak_memory(SIZES["cuda"].largest.run(precision, "cuda")).total < 12 * 2**30
 
 
 @pytest.mark.parametrize("kind, ranks, hidden", [
@@ -116,7 +115,7 @@ def test_no_small_model_is_compiled_and_products_are_those_of_training(monkeypat
     try:
         for device in (CUDA, CPU):
             with pytest.raises(InterruptedError):
-                Probe(Stopwatch(device, SOLO), "fp32", Groups(), Groups()).rates("made up")
+                Probe(ProbeTimer(device, SOLO), "fp32", Groups(), Groups()).rates("made up")
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["high", "highest"]
@@ -126,7 +125,7 @@ def sizes_of_exchanges(rank: int, world: int, on_gpu: bool) -> list[tuple[str, i
     """(kind, bytes that travel)"""
     probe.SIZES["cpu"] = replace(SIZES["cpu"], bytes=(2**12, 2**16))
     with accelerator_side(on_gpu), counted() as sent:
-        found = Probe(Stopwatch(CPU, groups.build(1).world), "bf16", Groups(), Groups())
+        found = Probe(ProbeTimer(CPU, groups.build(1).world), "bf16", Groups(), Groups())
         for size in found.sizes.bytes:
             found._exchange(size)
     return [(kind, numel * dtype.itemsize) for kind, numel, dtype in sent]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.plan.rates import Curve, Rates, Surface
+from megatron.plan.machine_rates import Curve, MachineRates, Surface
 from tests.megatron.plan.machines import machine
 
 
@@ -61,17 +61,17 @@ def changed(record: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     ("where.ranks", "2"), ("where", {}), ("loss", None)])
 def test_what_no_probe_finds_is_no_rates(place: str, value: Any) -> None:
     record = json.loads(json.dumps(machine(2).as_dict()))
-    assert Rates.of(record) == machine(2)
+    assert MachineRates.from_dict(record) == machine(2)
     with pytest.raises((ValueError, TypeError, KeyError)):
-        Rates.of(json.loads(json.dumps(changed(record, place, value))))
+        MachineRates.from_dict(json.loads(json.dumps(changed(record, place, value))))
 
 
 def test_one_rank_exchanges_nothing() -> None:
     nothing = Curve(())
     rates = machine(1, all_reduce=nothing, reduce_scatter=nothing, all_gather=nothing)
-    assert Rates.of(json.loads(json.dumps(rates.as_dict()))) == rates
+    assert MachineRates.from_dict(json.loads(json.dumps(rates.as_dict()))) == rates
 
 
 def test_rates_come_back_from_json_as_they_were() -> None:
     rates = machine(2, loss=Curve(((1.0, 0.1), (3.0, 1 / 3))), hides=0.25)
-    assert Rates.of(json.loads(json.dumps(rates.as_dict()))) == rates
+    assert MachineRates.from_dict(json.loads(json.dumps(rates.as_dict()))) == rates

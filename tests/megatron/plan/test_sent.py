@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
-from megatron.plan.footprint import Run
+from megatron.config.cli import parse_args
+from megatron.plan.footprint import PlannedRun
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
@@ -39,7 +39,7 @@ def bytes_of_gradients(rank: int, world: int, stage: int, flags: list[str]) -> t
                 engine.step()
     found = sum(WAYS[kind] * numel * dtype.itemsize * (world - 1) // world for kind, numel, dtype in sent
                 if kind in WAYS and numel >= LARGE)
-    return Run(config, world, "cuda").traffic().gradients, found
+    return PlannedRun(config, world, "cuda").traffic().gradients, found
 
 
 @pytest.mark.few(2)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.plan import command as plan
-from megatron.plan.footprint import Run
-from megatron.plan.rates import Curve
-from megatron.plan.time import step_time
+from megatron.plan import cli as plan
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.machine_rates import Curve
+from megatron.plan.step_time import step_time
 from megatron.train import build
 from megatron.train.batches import Batch
 from megatron.train.evaluation import forward_loss
@@ -28,17 +28,17 @@ FLAGS = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4
 ON_GPUS = [flag for flag in FLAGS if flag not in ("--device", "cpu")]
 
 
-def planned(*argv: str) -> Run:
+def planned(*argv: str) -> PlannedRun:
     return plan.parse([*FLAGS, *argv])[1]
 
 
-def on_gpus(*argv: str) -> Run:
+def on_gpus(*argv: str) -> PlannedRun:
     return plan.parse([*ON_GPUS, *argv])[1]
 
 
-def matrices(run: Run) -> int:
+def matrices(run: PlannedRun) -> int:
     """Weights that take part in products, those of the logits included."""
-    return sum(slot.numel for slot in run.block_parameters if len(slot.shape) == 2) * run.layers + 512 * 64
+    return sum(slot.numel for slot in run.block_parameters if len(slot.shape) == 2) * run.num_layers + 512 * 64
 
 
 def test_products_are_six_flops_a_weight_and_token() -> None:
@@ -58,7 +58,7 @@ def test_recomputation_is_another_forward_of_the_blocks_but_for_the_last_product
     assert more.products - plain.products == pytest.approx(
         2 * (matrices(run) - 512 * 64 - left_out) * 2 * 32 / FLOPS)
     assert more.attention == pytest.approx(2 * plain.attention) and more.rest == pytest.approx(
-        2 * plain.rest + 0.25 * run.layers)
+        2 * plain.rest + 0.25 * run.num_layers)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
@@ -154,7 +154,7 @@ def test_gradients_travel_as_wide_as_gpus_send_them(
         stage: int, accumulation: int, flags: list[str], bytes_each: int) -> None:
     run = on_gpus("--bf16", "--ranks", "2", "--zero-stage", str(stage), *flags,
                   "--global-batch-size", str(4 * accumulation))
-    numel = run.root.numel + run.resident.numel + run.layers * run.block.numel
+    numel = run.root.numel + run.persistent.numel + run.num_layers * run.block.numel
     rounds = accumulation if stage >= 2 else 1
     ways = 2 if stage == 0 else 1  # by rings, half of it goes out once or twice between two ranks
     assert run.traffic().gradients == rounds * ways * bytes_each * numel // 2
@@ -165,7 +165,7 @@ def test_gradients_travel_as_wide_as_gpus_send_them(
 
 def test_on_a_cpu_gradients_travel_as_backward_leaves_them() -> None:
     run = planned("--bf16", "--ranks", "2", "--zero-stage", "2")
-    assert run.traffic().gradients == (run.root.numel + run.layers * run.block.numel) * 2 // 2
+    assert run.traffic().gradients == (run.root.numel + run.num_layers * run.block.numel) * 2 // 2
 
 
 @pytest.mark.parametrize("bandwidth", [1e6, 3e7, 1e8, 1e9])

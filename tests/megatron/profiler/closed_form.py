@@ -14,7 +14,7 @@ def step_macs(model: ModelConfig, batch: int, length: int, *, causal: bool, chun
     scores, and whose backward makes them again; otherwise it is written out in products. `chunk`: so many blocks are
     recomputed at a time. `padded`: rows of the token table."""
     h, ffn, layers, multiple = model.hidden_size, model.ffn_size, model.num_layers, model.make_vocab_size_divisible_by
-    tokens, rows = batch * length, padded or math.ceil(model.tokens / multiple) * multiple
+    tokens, rows = batch * length, padded or math.ceil(model.known_vocab_size / multiple) * multiple
     last = tokens * ffn * h
     matrices = tokens * (3 * h * h + h * h + h * ffn) + last
     product = batch * h * (length * (length + 1) // 2 if causal else length * length)  # of q k^T, over all heads

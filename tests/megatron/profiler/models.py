@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config.tree import PRESETS, ModelConfig, build_config
 from megatron.model import GPT2
-from megatron.profiler.profile import Profile, Row, profile_of, walk
-from megatron.profiler.recording import Recording
+from megatron.profiler.flop_recorder import FlopRecording
+from megatron.profiler.profile import ModelProfile, ModuleRow, build_profile, walk_rows
 from tests.megatron.helpers import tiny_model
 
 
@@ -34,19 +34,19 @@ def tokens(model: GPT2, batch: int = 2) -> Tensor:
     return torch.zeros(batch, model.config.max_position_embeddings, dtype=torch.long, device=device)
 
 
-def recorded(model: nn.Module, *args: Any, times: int = 1) -> Profile:
+def recorded(model: nn.Module, *args: Any, times: int = 1) -> ModelProfile:
     """Of `times` forwards and backwards."""
-    recording = Recording(model)
+    recording = FlopRecording(model)
     for _ in range(times):
-        with recording.on():
+        with recording.record():
             model(*args).sum().backward()
-    return profile_of(recording)
+    return build_profile(recording)
 
 
-def table(profile: Profile) -> list[tuple[Any, ...]]:
+def table(profile: ModelProfile) -> list[tuple[Any, ...]]:
     """What of a profile is no time: of each module its path, class, parameters and counts."""
-    return [(row.path, row.kind, row.parameters, row.macs, row.calls) for _, row in walk(profile.root)]
+    return [(row.path, row.class_name, row.parameters, row.macs, row.calls) for _, row in walk_rows(profile.root)]
 
 
-def row(profile: Profile, path: str) -> Row:
-    return next(found for _, found in walk(profile.root) if found.path == path)
+def row(profile: ModelProfile, path: str) -> ModuleRow:
+    return next(found for _, found in walk_rows(profile.root) if found.path == path)

@@ -16,8 +16,8 @@ from torch.nn.modules import module as torch_module
 
 from megatron import recompute
 from megatron.model import GPT2
-from megatron.profiler.profile import Macs, Profile, profile_of
-from megatron.profiler.recording import Recording
+from megatron.profiler.flop_recorder import FlopRecording
+from megatron.profiler.profile import Macs, ModelProfile, build_profile
 from megatron.train.flops import flops_per_token
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
@@ -41,7 +41,7 @@ def test_the_total_of_each_preset_is_the_closed_form(name: str, chunk: int | Non
     found = recorded(model, x, x)
     assert found.macs == step_macs(config, 2, config.max_position_embeddings, causal=False, chunk=chunk)
     assert found.root.parameters == config.parameters()
-    assert found.outside == Macs()
+    assert found.outside_modules == Macs()
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M", "1.5B"])
@@ -49,7 +49,8 @@ def test_the_formula_of_mfu_differs_by_what_the_guide_says(name: str) -> None:
     """It takes attention for full, and biases, norms and positions for products; padding it does not know."""
     config = preset(name)
     length, h = config.max_position_embeddings, config.hidden_size
-    ran = step_macs(config, 1, length, causal=False, padded=config.tokens).all - length  # without the mean of the loss
+    ran = step_macs(config, 1, length, causal=False,
+                    padded=config.known_vocab_size).all - length  # without the mean of the loss
     no_products = length * h + config.num_layers * (9 * h + config.ffn_size) + 2 * h
     assert length * flops_per_token(config, length) == 2 * ran + length * 6 * no_products
 
@@ -102,11 +103,11 @@ def test_neighbours_of_one_operation_are_told_apart_in_backward() -> None:
 
 def test_what_runs_outside_of_modules_is_told_apart() -> None:
     model, weight = nn.Linear(4, 4), torch.zeros(4, 4, requires_grad=True)
-    recording = Recording(model)
-    with recording.on():
+    recording = FlopRecording(model)
+    with recording.record():
         (model(torch.zeros(2, 4)) @ weight).sum().backward()
-    found = profile_of(recording)
-    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32, 64))
+    found = build_profile(recording)
+    assert (found.root.macs, found.outside_modules) == (Macs(32, 32), Macs(32, 64))
 
 
 class Product(torch.autograd.Function):
@@ -160,18 +161,18 @@ def test_a_module_that_another_thread_is_in_gets_nothing_of_this_one() -> None:
         other.join()
 
     found = counted(model, run)
-    assert (found.outside, row(found, "0").macs, row(found, "1").macs) == (Macs(64), Macs(), Macs(64))
+    assert (found.outside_modules, row(found, "0").macs, row(found, "1").macs) == (Macs(64), Macs(), Macs(64))
     assert [row(found, path).calls for path in ("0", "1")] == [0, 1]
 
 
 # ---- backward, or recomputation ---------------------------------------------------------------------------------
 
 
-def counted(model: nn.Module, run: Callable[[], Any]) -> Profile:
-    recording = Recording(model)
-    with recording.on():
+def counted(model: nn.Module, run: Callable[[], Any]) -> ModelProfile:
+    recording = FlopRecording(model)
+    with recording.record():
         run()
-    return profile_of(recording)
+    return build_profile(recording)
 
 
 def two() -> nn.Sequential:
@@ -197,13 +198,13 @@ def test_a_gradient_penalty_recomputes_nothing() -> None:
         slope.square().sum().backward()
 
     found = counted(model, run)
-    assert (found.root.macs, found.outside) == (Macs(256, 256), Macs(0, 256))
+    assert (found.root.macs, found.outside_modules) == (Macs(256, 256), Macs(0, 256))
 
 
 def test_the_gradient_of_a_function_is_a_backward() -> None:
     weight, x = torch.ones(8, 8), torch.ones(4, 8)
     found = counted(two(), lambda: torch.func.grad(lambda w: (x @ w).sum())(weight))
-    assert found.macs == found.outside == Macs(256, 256)
+    assert found.macs == found.outside_modules == Macs(256, 256)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -236,7 +237,7 @@ def test_a_backward_without_products_is_seen_and_not_estimated() -> None:
 # ---- the same table ----------------------------------------------------------------------------------------------
 
 
-def forward_table(profile: Profile) -> list[tuple[Any, ...]]:
+def forward_table(profile: ModelProfile) -> list[tuple[Any, ...]]:
     return [(*found[:3], found[3].forward, *found[4:]) for found in table(profile)]
 
 
@@ -311,11 +312,11 @@ def test_what_modules_inside_of_an_ignored_one_run_is_ignored_and_nothing_else()
     model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), torch.zeros(2, 4)
     model[0].__class__ = type("Block", (nn.Sequential,), {})
     for ignored, root, outside in ((type(model[0]), 32, 32), (nn.Linear, 0, 32), (nn.Identity, 64, 32)):
-        recording = Recording(model, [ignored])
-        with recording.on(), torch.no_grad():
+        recording = FlopRecording(model, [ignored])
+        with recording.record(), torch.no_grad():
             model(x) @ torch.zeros(4, 4)
-        found = profile_of(recording)
-        assert (found.root.macs, found.outside) == (Macs(root), Macs(outside))
+        found = build_profile(recording)
+        assert (found.root.macs, found.outside_modules) == (Macs(root), Macs(outside))
 
 
 def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
@@ -332,11 +333,11 @@ def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
 
     found = recorded(Tied(), torch.zeros(2, 4))
     assert found.root.parameters == 2 * 16 + 3 * 4
-    assert [inner.name for inner in found.root.rows] == ["one", "other", "third", "again"]
-    assert not row(found, "again").rows
+    assert [inner.name for inner in found.root.children] == ["one", "other", "third", "again"]
+    assert not row(found, "again").children
     assert row(found, "third").calls == 2 and row(found, "third").macs.forward == 64
     assert row(found, "other").parameters == 4
-    assert sum(inner.parameters for inner in found.root.rows) == found.root.parameters
+    assert sum(inner.parameters for inner in found.root.children) == found.root.parameters
 
 
 def test_a_head_that_is_tied_has_the_products_and_the_embedding_the_parameters() -> None:
@@ -351,26 +352,26 @@ def test_a_head_that_is_tied_has_the_products_and_the_embedding_the_parameters()
             return y
 
     found = recorded(Tied(), torch.zeros(2, dtype=torch.long))
-    assert [(inner.parameters, inner.macs.forward) for inner in found.root.rows] == [(40, 0), (20, 32), (0, 80)]
+    assert [(inner.parameters, inner.macs.forward) for inner in found.root.children] == [(40, 0), (20, 32), (0, 80)]
 
 
-def profiled(rank: int, world: int, tp: int, stage: int) -> Profile:
+def profiled(rank: int, world: int, tp: int, stage: int) -> ModelProfile:
     """A step on this rank; of 256 tokens, so that padding is the same at every tensor parallel size."""
     groups = mpu_groups.build(tp)
     model = GPT2(tiny_model(vocab_size=256), groups.tp)
     engine = engine_of(model, groups, zero_stage=stage, stage3_param_persistence_threshold=0)
     x = tokens(model)
-    recording = Recording(model)
+    recording = FlopRecording(model)
     for _ in range(2):  # at stage 3 the first pass finds out in which order units come
-        recording.forget()
-        with recording.on():
+        recording.reset()
+        with recording.record():
             loss = engine(x, x)
             engine.backward(loss)
         engine.step()
-    return profile_of(recording)
+    return build_profile(recording)
 
 
-def alone() -> Profile:
+def alone() -> ModelProfile:
     model = gpt2(vocab_size=256)
     return recorded(model, tokens(model), tokens(model))
 
@@ -387,10 +388,10 @@ def test_tensor_parallel_ranks_show_the_logical_model_and_their_share() -> None:
         assert [line[:2] for line in table(found)] == [line[:2] for line in table(whole)]
         for path in ("blocks.0.attn", "blocks.1.mlp.fc", "blocks"):
             assert row(found, path).macs == row(whole, path).macs
-            assert row(found, path).macs_here.times(2) == row(whole, path).macs
+            assert row(found, path).macs_on_rank.times(2) == row(whole, path).macs
             assert row(found, path).parameters == row(whole, path).parameters
-        assert row(found, "wte").parameters_here * 2 == row(found, "wte").parameters == 256 * 32
-        assert row(found, "ln_f").parameters_here == row(found, "ln_f").parameters
+        assert row(found, "wte").parameters_on_rank * 2 == row(found, "wte").parameters == 256 * 32
+        assert row(found, "ln_f").parameters_on_rank == row(found, "ln_f").parameters
         assert found.root.parameters == whole.root.parameters == tiny_model(vocab_size=256).parameters()
 
 
@@ -403,8 +404,8 @@ def test_the_model_and_torch_are_left_as_they_were() -> None:
     before = [(module.training, set(vars(module)), len(module._forward_hooks)) for module in model.modules()]
     x = tokens(model)
     recorded(model, x, x)
-    recording = Recording(model)
-    with pytest.raises(RuntimeError, match="of the user"), recording.on():
+    recording = FlopRecording(model)
+    with pytest.raises(RuntimeError, match="of the user"), recording.record():
         raise RuntimeError("of the user")
     assert [(module.training, set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == before
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
@@ -437,15 +438,15 @@ def test_an_error_inside_a_module_leaves_the_next_profile_whole(error: type[Base
             return y
 
     model = Model()
-    recording = Recording(model)
-    with pytest.raises(error), recording.on("forward"):
+    recording = FlopRecording(model)
+    with pytest.raises(error), recording.record("forward"):
         F.bilinear(torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(7, 3, 5))  # is told
         model(torch.zeros(2, 4))
     model.fails = False
-    with recording.on("forward"):
+    with recording.record("forward"):
         torch.zeros(2, 4) @ torch.zeros(4, 4)
         model(torch.zeros(2, 4)).sum().backward()
-    found = profile_of(recording)
-    assert (found.root.macs, found.outside, found.unknown) == (Macs(32, 32), Macs(32), {})
+    found = build_profile(recording)
+    assert (found.root.macs, found.outside_modules, found.uncounted_ops) == (Macs(32, 32), Macs(32), {})
     assert (row(found, "inner").calls, row(found, "").calls) == (1, 1)
-    assert 0 < row(found, "inner").seconds <= row(found, "").seconds <= found.parts["forward"]
+    assert 0 < row(found, "inner").seconds <= row(found, "").seconds <= found.phase_seconds["forward"]

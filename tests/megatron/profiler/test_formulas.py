@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from megatron.profiler.counting import Counting
+from megatron.profiler.flop_recorder import FlopCountingMode
 
 
 def macs(run: Callable[[], Any]) -> int:
     found: list[int] = []
-    with Counting(found.append):
+    with FlopCountingMode(found.append):
         run()
     return sum(found)
 
@@ -108,11 +108,11 @@ def thrice(x: Tensor) -> Tensor:
 
 
 def test_operations_of_others_are_counted_by_their_formula_and_told_without_one() -> None:
-    counting = Counting([].append)
+    counting = FlopCountingMode([].append)
     with counting:
         thrice(A)
         thrice(A)
-    assert dict(counting.unknown) == {"profiler_tests.thrice.default": 2}
+    assert dict(counting.uncounted_ops) == {"profiler_tests.thrice.default": 2}
 
     @torch.library.custom_op("profiler_tests::known", mutates_args=())
     def known(x: Tensor) -> Tensor:
@@ -134,19 +134,19 @@ def test_operations_of_others_are_counted_by_their_formula_and_told_without_one(
 ])
 def test_kernels_without_a_formula_are_told(run: Callable[[], Any], name: str) -> None:
     found: list[int] = []
-    counting = Counting(found.append)
+    counting = FlopCountingMode(found.append)
     with counting:
         run()
-    assert dict(counting.unknown) == {name: 1} or sum(found)  # a build of torch without that kernel multiplies
+    assert dict(counting.uncounted_ops) == {name: 1} or sum(found)  # a build of torch without that kernel multiplies
 
 
 def test_what_goes_element_by_element_is_not_told_as_unknown() -> None:
-    counting = Counting([].append)
+    counting = FlopCountingMode([].append)
     with counting:
         x = torch.zeros(2, 3, 8, 8, requires_grad=True)
         y = F.interpolate(F.max_pool2d(F.batch_norm(x, None, None, training=True), 2), scale_factor=2, mode="bilinear")
         (F.layer_norm(y, (8,)).softmax(-1).cummax(-1).values + y.norm() + y.lgamma()).sum().backward()
-    assert not counting.unknown
+    assert not counting.uncounted_ops
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
@@ -165,7 +165,7 @@ def test_sequences_of_several_lengths_are_counted_by_what_they_hold_or_told() ->
     made: list[Tensor] = []
     assert macs(lambda: made.append(layer(jagged).values())) == 7 * 5 * 7
     assert macs(lambda: made[0].sum().backward()) == 7 * 5 * 7
-    counting = Counting([].append)
+    counting = FlopCountingMode([].append)
     with counting, torch.no_grad():
         layer(strided)
-    assert list(counting.unknown) == ["aten.linear.default"]
+    assert list(counting.uncounted_ops) == ["aten.linear.default"]

@@ -176,6 +176,6 @@ def test_names_of_a_module_that_was_profiled_under_tensor_parallel_size_1_are_th
     paths = [path for path, _ in model.named_modules()]
 
     def listed(row: Any) -> list[str]:
-        return [row.path, *(path for inner in row.rows for path in listed(inner))]
+        return [row.path, *(path for inner in row.children for path in listed(inner))]
 
     assert listed(profiler.profile().root) == paths

@@ -11,32 +11,32 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import StorageError
-from megatron.profiler.numbers import lasted, share, short
-from megatron.profiler.output import write
-from megatron.profiler.page import bars, page
-from megatron.profiler.profile import Layout, Macs, Profile, Row
-from megatron.profiler.text import aggregated, report, summary, tree
+from megatron.profiler.profile import Macs, ModelProfile, ModuleRow, ProfiledJob
+from megatron.profiler.profile_report import (aggregated_lines, flame_bars, format_count, format_profile,
+                                              format_seconds, format_share, profile_page, summary, tree_lines,
+                                              write_profile)
 from tests.megatron.profiler.models import gpt2, recorded, tokens
 
 
-def leaf(path: str, kind: str, parameters: int, macs: Macs, seconds: float) -> Row:
-    return Row(path, kind, parameters, parameters, macs, macs, 1, seconds)
+def leaf(path: str, kind: str, parameters: int, macs: Macs, seconds: float) -> ModuleRow:
+    return ModuleRow(path, kind, parameters, parameters, macs, macs, 1, seconds)
 
 
-def example() -> Profile:
+def example() -> ModelProfile:
     rows = (leaf("a", "Linear", 600, Macs(30, 60, 30), 0.25), leaf("b", "Linear", 300, Macs(10, 20), 0.125),
             leaf("c", "<Norm>", 100, Macs(), 0.025))
-    root = Row("", "Net", 1000, 1000, Macs(50, 100, 30), Macs(50, 100, 30), 1, 0.5, rows)
-    return Profile(root, Macs(), {"forward": 0.5, "backward": 1.0, "step": 0.5}, step=7, step_before=1.25,
-                   layout=Layout(world=2, dp=2, global_batch=8), unknown={"mine.op": 3})
+    root = ModuleRow("", "Net", 1000, 1000, Macs(50, 100, 30), Macs(50, 100, 30), 1, 0.5, rows)
+    return ModelProfile(root, Macs(), {"forward": 0.5, "backward": 1.0, "step": 0.5}, step=7, step_before=1.25,
+                        layout=ProfiledJob(world=2, dp=2, global_batch=8), uncounted_ops={"mine.op": 3})
 
 
 def test_numbers_are_told_in_three_figures_and_a_letter() -> None:
-    assert [short(n, "FLOPs") for n in (0, 999, 1000, 123_456, 1.5e6, 2e9, 3e12, 4e15)] == [
+    assert [format_count(n, "FLOPs") for n in (0, 999, 1000, 123_456, 1.5e6, 2e9, 3e12, 4e15)] == [
         "0 FLOPs", "999 FLOPs", "1.00 kFLOPs", "123.46 kFLOPs", "1.50 MFLOPs", "2.00 GFLOPs", "3.00 TFLOPs",
         "4.00 PFLOPs"]
-    assert [lasted(seconds) for seconds in (2.5, 0.0125, 3e-6, 0.0)] == ["2.50 s", "12.50 ms", "3.00 us", "0.00 us"]
-    assert (short(124_439_808), share(1, 4), share(1, 0)) == ("124.44 M", "25.00%", "0.00%")
+    assert [format_seconds(seconds)
+            for seconds in (2.5, 0.0125, 3e-6, 0.0)] == ["2.50 s", "12.50 ms", "3.00 us", "0.00 us"]
+    assert (format_count(124_439_808), format_share(1, 4), format_share(1, 0)) == ("124.44 M", "25.00%", "0.00%")
 
 
 def test_the_summary_has_every_number_of_the_step() -> None:
@@ -57,17 +57,17 @@ def test_the_summary_has_every_number_of_the_step() -> None:
 
 
 def test_sums_over_classes_are_told_depth_by_depth() -> None:
-    lines = list(aggregated(example(), top_modules=2))
+    lines = list(aggregated_lines(example(), top_modules=2))
     assert lines[1:5] == ["depth 0:", "    parameters      - Net: 1.00 k", "    forward MACs    - Net: 50 MACs",
                           "    forward latency - Net: 500.00 ms"]
     assert lines[5:] == ["depth 1:", "    parameters      - Linear: 900, <Norm>: 100",
                          "    forward MACs    - Linear: 40 MACs, <Norm>: 0 MACs",
                          "    forward latency - Linear: 375.00 ms, <Norm>: 25.00 ms"]
-    assert list(aggregated(example(), module_depth=0)) == [lines[0].replace("2", "1"), *lines[1:5]]
+    assert list(aggregated_lines(example(), module_depth=0)) == [lines[0].replace("2", "1"), *lines[1:5]]
 
 
 def test_the_tree_is_that_of_the_modules_with_shares_of_the_whole() -> None:
-    assert list(tree(example()))[3:6] == [
+    assert list(tree_lines(example()))[3:6] == [
         "Net(",
         "  1.00 k, 100.00% params, 50 MACs, 100.00% MACs, 500.00 ms, 100.00% latency, 200 FLOPS",
         "  (a): Linear(600, 60.00% params, 30 MACs, 60.00% MACs, 250.00 ms, 50.00% latency, 240 FLOPS)"]
@@ -75,24 +75,24 @@ def test_the_tree_is_that_of_the_modules_with_shares_of_the_whole() -> None:
 
 def test_every_module_of_a_model_has_one_line_and_brackets_close() -> None:
     model = gpt2()
-    text = report(recorded(model, tokens(model), tokens(model)))
+    text = format_profile(recorded(model, tokens(model), tokens(model)))
     lines = text.splitlines()[text.splitlines().index("GPT2("):]
     assert sum("% params" in line for line in lines) == len(list(model.modules()))
     assert text.count("(") == text.count(")")
-    assert "GPT2(" not in report(recorded(model, tokens(model), tokens(model)), detailed=False)
+    assert "GPT2(" not in format_profile(recorded(model, tokens(model), tokens(model)), detailed=False)
 
 
 def test_the_files_ending_decides(tmp_path: Path) -> None:
     for name in ("p.json", "p.html", "p.txt", "profile"):
-        write(example(), str(tmp_path / name))
+        write_profile(example(), str(tmp_path / name))
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["flops"] == {"forward": 100, "backward": 200, "recomputation": 60}
     assert found["modules"]["modules"][0]["macs"] == {"forward": 30, "backward": 60, "recomputation": 30}
     assert (found["step"], found["layout"]["dp"], found["seconds"]["backward"]) == (7, 2, 1.0)
     assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "p.txt").read_text() == (tmp_path / "profile").read_text() == report(example()) + "\n"
+    assert (tmp_path / "p.txt").read_text() == (tmp_path / "profile").read_text() == format_profile(example()) + "\n"
     with pytest.raises(StorageError, match="the profile cannot be written to"):
-        write(example(), str(tmp_path / "nowhere" / "p.json"))
+        write_profile(example(), str(tmp_path / "nowhere" / "p.json"))
 
 
 class Page(HTMLParser):
@@ -115,7 +115,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_well_formed_loads_nothing_and_escapes_names() -> None:
-    text = page(example())
+    text = profile_page(example())
     parsed = Page()
     parsed.feed(text)
     assert not parsed.open and not parsed.loads and "<script" not in text and "url(" not in text
@@ -128,21 +128,21 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_names() -> None:
 def test_bars_lie_under_their_module_side_by_side_as_wide_as_their_share() -> None:
     model = gpt2()
     profile = recorded(model, tokens(model), tokens(model))
-    drawn = list(bars(profile.root, lambda row: row.macs.all))
+    drawn = list(flame_bars(profile.root, lambda row: row.macs.all))
     place = {bar.row.path: bar for bar in drawn if not bar.is_own}
     assert (place[""].left, place[""].width, place[""].depth) == (0.0, 1.0, 0)
     for bar in drawn[1:]:
         above = place[bar.row.path if bar.is_own else bar.row.path.rpartition(".")[0]]
         assert bar.depth == above.depth + 1
         assert above.left - 1e-9 <= bar.left and bar.left + bar.width <= above.left + above.width + 1e-9
-        own = bar.row.macs.all - bar.is_own * sum(inner.macs.all for inner in bar.row.rows)
+        own = bar.row.macs.all - bar.is_own * sum(inner.macs.all for inner in bar.row.children)
         assert bar.width == pytest.approx(own / profile.root.macs.all)
     for one, other in permutations(drawn, 2):
         apart = one.left + one.width <= other.left + 1e-9 or other.left + other.width <= one.left + 1e-9
         assert apart or one.depth != other.depth
     for bar in drawn:  # under a module no gap is left
-        inside = (bar.row, *bar.row.rows)
+        inside = (bar.row, *bar.row.children)
         below = [under.width for under in drawn if under.depth == bar.depth + 1 and under.row in inside]
-        assert bar.is_own or not bar.row.rows or sum(below) == pytest.approx(bar.width)
+        assert bar.is_own or not bar.row.children or sum(below) == pytest.approx(bar.width)
     assert [bar.row.path for bar in drawn if bar.is_own] == ["blocks.0.attn", "blocks.1.attn", ""]
-    assert not list(bars(example().root, lambda row: 0.0))
+    assert not list(flame_bars(example().root, lambda row: 0.0))

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, StorageError
 from megatron.profiler.profile import Macs
-from megatron.zero.api.profiled import ProfiledStep
+from megatron.zero.api.engine_features import ProfiledStep
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, tiny_model, train, train_all
 from tests.megatron.profiler.closed_form import step_macs
@@ -63,14 +63,14 @@ def test_the_first_step_can_be_profiled_and_recomputation_is_seen(tmp_path: Path
 def stances(rank: int, world: int) -> list[int]:
     """The steps, counted from 0, in which this rank runs as written what is compiled."""
     found: list[int] = []
-    before = ProfiledStep.part
+    before = ProfiledStep.phase
 
     def part(step: ProfiledStep, name: str) -> AbstractContextManager[None]:
         with patch("torch.compiler.set_stance", lambda stance: nullcontext(found.append(step._core.global_steps))), \
                 patch.dict(sys.modules, {"torch._dynamo": torch}):
             return enter_now(before(step, name))
 
-    with patch.object(ProfiledStep, "part", part):
+    with patch.object(ProfiledStep, "phase", part):
         train([*RUN, *PROFILE, "--model-parallel-size", "2", "--vocab-size", "512"])
     return found
 

@@ -19,15 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mpu
 from megatron import recompute
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import RecomputeConfig, TrainConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.recompute import Recomputation, keep, notes
-from megatron.recompute import deepspeed as facade
+from megatron.recompute import Recomputation, activation_checkpoint, deepspeed_api as facade, notes
 from megatron.train import build
-from mpu.groups import SOLO, Group, Groups
-from mpu.groups import build as build_groups
+from mpu.groups import SOLO, Group, Groups, build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, engine_of, lines, tiny_model, train
@@ -64,7 +62,7 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
     tokens = torch.randint(257, (accumulation, 2, 17), generator=torch.Generator().manual_seed(7 + groups.dp.rank))
     for rows in tokens:
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
-        if not engine.at_boundary:
+        if not engine.is_at_boundary:
             engine.step(0.0)
     found = {segment.slot.name: grad.clone() for segment, grad in gradient_runs(engine)}
     return found, capture_rng(), len(calls)
@@ -138,8 +136,8 @@ def waiting(tp: Group, switches: RecomputeConfig, chunk: int = 1) -> tuple[int, 
     model.run_blocks = recompute.in_chunks(
         chunk, lambda function, x, *args: again.checkpoint(function, inputs.add(x), *args))
     rows = torch.zeros(1, 16, dtype=torch.long)
-    make = keep._memory
-    with patch.object(keep, "_memory", lambda *args: homes.add(make(*args))):
+    make = activation_checkpoint._allocate_like
+    with patch.object(activation_checkpoint, "_allocate_like", lambda *args: homes.add(make(*args))):
         loss = model(rows[:, :-1], rows[:, 1:])
     found = sum(inputs.alive()), sum(homes.alive()), len(homes.alive())
     loss.backward()
@@ -283,7 +281,7 @@ def test_the_device_is_waited_for_at_each_border_of_a_chunk(monkeypatch: pytest.
                                (RecomputeConfig(profile_backward=True), 4)):
         waits: list[int] = []
         again, x = Recomputation(switches), torch.ones(3, requires_grad=True)
-        monkeypatch.setattr(again, "_device_wait", lambda: waits.append(1))
+        monkeypatch.setattr(again, "_synchronize", lambda: waits.append(1))
         y = again.checkpoint(torch.sin, x)
         assert len(waits) == expected // 2
         y.sum().backward()
@@ -315,7 +313,8 @@ def test_a_switch_without_effect_says_so() -> None:
 @pytest.fixture
 def unconfigured() -> Iterator[None]:
     """`configure` lasts as long as the process: put back what was there."""
-    with patch.multiple(facade._Current, recomputation=Recomputation(RecomputeConfig()), configured=False):
+    fresh = Recomputation(RecomputeConfig())
+    with patch.multiple(facade._ActiveRecomputation, recomputation=fresh, is_configured=False):
         yield
 
 
@@ -352,7 +351,8 @@ def test_configure_refuses_what_it_cannot_honour(arguments: dict[str, Any], told
 def split_by_configure(rank: int, world: int) -> None:
     mpu.initialize_model_parallel(world)
     x = torch.arange(6.0, requires_grad=True)
-    with patch.object(keep, "all_gather_into", wraps=keep.all_gather_into) as gathered:
+    with patch.object(activation_checkpoint, "all_gather_into",
+                      wraps=activation_checkpoint.all_gather_into) as gathered:
         recompute.checkpoint(torch.square, x).sum().backward()
         assert not gathered.called and not recompute.is_configured()
         recompute.configure(mpu, {"activation_checkpointing": {"partition_activations": True}})

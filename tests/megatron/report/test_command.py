@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from megatron.launch import exits
-from megatron.report.command import main
-from megatron.report.page import document
-from megatron.report.source import metrics_file
-from megatron.train.log import RunLog
+from megatron.distributed import exit_codes
+from megatron.report.cli import find_metrics_file, main
+from megatron.report.page import html_document
+from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 from tests.megatron.report.test_page import Parsed
 from tests.megatron.report.written import CONFIG, step, write
@@ -31,7 +30,7 @@ Cli = Callable[..., tuple[int, str]]
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     """(exit code, standard error)"""
     def call(*argv: object) -> tuple[int, str]:
-        code = exits.run(lambda: main(list(map(str, argv))))
+        code = exit_codes.run(lambda: main(list(map(str, argv))))
         return code, capfd.readouterr().err
     return call
 
@@ -117,24 +116,24 @@ def test_a_file_without_a_line_and_one_that_is_being_written_make_a_page(tmp_pat
 def test_a_folder_is_a_run_by_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(DataError, match="run holds no metrics file: .* train with --metrics-file .*run/metrics.jsonl"):
-        metrics_file(tmp_path / "run")
+        find_metrics_file(tmp_path / "run")
     (tmp_path / "run" / "text.jsonl").write_text('{"text": "of a corpus"}\n')
     log = write(tmp_path / "run" / "log.jsonl", CONFIG)
-    assert metrics_file(tmp_path / "run") == log
+    assert find_metrics_file(tmp_path / "run") == log
     write(tmp_path / "run" / "other.jsonl", step(1))
     with pytest.raises(DataError, match="run holds 2 metrics files: log.jsonl, other.jsonl; name"):
-        metrics_file(tmp_path / "run")
+        find_metrics_file(tmp_path / "run")
     usual = write(tmp_path / "run" / "metrics.jsonl")
-    assert metrics_file(tmp_path / "run") == usual
+    assert find_metrics_file(tmp_path / "run") == usual
 
 
 def test_a_checkpoint_names_the_metrics_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train([*TINY, "--mock-data", "--train-iters", 1, "--save", "run", "--metrics-file", "elsewhere.jsonl"])
-    assert metrics_file(Path("run")) == Path("elsewhere.jsonl")
+    assert find_metrics_file(Path("run")) == Path("elsewhere.jsonl")
     (tmp_path / "elsewhere.jsonl").unlink()
     with pytest.raises(DataError, match="holds no metrics file"):
-        metrics_file(Path("run"))
+        find_metrics_file(Path("run"))
 
 
 @pytest.mark.parametrize(("argv", "code", "words"), [
@@ -156,7 +155,7 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
 
 
 @pytest.mark.parametrize("text", [b"# Notes\n", b"\x00\xff", b"<!DOCTYPE html>\n<p>somebody's</p>\n",
-                                  document("a trace", "").encode()])
+                                  html_document("a trace", "").encode()])
 def test_a_file_that_is_no_such_page_is_not_replaced(text: bytes, tmp_path: Path, cli: Cli) -> None:
     write(tmp_path / "m", CONFIG, step(1))
     (tmp_path / "keep.md").write_bytes(text)

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 
-from megatron.report.history import History, Place
-from megatron.report.read import MetricsLines
-from megatron.report.tables import notes
+from megatron.report.history import MetricsFileReader, RunHistory, RunPosition
+from megatron.report.page import history_notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step
 
 
-def history(*records: dict[str, Any]) -> History:
-    return History("run").read(records)
+def history(*records: dict[str, Any]) -> RunHistory:
+    return RunHistory("run").add_records(records)
 
 
-def notes_of(found: History) -> list[str]:
+def notes_of(found: RunHistory) -> list[str]:
     """Of a file whose lines are whole."""
-    lines = MetricsLines(Path("whole"))
-    lines.records = len(found.steps)
-    return notes(found, lines)
+    lines = MetricsFileReader(Path("whole"))
+    lines.num_records = len(found.steps)
+    return history_notes(found, lines)
 
 
 def killed_run(seed: int) -> tuple[list[dict[str, Any]], dict[int, float], list[dict[str, Any]]]:
@@ -65,16 +64,16 @@ def test_a_file_that_does_not_say_where_it_starts_tells_the_same(seed: int) -> N
     records, _, _ = killed_run(seed)
     told, untold = history(*records), history(*(record for record in records if "config" not in record))
     assert untold.steps == told.steps and untold.columns["lm_loss"] == told.columns["lm_loss"]
-    assert [one.step for one in untold.resumes] == [
-        one.step for one in told.resumes if one.given_up], "where it goes on at the next step, there is nothing to see"
+    assert [one.step for one in untold.resumes] == [one.step for one in told.resumes if one.discarded_steps
+                                                    ], "where it goes on at the next step, there is nothing to see"
 
 
 def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
     found = history(start(0), *map(step, range(1, 31)), evaluation(20, 3.0), evaluation(30, 2.0), save(20), save(30),
                     start(20), *map(step, range(21, 26)))
-    assert found.last_step == 25 and found.missing == 0
+    assert found.last_step == 25 and found.num_missing == 0
     assert [one.step for one in found.evaluations] == [one.step for one in found.saves] == [20]
-    assert [(one.step, one.given_up, one.reached) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
+    assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -89,7 +88,7 @@ def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
     assert len(found.starts) == 2 and not found.resumes
     told, *others = notes_of(found)
     assert all("not recorded" in note for note in others), "who of them began anew is not known"
-    assert told.startswith(f"run: {found.out_of_order} of its steps stand behind later ones, without a start")
+    assert told.startswith(f"run: {found.num_out_of_order} of its steps stand behind later ones, without a start")
 
 
 def test_a_resume_is_no_second_run() -> None:
@@ -101,7 +100,7 @@ def test_a_resume_is_no_second_run() -> None:
 
 def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
     found = history(start(0), *map(step, range(1, 11)), start(0), *map(step, range(1, 7)))
-    assert [(one.step, one.given_up, one.reached) for one in found.starts] == [(0, 0, 10), (0, 10, 6)]
+    assert [(one.step, one.discarded_steps, one.last_step) for one in found.starts] == [(0, 0, 10), (0, 10, 6)]
     assert list(found.steps) == list(range(1, 7))
     assert notes_of(found) == ["run: it was begun anew from step 0: 10 steps before that are left out"]
 
@@ -122,15 +121,15 @@ def test_a_resumed_evaluation_replaces_the_one_of_before() -> None:
 def test_steps_that_are_not_recorded_are_counted() -> None:
     """The disk of a machine that lost its power holds a later checkpoint than metrics."""
     found = history(start(0), step(1), step(2), start(5), step(6))
-    assert list(found.steps) == [1, 2, 6] and found.missing == 3
+    assert list(found.steps) == [1, 2, 6] and found.num_missing == 3
 
 
 @pytest.mark.parametrize("settings", [CONFIG, {}])
 def test_a_step_has_its_place_on_every_axis(settings: dict[str, Any]) -> None:
     """Tokens are known without a configuration as well: 64 a second, of 4 samples in half a second."""
     found = history(*([settings] if settings else []), *map(step, range(1, 5)))
-    assert found.place(3) == Place(3, 96.0, 1.5) and found.place(9) == Place(9, 128.0, 2.0)
-    assert found.place(0) == Place(0, 0.0, 0.0)
+    assert found.position(3) == RunPosition(3, 96.0, 1.5) and found.position(9) == RunPosition(9, 128.0, 2.0)
+    assert found.position(0) == RunPosition(0, 0.0, 0.0)
 
 
 def test_values_that_are_no_numbers_are_not_known() -> None:

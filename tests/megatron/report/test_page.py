@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from data.storage import one_line
+from data.storage import escape_to_one_line
 from megatron.report import page as page_module
-from megatron.report.charts import MOST_POINTS, drawing
-from megatron.report.history import History
-from megatron.report.page import page
-from megatron.report.read import MetricsLines
+from megatron.report.history import MetricsFileReader, RunHistory
+from megatron.report.page import MOST_POINTS, chart_data, report_page
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 
@@ -62,12 +60,12 @@ class Parsed(HTMLParser):
         return found[1:]
 
 
-def history(*records: dict[str, Any], name: str = "run") -> History:
-    return History(name).read(records)
+def history(*records: dict[str, Any], name: str = "run") -> RunHistory:
+    return RunHistory(name).add_records(records)
 
 
 def test_a_page_loads_nothing() -> None:
-    text = page([history(CONFIG, step(1))], [])
+    text = report_page([history(CONFIG, step(1))], [])
     found = Parsed(text)
     assert not {name for name, _ in found.attributes} & {"src", "href", "action", "srcset", "data"}
     assert "default-src 'none'" in text
@@ -78,9 +76,10 @@ def test_a_page_loads_nothing() -> None:
 @pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<b>&amp;", "a\"b'c", "\udcff"])
 def test_no_name_and_no_setting_is_taken_for_html(name: str) -> None:
     values = {**CONFIG["values"], "data": {"train_data": [name], "seq_length": 8}}
-    found = Parsed(page([history({**CONFIG, "values": values}, step(1), name=name)], [f"{name}: note"]))
+    found = Parsed(report_page([history({**CONFIG, "values": values}, step(1), name=name)], [f"{name}: note"]))
     assert json.loads(found.data)["runs"][0]["name"] == name
-    assert found.row("data.train_data") == [one_line(name)] and f"{one_line(name)}: note" in "".join(found.notes)
+    assert found.row("data.train_data") == [escape_to_one_line(name)
+                                            ] and f"{escape_to_one_line(name)}: note" in "".join(found.notes)
 
 
 def test_the_summary_says_what_came_of_each_run() -> None:
@@ -88,7 +87,7 @@ def test_the_summary_says_what_came_of_each_run() -> None:
                   evaluation(5, 1.5), evaluation(5, 2.0, "test"), save(5), start(3), step(4, lm_loss=None), save(4),
                   name="one")
     whole = history(start(0), *map(step, range(1, 101)), name="whole")
-    found = Parsed(page([one, whole, history(name="new")], []))
+    found = Parsed(report_page([one, whole, history(name="new")], []))
     assert found.row("state") == ["at step 4 of 100", "complete", "no step yet"]
     assert found.row("tokens") == ["128", "3,200", "–"] and found.row("training time") == ["2.0 s", "50.0 s", "–"]
     assert found.row("validation loss") == ["1.25 (perplexity 3.49)", "–", "–"]
@@ -100,14 +99,14 @@ def test_the_summary_says_what_came_of_each_run() -> None:
 
 def test_settings_that_differ_between_runs_and_none_else_are_a_table() -> None:
     runs = [history(start(0, lr=rate), step(1), name=f"lr {rate}") for rate in (0.1, 0.2)]
-    found = Parsed(page(runs, []))
+    found = Parsed(report_page(runs, []))
     table = found.rows[[row[0] for row in found.rows].index("schedule.lr") - 1:][:2]
     assert table[1] == ["schedule.lr", "0.1", "0.2"] and table[0][1:] == ["lr 0.1", "lr 0.2"]
     assert "Settings that differ" in found.headings
 
 
 def test_each_start_is_a_row_with_what_was_changed() -> None:
-    found = Parsed(page([history(start(0), *map(step, range(1, 21)), start(10, lr=0.3), step(11))], []))
+    found = Parsed(report_page([history(start(0), *map(step, range(1, 21)), start(10, lr=0.3), step(11))], []))
     rows = [row for row in found.rows if len(row) >= 4 and row[0] == CONFIG["began"]]
     assert [row[1:4] for row in rows] == [["0", "20", "0"], ["10", "11", "10"]]
     assert rows[1][4] == "schedule.lr 0.1 → 0.3"
@@ -115,7 +114,7 @@ def test_each_start_is_a_row_with_what_was_changed() -> None:
 
 def test_charts_are_those_that_have_something_to_show() -> None:
     def titles(*records: dict[str, Any]) -> list[str]:
-        return [chart["title"] for chart in drawing([history(CONFIG, *records)])["charts"]]
+        return [chart["title"] for chart in chart_data([history(CONFIG, *records)])["charts"]]
 
     always = ["Loss", "Learning rate", "Gradient norm", "Tokens a second", "Peak memory"]
     assert titles(step(1)) == always and titles() == []
@@ -124,7 +123,7 @@ def test_charts_are_those_that_have_something_to_show() -> None:
 
 
 def test_skipped_steps_are_counted_up() -> None:
-    run = drawing([history(CONFIG, *(step(n, skipped=n in (2, 3)) for n in range(1, 6)))])["runs"][0]
+    run = chart_data([history(CONFIG, *(step(n, skipped=n in (2, 3)) for n in range(1, 6)))])["runs"][0]
     assert run["curves"]["skipped"] == {"mean": [0, 1, 2, 2, 2]}
 
 
@@ -132,7 +131,7 @@ def test_values_beyond_all_numbers_leave_a_gap_and_a_page() -> None:
     """`Infinity` and `1e999`, as other writers of JSON have them."""
     infinite = {name: math.inf for name in ("lm_loss", "grad_norm", "step_ms", "tokens_per_s", "max_memory_bytes")}
     found = history(step(1), step(2, **infinite), evaluation(2, math.inf), step(3))
-    run = json.loads(Parsed(page([found], [])).data)["runs"][0]
+    run = json.loads(Parsed(report_page([found], [])).data)["runs"][0]
     assert run["curves"]["lm_loss"]["mean"] == [5.0, None, 5.0] and run["seconds"] == [0.5, 0.5, 1.0]
     assert run["evaluations"][0]["loss"] is None and run["tokens"] == [32, 64, 96]
 
@@ -146,8 +145,8 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_points_of_a_long_run_are_few_and_no_spike_is_lost(long_run: Path) -> None:
-    found = History("long").read(MetricsLines(long_run))
-    run = drawing([found])["runs"][0]
+    found = RunHistory("long").add_records(MetricsFileReader(long_run))
+    run = chart_data([found])["runs"][0]
     for curve in run["curves"].values():
         for part in curve.values():
             assert len(part) == MOST_POINTS == len(run["step"]) == len(run["tokens"]) == len(run["seconds"])
@@ -155,7 +154,7 @@ def test_the_points_of_a_long_run_are_few_and_no_spike_is_lost(long_run: Path) -
     peak = norms["high"].index(max(norms["high"]))
     assert norms["high"][peak] == 1e4 and run["step"][peak - 1] < 33_333 <= run["step"][peak]
     assert max(losses["high"]) == 4.0 and None not in losses["mean"] and run["step"][-1] == 100_000
-    assert len(page([found], [])) < 400_000
+    assert len(report_page([found], [])) < 400_000
 
 
 def test_a_long_run_costs_little_more_than_parsing_its_lines(long_run: Path) -> None:
@@ -165,9 +164,9 @@ def test_a_long_run_costs_little_more_than_parsing_its_lines(long_run: Path) -> 
     for line in long_run.read_bytes().splitlines():
         json.loads(line)
     parsed = time.thread_time()
-    found = History("long").read(MetricsLines(long_run))
+    found = RunHistory("long").add_records(MetricsFileReader(long_run))
     read = time.thread_time()
-    page([found], [])
+    report_page([found], [])
     drawn = time.thread_time()
     assert read - parsed < 3 * (parsed - began) and drawn - read < parsed - began
 

@@ -8,12 +8,12 @@ from array import array
 
 import pytest
 
-from megatron.report.charts import MOST_POINTS, ends, thinned
+from megatron.report.page import MOST_POINTS, bucket_ends, downsample
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS - 1, 10**5])
 def test_buckets_cover_all_steps_and_are_no_more_than_a_page_can_show(count: int) -> None:
-    cuts = ends(count)
+    cuts = bucket_ends(count)
     assert len(cuts) == min(count, MOST_POINTS)
     sizes = [end - begin for begin, end in zip([0, *cuts], cuts, strict=False)]
     assert sum(sizes) == count and (not sizes or max(sizes) - min(sizes) <= 1 and min(sizes) >= 1)
@@ -25,8 +25,8 @@ def test_every_bucket_has_the_mean_and_the_peaks_of_its_steps(count: int) -> Non
     values = array("d", (draw.choice([math.nan, math.inf]) if draw.random() < 0.01 else draw.gauss(0, 1)
                          for _ in range(count)))
     values[count // 2] = 1e6
-    cuts = ends(count)
-    curve = thinned(values, cuts)
+    cuts = bucket_ends(count)
+    curve = downsample(values, cuts)
     for number, end in enumerate(cuts):
         part = [value for value in values[cuts[number - 1] if number else 0:end] if math.isfinite(value)]
         if part:

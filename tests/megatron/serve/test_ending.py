@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference import loading
+from megatron.inference import load
 from megatron.inference.decoder import Decoder
-from megatron.inference.source import Source
-from megatron.serve import command
-from megatron.serve.command import listener_of, main
-from megatron.serve.limits import Limits
-from megatron.serve.front import serve
+from megatron.inference.model_args import ModelSource
+from megatron.serve import cli
+from megatron.serve.admission import ServerLimits
+from megatron.serve.app import run_server
+from megatron.serve.cli import bind_listener, main
 from mpu import groups
 from tests.megatron.helpers import ROOT, own_signals
 from tests.megatron.serve.server import JSON, Server, served, trained
@@ -124,10 +124,10 @@ def test_a_port_that_is_taken_is_one_error_before_the_model_is_loaded(tmp_path: 
 
 def test_an_address_may_be_of_either_family() -> None:
     for host in ("localhost", "127.0.0.1"):
-        listener_of(host, 0).close()
+        bind_listener(host, 0).close()
     for host in ("no such host", "256.1.1.1", "1.2.3.4", "a" * 300):
         with pytest.raises(ConfigError, match="cannot listen on"):
-            listener_of(host, 0)
+            bind_listener(host, 0)
 
 
 @pytest.mark.parametrize(("argv", "words"), [
@@ -169,16 +169,17 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         world = groups.build(1)
-        loaded = loading.load(Source(str(folder), None), world, torch.device("cpu"))
-        listener, ready = listener_of("127.0.0.1", 0), threading.Event()
+        loaded = load.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
+        listener, ready = bind_listener("127.0.0.1", 0), threading.Event()
         self.host, self.port = listener.getsockname()
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.stop = threading.Event()
 
         def work() -> None:
             try:
-                serve(loaded, world, rows=2, name="x", listener=listener, host="127.0.0.1", key=None, allowed=(),
-                      limits=Limits(), log=lambda line: None, ready=ready.set, asked_to_stop=self.stop.is_set)
+                run_server(loaded, world, rows=2, name="x", listener=listener, host="127.0.0.1", key=None,
+                           allowed_hosts=(), limits=ServerLimits(), log=lambda line: None, on_ready=ready.set,
+                           stop_requested=self.stop.is_set)
                 self.ended.put(None)
             except BaseException as error:
                 self.ended.put(error)
@@ -190,7 +191,7 @@ class Served:
 
 
 def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -> None:
-    server, follow, count = Served(folder), Decoder.follow, [0]
+    server, follow, count = Served(folder), Decoder.decode_step, [0]
 
     def failing(self: Decoder, tokens: Any) -> torch.Tensor:
         count[0] += 1
@@ -198,7 +199,7 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
             raise RuntimeError("planted")
         return follow(self, tokens)
 
-    with patch.object(Decoder, "follow", failing), ThreadPoolExecutor(5) as pool:
+    with patch.object(Decoder, "decode_step", failing), ThreadPoolExecutor(5) as pool:
         answers = [pool.submit(Server.ask, server, path, body) for path, body in [  # type: ignore[arg-type]
             *[("/v1/completions", LONG)] * 3, ("/api", {"prompts": ["x"], "tokens_to_generate": 1500, "top_k": 1})]]
         stream = pool.submit(Server.ask, server, "/v1/completions", {**LONG, "stream": True})  # type: ignore[arg-type]
@@ -214,21 +215,21 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
 @pytest.mark.parametrize("fails_at", ["start", "work"])
 def test_an_interrupted_server_gives_back_its_port_and_its_thread(folder: Path, fails_at: str) -> None:
     world = groups.build(1)
-    loaded = loading.load(Source(str(folder), None), world, torch.device("cpu"))
+    loaded = load.load_model(ModelSource(str(folder), None), world, torch.device("cpu"))
 
     def interrupt() -> bool:
         raise KeyboardInterrupt
 
-    with listener_of("127.0.0.1", 0) as listener, pytest.raises(KeyboardInterrupt):
-        serve(loaded, world, rows=1, name="x", listener=listener, host="127.0.0.1", key=None, allowed=(),
-              limits=Limits(), log=lambda line: None, asked_to_stop=interrupt,
-              ready=interrupt if fails_at == "start" else lambda: None)  # type: ignore[arg-type, return-value]
+    with bind_listener("127.0.0.1", 0) as listener, pytest.raises(KeyboardInterrupt):
+        run_server(loaded, world, rows=1, name="x", listener=listener, host="127.0.0.1", key=None, allowed_hosts=(),
+                   limits=ServerLimits(), log=lambda line: None, stop_requested=interrupt,
+                   on_ready=interrupt if fails_at == "start" else lambda: None)  # type: ignore[arg-type, return-value]
     assert "clients" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_model_that_cannot_be_loaded_leaves_port_and_signals_to_others(tmp_path: Path) -> None:
-    listener, handler = listener_of("127.0.0.1", 0), signal.getsignal(signal.SIGINT)
-    with own_signals(), patch.object(command, "listener_of", return_value=listener), \
+    listener, handler = bind_listener("127.0.0.1", 0), signal.getsignal(signal.SIGINT)
+    with own_signals(), patch.object(cli, "bind_listener", return_value=listener), \
             pytest.raises(CheckpointError) as kept:
         try:
             main(["--load", str(tmp_path)])
@@ -238,7 +239,7 @@ def test_a_model_that_cannot_be_loaded_leaves_port_and_signals_to_others(tmp_pat
 
 
 def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) -> None:
-    server, read = Served(folder), Decoder.read
+    server, read = Served(folder), Decoder.prefill
 
     def overflowing(self: Decoder, rows: Any, texts: Any) -> torch.Tensor:
         found = read(self, rows, texts).clone()
@@ -249,7 +250,7 @@ def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) 
 
     good = {"prompt": "good", "max_tokens": 5, "temperature": 0}
     expected = Server.ask(server, "/v1/completions", good)  # type: ignore[arg-type]
-    with patch.object(Decoder, "read", overflowing):
+    with patch.object(Decoder, "prefill", overflowing):
         for prompt in ("bad", ["good", "bad", "good"]):
             status, found = Server.ask(server, "/v1/completions", {**good, "prompt": prompt})  # type: ignore[arg-type]
             assert status == 500 and "no numbers" in json.dumps(found)

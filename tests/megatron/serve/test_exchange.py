@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron.serve.message import Exchange
-from megatron.serve.limits import Limits
+from megatron.serve.admission import ServerLimits
+from megatron.serve.http_connection import HttpConnection
 
 
 @asynccontextmanager
-async def exchange_with(limits: Limits) -> AsyncIterator[tuple[Exchange, socket.socket]]:
+async def exchange_with(limits: ServerLimits) -> AsyncIterator[tuple[HttpConnection, socket.socket]]:
     """And the client's side, where little fits between."""
     ours, theirs = socket.socketpair()
     for side in (ours, theirs):
         side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     stream, writer = await asyncio.open_connection(sock=ours, limit=limits.max_header_bytes)
     with theirs:
-        yield Exchange(stream, writer, limits), theirs
+        yield HttpConnection(stream, writer, limits), theirs
     writer.transport.abort()
     await asyncio.sleep(0)
 
@@ -38,10 +38,10 @@ def test_a_client_that_takes_nothing_is_given_up_and_others_go_on_meanwhile() ->
                 ticks += 1
 
         beside = asyncio.create_task(others())
-        async with exchange_with(Limits(write_seconds=0.3)) as (exchange, _):
+        async with exchange_with(ServerLimits(write_seconds=0.3)) as (exchange, _):
             with pytest.raises(ConnectionAbortedError):
                 await exchange.reply(200, b"x" * 1_000_000)
-            await exchange.close(hastily=True)
+            await exchange.close(short_linger=True)
         beside.cancel()
         return time.monotonic() - began, ticks
 
@@ -51,7 +51,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_others_go_on_meanwhile() ->
 
 def test_a_client_that_reads_slowly_gets_all() -> None:
     async def work() -> bytes:
-        async with exchange_with(Limits(write_seconds=5)) as (exchange, theirs):
+        async with exchange_with(ServerLimits(write_seconds=5)) as (exchange, theirs):
             theirs.setblocking(False)
             sending = asyncio.create_task(exchange.reply(200, b"x" * 100_000))
             found = b""
@@ -71,7 +71,7 @@ def test_a_client_that_reads_slowly_gets_all() -> None:
 @pytest.mark.parametrize(("version", "first"), [("1.1", b"HTTP/1.1 100 Continue\r\n\r\n"), ("1.0", b"HTTP/1.1 200 OK")])
 def test_only_a_client_of_http_1_1_is_told_to_continue(version: str, first: bytes) -> None:
     async def work() -> bytes:
-        async with exchange_with(Limits()) as (exchange, theirs):
+        async with exchange_with(ServerLimits()) as (exchange, theirs):
             theirs.sendall(f"POST / HTTP/{version}\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"
                            "Content-Type: application/json\r\n\r\n{}".encode())
             await exchange.read_head()

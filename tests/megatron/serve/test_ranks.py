@@ -16,8 +16,9 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
-from megatron.serve import leader
-from megatron.serve.leader import Begin, Closed, Drop, Judge, News, Read
+from megatron.serve import scheduler
+from megatron.serve.scheduler import (CancelSequences, LogprobScorer, QueueClosed, ScoreSequence, StartSequences,
+                                      TokenEvent)
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model
@@ -39,29 +40,30 @@ def lead(rank: int, world: int) -> tuple[int, list[object]]:
     times that they go on."""
     made = groups.build(world)
     model = GPT2(tiny_model(), made.tp)
-    hands = leader.Hands(Generator(Decoder(model, 2), vocabulary=257, eod=None), Judge(model, 257))
-    inbox, told, words = leader.Inbox(), [], 0
-    say = leader.broadcast_json
+    hands = scheduler.StepExecutor(Generator(Decoder(model, 2), vocabulary=257, eod=None), LogprobScorer(model, 257))
+    inbox, told, words = scheduler.Inbox(), [], 0
+    say = scheduler.broadcast_json
 
     def counted(*arguments: object) -> object:
         nonlocal words
         words += 1
         return say(*arguments)  # type: ignore[arg-type]
 
-    with patch.object(leader, "HEARTBEAT_SECONDS", 0.1), patch.object(leader, "TICK_SECONDS", 0.02), \
-            patch.object(leader, "broadcast_json", counted):
+    with patch.object(scheduler, "HEARTBEAT_SECONDS", 0.1), patch.object(scheduler, "POLL_SECONDS", 0.02), \
+            patch.object(scheduler, "broadcast_json", counted):
         if rank > 0:
-            leader.follow(hands, made.world)
+            scheduler.run_worker(hands, made.world)
             return words, []
         texts = [Request(number, (5, 6), 4, Sampling(greedy=True)) for number in range(3)]
-        for order in (Begin(tuple(texts)), Read(7, (5, 6, 7), 2), Drop((2, 99))):
+        for order in (StartSequences(tuple(texts)), ScoreSequence(7, (5, 6, 7), 2), CancelSequences((2, 99))):
             inbox.put(order)
         began = time.monotonic()
-        finished = leader.Leader(hands, made.world, inbox, told.extend).run(
-            lambda: words >= TURNS + BEATS or time.monotonic() - began > 30, lambda: inbox.put(Closed()), 5)
+        finished = scheduler.GenerationScheduler(hands, made.world, inbox, told.extend).run(
+            lambda: words >= TURNS + BEATS or time.monotonic() - began > 30, lambda: inbox.put(QueueClosed()), 5)
         beats = words - TURNS - 1
         assert finished and 0.1 * beats < time.monotonic() - began < 30
-        return words, [(one.number, one.count, one.ended) if isinstance(one, News) else one.number for one in told]
+        return words, [(one.number, one.count, one.finish_reason) if isinstance(one, TokenEvent) else one.number
+                       for one in told]
 
 
 def test_ranks_with_nothing_to_do_hear_that_they_go_on() -> None:
@@ -87,7 +89,8 @@ def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
             next(events)
             events.close()  # type: ignore[attr-defined]
             server.wait_for("texts_running", 0)
-            time.sleep(1.2 * leader.HEARTBEAT_SECONDS * (ranks - 1))  # with nothing to do, ranks hear that they go on
+            # With nothing to do, ranks hear that they go on.
+            time.sleep(1.2 * scheduler.HEARTBEAT_SECONDS * (ranks - 1))
             assert server.complete(prompt="x", max_tokens=1)
             assert server.stop() == 0
     assert texts[0] == texts[1]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.inference import loading
-from megatron.inference.answers import generator_of
+from megatron.inference import load
 from megatron.inference.decoder import Decoder
+from megatron.inference.detokenizer import SequenceDetokenizer
+from megatron.inference.frontends import build_generator
+from megatron.inference.model_args import ModelSource
 from megatron.inference.request import Request, Sampling
-from megatron.inference.source import Source
-from megatron.inference.wording import Wording
 from mpu import groups
 from tests.megatron.serve.server import Server, served, trained
 
@@ -37,12 +37,12 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def alone(folder: Path, prompt: str, most: int, sampling: Sampling, stream: str) -> str:
     """By the inference core, one text and nothing beside it."""
-    loaded = loading.load(Source(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
-    wording = Wording(loaded.tokenizer)
-    generator = generator_of(loaded, Decoder(loaded.model, 1), wording, slides=False)
+    loaded = load.load_model(ModelSource(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
+    wording = SequenceDetokenizer(loaded.tokenizer)
+    generator = build_generator(loaded, Decoder(loaded.model, 1), wording, sliding_window=False)
     ids = tuple(int(token) for token in loaded.tokenizer.encode(prompt))
-    (text,) = generator.run([Request(0, ids, most, sampling, stream)])
-    return wording.of(text)
+    (text,) = generator.generate([Request(0, ids, most, sampling, stream)])
+    return wording.decode(text)
 
 
 def test_eight_clients_at_once_get_what_they_would_get_alone(folder: Path, server: Server) -> None:
@@ -166,7 +166,7 @@ def test_what_is_there_is_said(server: Server) -> None:
 
 def whole_model(folder: Path, ids: list[int]) -> torch.Tensor:
     """Log-probabilities after each token, by a forward of its own."""
-    loaded = loading.load(Source(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
+    loaded = load.load_model(ModelSource(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
     with torch.no_grad():
         return torch.stack([loaded.model(torch.tensor([ids[:end]]))[0, : loaded.tokenizer.vocab_size].log_softmax(-1)
                             for end in range(1, len(ids) + 1)])

@@ -17,14 +17,14 @@ from unittest.mock import call, patch
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError, Interrupted
-from megatron.trace import files, window
-from megatron.trace.recorder import Recorder
+from megatron.trace import export, trace_window
+from megatron.trace.recorder import TraceRecorder
 from megatron.train.loop import Trainer
-from megatron.whereabouts import HERE
-from megatron.zero.exchanges import ExchangeLog
-from mpu.wire import waits
+from mpu import collective_tracker
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, lines, train, train_all
 
@@ -60,7 +60,8 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
     assert track(events, "block")[:4] == ["blocks.0", "blocks.1", "blocks.1", "blocks.0"]
     assert track(events, "step") == ["step 2", "step 3"]
     assert track(events, "activity").count("reading of batches") == 2
-    assert sum(event["name"] == "_LinearMean" for event in events if event.get("cat") == "cpu_op") == 4  # micro-batches
+    assert sum(event["name"] == "_LinearCrossEntropyMean"
+               for event in events if event.get("cat") == "cpu_op") == 4  # micro-batches
     assert any(event["ph"] == "C" and event["args"]["MiB"] > 0 for event in events)
     page = Path(path.replace(".json.gz", ".html")).read_text()
     assert page.startswith("<!DOCTYPE html>") and "memory over time" in page
@@ -70,7 +71,7 @@ def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(
 def test_engine_and_profiler_count_by_the_same_clock(tmp_path: Path) -> None:
     train([*RUN, "--profile-steps", "2:2", "--profile-dir", tmp_path])
     events = trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
-    losses = [event for event in events if event["name"] == "_LinearMean" and event.get("cat") == "cpu_op"]
+    losses = [event for event in events if event["name"] == "_LinearCrossEntropyMean" and event.get("cat") == "cpu_op"]
     forwards = [event for event in events if event.get("cat") == "phase" and event["name"] == "forward"]
     for loss, forward in zip(losses, forwards, strict=True):
         assert forward["ts"] < loss["ts"] and loss["ts"] + loss["dur"] < forward["ts"] + forward["dur"]
@@ -132,7 +133,7 @@ def test_runs_that_trace_into_one_folder_at_once_have_a_file_each(tmp_path: Path
 
 
 def test_a_trace_that_becomes_too_large_ends_early(tmp_path: Path) -> None:
-    with patch.object(window, "MOST", 100):
+    with patch.object(trace_window, "MAX_CHANGES", 100):
         said = train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
     assert LINE.search(said).groups()[:2] == ("2", "3") and said.count("profiler at work") == 1
     assert "(the trace ends early: more could not be looked at)" in said
@@ -142,11 +143,11 @@ def test_another_profiler_at_work_is_left_alone(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as others:
         said = train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "t"])
     assert "note: nothing is traced: another profiler of torch is at work" in said and not (tmp_path / "t").exists()
-    assert sum(event.name == "_LinearMean" for event in others.events()) == 10
+    assert sum(event.name == "_LinearCrossEntropyMean" for event in others.events()) == 10
 
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
-    words, numbers, step = HERE._words, waits.shown(), Trainer._train_step
+    words, numbers, step = STATUS._counters, collective_tracker.current_counters(), Trainer._train_step
     trainers: list[Trainer] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
@@ -158,16 +159,17 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
-    assert HERE._words is words and waits.shown() is numbers and trainers[0].engine.core.log.follower is None
+    assert STATUS._counters is words and collective_tracker.current_counters(
+    ) is numbers and trainers[0].engine.core.log.observer is None
     assert not [*tmp_path.iterdir()], "ranks may wait for this one, and the device may never answer"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_who_is_interrupted_at_the_beginning_of_a_trace_leaves_nothing_switched_on(device: str, tmp_path: Path) -> None:
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
-    with patch.object(Recorder, "listening", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt), \
+    with patch.object(TraceRecorder, "attached", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt), \
             patch("torch.cuda.memory._record_memory_history") as history, patch("torch.cuda.synchronize"), \
-            window.tracing(asked, torch.device(device), ExchangeLog(sums_in_order=True), 0, 5):
+            trace_window.trace_steps(asked, torch.device(device), CollectiveLog(reductions_in_order=True), 0, 5):
         raise AssertionError("nobody comes here")
     assert not torch.autograd.profiler._is_profiler_enabled
     assert device == "cpu" or history.call_args == call(None)
@@ -178,7 +180,7 @@ def test_a_device_that_fails_at_the_end_of_a_trace_leaves_no_profiler_at_work(
     asked = parse_args([*RUN, "--profile-steps", "1:2", "--profile-dir", str(tmp_path)], 1).profile
     with patch("torch.cuda.memory._record_memory_history"), \
             patch("torch.cuda.synchronize", side_effect=[None, RuntimeError("CUDA error")]), \
-            window.tracing(asked, torch.device("cuda"), ExchangeLog(sums_in_order=True), 0, 5):
+            trace_window.trace_steps(asked, torch.device("cuda"), CollectiveLog(reductions_in_order=True), 0, 5):
         assert torch.autograd.profiler._is_profiler_enabled
     assert not torch.autograd.profiler._is_profiler_enabled and "CUDA error" in capsys.readouterr().err
 
@@ -208,7 +210,7 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, capsy
 
 def test_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(files, "staged_file", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with patch.object(export, "staged_file", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "t", "--metrics-file", tmp_path / "metrics"])
     assert "(OSError: [Errno 28] No space left on device); training goes on without it" in capsys.readouterr().err
     assert [*(tmp_path / "t").iterdir()] == [] and len(lines(tmp_path / "metrics")) >= 5

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from megatron.launch.leaving import end_when_asked
+from megatron.distributed.signals import exit_on_stop_signal
 
 SLOW = 0.02
 """Seconds that a file of a save takes more."""
 
-end_when_asked()
+exit_on_stop_signal()
 NUMBER, TARGET, VICTIM, WHERE, STEP, SECONDS = json.loads(os.environ["INTERRUPT"])
 LAUNCHER = os.getppid() if "MEGATRON_LAUNCHER" in os.environ else os.getpid()  # a job of one rank has no launcher
 
@@ -65,7 +65,7 @@ if os.environ.get("RANK", "0") == str(VICTIM):
     if WHERE == "step":
         sends(Trainer, "_train_step", lambda trainer, batches: trainer.engine.global_steps + 1 >= STEP)
     else:
-        sends(engine, "saving_engine", lambda core, *_: core.global_steps >= STEP)
+        sends(engine, "save_engine_protocol", lambda core, *_: core.global_steps >= STEP)
 if WHERE == "save":
     slow_files()
 

@@ -10,8 +10,8 @@ from typing import Any
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 import pretrain_gpt2
-from megatron.launch.exits import run
-from megatron.launch.signals import StopRequest
+from megatron.distributed.exit_codes import run
+from megatron.distributed.signals import StopListener
 
 ROOM = 8192
 
@@ -26,4 +26,4 @@ def append(self: LocalFileSystem, filename: bytes, content: bytes, binary_mode: 
 
 if __name__ == "__main__":
     LocalFileSystem.append = append
-    sys.exit(run(lambda: pretrain_gpt2.main(StopRequest().listen()), is_job=True))
+    sys.exit(run(lambda: pretrain_gpt2.main(StopListener().listen()), is_job=True))

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FRESH_PAGES = """
 import resource, sys, torch
-from megatron.train.allocator import keep_freed_memory
+from megatron.train.processor import keep_freed_memory
 
 assert sys.argv[1] == "as it comes" or keep_freed_memory()
 for round in range(12):
@@ -25,11 +25,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 LIKE_A_STEP = """
 import ctypes, resource, sys, torch
-from megatron.train import allocator
+from megatron.train import processor
 
 if sys.argv[1] == "no stock":
-    allocator.STOCK = 0
-assert allocator.keep_freed_memory()
+    processor.PREALLOCATED_BLOCKS = 0
+assert processor.keep_freed_memory()
 libc = ctypes.CDLL(None)
 activations = []
 for layer in range(64):
@@ -43,13 +43,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 HELD = """
 import sys, torch
-from megatron.train.allocator import keep_freed_memory
+from megatron.train.processor import keep_freed_memory
 
 def held():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) >> 10
 
 for kind in sys.argv[1].split(", then "):
-    assert keep_freed_memory(but_large_blocks=kind == "but large ones")
+    assert keep_freed_memory(return_large_blocks=kind == "but large ones")
 before, last = held(), []
 for size in (40, 30, 20):
     block = torch.ones(size << 20, dtype=torch.uint8)

@@ -16,7 +16,8 @@ from data.gpt2_dataset import GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
 from megatron.model import GPT2
-from megatron.train.batches import BatchRule, BatchStream, document_numbers, positions_in_document, samples_digest
+from megatron.train.batches import (BatchStream, MicroBatchSampler, document_numbers, positions_in_document,
+                                    samples_digest)
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
 
@@ -30,9 +31,9 @@ class Counting:
         return np.full(5, index, np.int64)
 
 
-def rule(**changes: Any) -> BatchRule:
+def rule(**changes: Any) -> MicroBatchSampler:
     settings: dict[str, Any] = dict(micro_batch=2, accumulation=1, dp_rank=0, dp_size=1, eod=EOD)
-    return BatchRule(**(settings | changes))
+    return MicroBatchSampler(**(settings | changes))
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "dp"),
@@ -99,7 +100,7 @@ def test_targets_are_the_next_tokens() -> None:
         def __getitem__(self, index: int) -> np.ndarray:
             return np.arange(index, index + 9)
 
-    batch = rule().build(Increasing(), range(3, 5))
+    batch = rule().load_batch(Increasing(), range(3, 5))
     assert batch.tokens.tolist() == [list(range(3, 11)), list(range(4, 12))]
     assert batch.targets.equal(batch.tokens + 1)
     assert batch.loss_weight is batch.positions is batch.segments is None
@@ -151,7 +152,8 @@ def model() -> GPT2:
 @torch.no_grad()
 def test_a_packed_document_gets_the_logits_it_gets_alone(model: GPT2) -> None:
     row = [token for document in DOCUMENTS for token in document]
-    batch = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).build(OneRow([*row, 0]), range(1))
+    batch = rule(micro_batch=1, reset_position_ids=True,
+                 reset_attention_mask=True).load_batch(OneRow([*row, 0]), range(1))
     assert batch.tokens.tolist() == [row]
     packed = model.logits(model.hidden_states(batch.tokens, batch.positions, batch.segments))[0]
     alone = torch.cat([model.logits(model.hidden_states(torch.tensor([document])))[0] for document in DOCUMENTS])
@@ -165,7 +167,7 @@ def test_a_packed_document_gets_the_logits_it_gets_alone(model: GPT2) -> None:
 def test_no_token_reaches_another_document_or_an_earlier_position(model: GPT2) -> None:
     """Change one token: the logits may move from there to the end of its document, and nowhere else, bit for bit."""
     row = [token for document in DOCUMENTS for token in document]
-    build = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).build
+    build = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).load_batch
 
     def logits(tokens: list[int]) -> torch.Tensor:
         batch = build(OneRow([*tokens, 0]), range(1))
@@ -186,13 +188,13 @@ def test_each_flag_alone_does_its_half(model: GPT2) -> None:
     for positions in (False, True):
         for mask in (False, True):
             batch = rule(micro_batch=1, reset_position_ids=positions,
-                         reset_attention_mask=mask).build(OneRow([*row, 0]), range(1))
+                         reset_attention_mask=mask).load_batch(OneRow([*row, 0]), range(1))
             assert ((batch.positions is not None), (batch.segments is not None)) == (positions, mask)
 
 
 def test_eod_mask_loss_leaves_out_what_follows_a_document(model: GPT2) -> None:
     row = [token for document in DOCUMENTS for token in document] + [3]
-    batch = rule(micro_batch=1, eod_mask_loss=True).build(OneRow(row), range(1))
+    batch = rule(micro_batch=1, eod_mask_loss=True).load_batch(OneRow(row), range(1))
     assert batch.loss_weight is not None and batch.loss_weight.tolist() == [[float(token != EOD) for token in row[:-1]]]
     with torch.no_grad():
         losses = F.cross_entropy(model.logits(model.hidden_states(batch.tokens))[0], batch.targets[0], reduction="none")
@@ -204,7 +206,7 @@ def test_eod_mask_loss_leaves_out_what_follows_a_document(model: GPT2) -> None:
 
 def test_a_row_of_nothing_but_document_ends_has_loss_0_and_finite_gradients(model: GPT2) -> None:
     batch = rule(micro_batch=1, eod_mask_loss=True, reset_position_ids=True,
-                 reset_attention_mask=True).build(OneRow([EOD] * 9), range(1))
+                 reset_attention_mask=True).load_batch(OneRow([EOD] * 9), range(1))
     loss = model(batch.tokens, batch.targets, batch.loss_weight, batch.positions, batch.segments)
     loss.backward()
     assert loss.item() == 0.0

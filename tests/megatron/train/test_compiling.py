@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import mpu.device
 from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
-from megatron.train import build, compiling
+from megatron.train import build, compile
 from megatron.train.flops import FP32_TFLOPS, PEAK_TFLOPS, peak_tflops
 from mpu.groups import Groups
 
@@ -31,7 +31,7 @@ def config(**values: Any) -> Config:
 
 @pytest.fixture
 def complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_lacking", lambda: "")
+    monkeypatch.setattr(compile, "_missing_compiler", lambda: "")
 
 
 @pytest.mark.parametrize("values, dp, device, scope", [
@@ -45,7 +45,7 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_model_is_one_graph_where_nothing_happens_between_blocks(
     values: dict[str, Any], dp: int, device: torch.device, scope: str, complete: None
 ) -> None:
-    assert compiling.compilation(config(**values), dp, device).scope == scope
+    assert compile.choose_compilation(config(**values), dp, device).scope == scope
 
 
 @pytest.mark.parametrize("values, dp, told", [
@@ -53,13 +53,14 @@ def test_the_model_is_one_graph_where_nothing_happens_between_blocks(
     ({"checkpoint_activations": True}, 1, "recomputation works block by block")], ids=str)
 def test_one_graph_is_refused_where_hooks_are_needed(values: dict[str, Any], dp: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        compiling.compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
+        compile.choose_compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
 
 
 def test_a_gpu_without_a_compiler_trains_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_lacking", lambda: "C compiler")
-    assert "nothing is compiled (no C compiler was found)" in str(compiling.line(config(), 1, CUDA))
-    assert compiling.compilation(config(compile=True), 1, CUDA).scope == "model"  # asked for: torch says what it lacks
+    monkeypatch.setattr(compile, "_missing_compiler", lambda: "C compiler")
+    assert "nothing is compiled (no C compiler was found)" in str(compile.compilation_line(config(), 1, CUDA))
+    assert compile.choose_compilation(config(compile=True), 1,
+                                      CUDA).scope == "model"  # asked for: torch says what it lacks
 
 
 def test_cuda_graphs_need_fixed_addresses() -> None:
@@ -72,9 +73,9 @@ def test_cuda_graphs_need_fixed_addresses() -> None:
 
 
 def test_the_line_says_what_was_chosen(complete: None) -> None:
-    assert compiling.line(config(), 1, CPU) is None
-    assert compiling.line(config(), 1, CUDA) == " products of fp32 matrices in TF32; the model is compiled"
-    assert compiling.line(config(cuda_graphs=True, matmul_precision="highest"), 2, CUDA) == (
+    assert compile.compilation_line(config(), 1, CPU) is None
+    assert compile.compilation_line(config(), 1, CUDA) == " products of fp32 matrices in TF32; the model is compiled"
+    assert compile.compilation_line(config(cuda_graphs=True, matmul_precision="highest"), 2, CUDA) == (
         " products of fp32 matrices in fp32; each block is compiled into CUDA graphs (gradients are reduced while "
         "backward runs)")
 
@@ -82,9 +83,9 @@ def test_the_line_says_what_was_chosen(complete: None) -> None:
 def test_the_precision_of_products_is_set() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        compiling.set_products(config(), CUDA)
+        compile.set_matmul_precision(config(), CUDA)
         assert torch.get_float32_matmul_precision() == "high"
-        compiling.set_products(config(), CPU)
+        compile.set_matmul_precision(config(), CPU)
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -92,7 +93,7 @@ def test_the_precision_of_products_is_set() -> None:
 
 def test_mfu_is_taken_against_the_peak_of_the_arithmetic() -> None:
     def peak(device: torch.device = CUDA, **values: Any) -> float | None:
-        return peak_tflops("NVIDIA H100 80GB HBM3", compiling.arithmetic(config(**values), device))
+        return peak_tflops("NVIDIA H100 80GB HBM3", compile.arithmetic_precision(config(**values), device))
 
     assert (peak(bf16=True), peak(), peak(matmul_precision="highest")) == (989.0, 494.5, 66.9)
     assert peak(matmul_precision="medium") == 989.0
@@ -123,7 +124,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
 def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpu.device, "ALWAYS", True)
+    monkeypatch.setattr(mpu.device, "FORCE_ACCELERATOR_PATH", True)
     eager = trained({**values, "compile": False})
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, mode: partial(whole, backend="aot_eager")(forward))

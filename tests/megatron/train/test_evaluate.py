@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from data.gpt2_dataset import MockDataset
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import CheckpointError
 from megatron.train import build
-from megatron.train.batches import BatchRule
+from megatron.train.batches import MicroBatchSampler
 from megatron.train.evaluation import evaluate
 from mpu.groups import build as build_groups
 from mpu.random import capture_rng
@@ -96,13 +96,13 @@ def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_bat
                 distinct: int | None) -> tuple[float, float, set[int]]:
     """(evaluate, the plain mean over the same samples, the samples this rank read)."""
     config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocabulary(config, build.tokenizer(config))
+    config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
     build.seed_everything(config.train, groups, torch.device("cpu"))
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     samples = Limited(distinct)
     streams = capture_rng()
-    found = evaluate(engine, samples, BatchRule(micro, accumulation, rank, world, 256), global_batches,
+    found = evaluate(engine, samples, MicroBatchSampler(micro, accumulation, rank, world, 256), global_batches,
                      torch.device("cpu"))
     assert same(streams, capture_rng()) and engine.module.training
     read = samples.read.copy()
@@ -136,10 +136,10 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
             return self._all[index % 3]
 
     config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocabulary(config, build.tokenizer(config))
+    config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
-    assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")).loss)
+    assert math.isfinite(evaluate(engine, Small(3), MicroBatchSampler(8, 1, 0, 1, 256), 10, torch.device("cpu")).loss)
 
 
 def test_an_evaluation_that_fails_leaves_the_model_training() -> None:
@@ -148,11 +148,11 @@ def test_an_evaluation_that_fails_leaves_the_model_training() -> None:
             raise KeyboardInterrupt
 
     config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocabulary(config, build.tokenizer(config))
+    config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     with pytest.raises(KeyboardInterrupt):
-        evaluate(engine, Broken(3), BatchRule(1, 1, 0, 1, 256), 1, torch.device("cpu"))
+        evaluate(engine, Broken(3), MicroBatchSampler(1, 1, 0, 1, 256), 1, torch.device("cpu"))
     assert engine.training
 
 
@@ -169,12 +169,12 @@ def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(t
 def bits_of(rank: int, world: int, masks: bool) -> tuple[float | None, float]:
     """(bits per byte of the evaluation, by hand from each target by itself)."""
     config = parse_args([*TINY, "--mock-data"])
-    config = build.with_vocabulary(config, build.tokenizer(config))
+    config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
     build.seed_everything(config.train, groups, torch.device("cpu"))
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     lengths = torch.arange(257) % 4  # of made-up tokens; some stand for nothing
-    rule = BatchRule(2, 1, rank, world, 7, eod_mask_loss=masks)
+    rule = MicroBatchSampler(2, 1, rank, world, 7, eod_mask_loss=masks)
     score = evaluate(engine, Limited(12, ids=23), rule, 3, torch.device("cpu"), lengths)
     engine.module.eval()
     nats, text = 0.0, 0

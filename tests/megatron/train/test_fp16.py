@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron.config.tree import PrecisionConfig
+from megatron.distributed import exit_codes
 from megatron.errors import NumericsError
-from megatron.launch import exits
 from megatron.model import GPT2
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.step import OVERFLOWS_IN_A_ROW
+from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW
 from mpu.groups import build
 from tests.distributed import run_ranks
 from tests.megatron import helpers
@@ -32,7 +32,7 @@ def engine_of(precision: PrecisionConfig, tp: int = 1, accumulation: int = 1) ->
 def state_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """Masters, moments and working weights."""
     runs = {f"{run.kind} {slot.name} {offset}": run.fetch().clone()
-            for slot, offset, run in engine.state_runs(("weight", *engine.state_kinds))}
+            for slot, offset, run in engine.state_segments(("weight", *engine.state_kinds))}
     return runs | {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
@@ -52,7 +52,7 @@ def step(engine: ZeroEngine, bad: float | None = None, only: str = "blocks.1.mlp
 
     handle = parameter.register_hook(spoil) if bad is not None else None
     report = None
-    for _ in range(engine.accumulation):
+    for _ in range(engine.accumulation_steps):
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         report = engine.step(lr)
     if handle is not None:
@@ -106,7 +106,7 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been() -> None:
 
 def test_a_static_scale_that_always_overflows_ends_the_run() -> None:
     engine = engine_of(PrecisionConfig(fp16=True, loss_scale=128.0))
-    for _ in range(OVERFLOWS_IN_A_ROW):
+    for _ in range(MAX_OVERFLOWS_IN_A_ROW):
         assert not step(engine, math.inf).applied
     with pytest.raises(NumericsError, match=r"loss scale 128.*first in blocks\.1\.mlp\.proj\.weight \(every "
                        r"loss is finite\);"):
@@ -116,10 +116,10 @@ def test_a_static_scale_that_always_overflows_ends_the_run() -> None:
 def test_overflows_at_the_smallest_scale_end_the_run_only_when_they_follow_each_other() -> None:
     engine = engine_of(PrecisionConfig(fp16=True, initial_loss_scale=2.0, hysteresis=1, loss_scale_window=1000))
     assert [step(engine, math.inf).loss_scale for _ in range(2)] == [2.0, 1.0]
-    for _ in range(OVERFLOWS_IN_A_ROW - 1):
+    for _ in range(MAX_OVERFLOWS_IN_A_ROW - 1):
         step(engine, math.inf)
     assert step(engine).applied
-    for _ in range(OVERFLOWS_IN_A_ROW):
+    for _ in range(MAX_OVERFLOWS_IN_A_ROW):
         step(engine, math.inf)
     with pytest.raises(NumericsError, match="cannot shrink"):
         step(engine, math.inf)
@@ -133,7 +133,7 @@ def numerics_error(rank: int, world: int, tp: int, precision: str, bad: float) -
     try:
         step(engine, bad if rank == world - 1 else None, only="blocks.0.attn.proj.weight")
     except NumericsError as error:
-        return str(error), exits.explain(error).code, equal(before, state_of(engine))
+        return str(error), exit_codes.exit_reason_of(error).code, equal(before, state_of(engine))
     raise AssertionError("no error")
 
 

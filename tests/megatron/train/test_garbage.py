@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.train.garbage import collecting_every
+from megatron.train.loop import periodic_gc
 from tests.megatron.helpers import TINY, train
 
 
@@ -36,7 +36,7 @@ class Circle:
 
 @pytest.mark.parametrize("every, steps, at", [(4, 11, [4, 8]), (1, 3, [1, 2, 3]), (20, 5, [])])
 def test_garbage_is_looked_for_at_these_steps_and_at_no_others(every: int, steps: int, at: list[int]) -> None:
-    with collecting_every(every) as collect_after:
+    with periodic_gc(every) as collect_after:
         found = []
         for step in range(1, steps + 1):
             for _ in range(2000):  # Python would look for these
@@ -52,7 +52,7 @@ def test_garbage_is_looked_for_at_these_steps_and_at_no_others(every: int, steps
 
 
 def test_left_alone_it_is_looked_for_when_python_wants_to() -> None:
-    with collecting_every(0) as collect_after, looks() as found:
+    with periodic_gc(0) as collect_after, looks() as found:
         collect_after(1)
         assert not found
         circles = [Circle() for _ in range(20000)]
@@ -62,7 +62,7 @@ def test_left_alone_it_is_looked_for_when_python_wants_to() -> None:
 def test_who_has_switched_it_off_keeps_it_off() -> None:
     gc.disable()
     try:
-        with collecting_every(1) as collect_after, looks() as found:
+        with periodic_gc(1) as collect_after, looks() as found:
             collect_after(1)
         assert not found and not gc.isenabled()
     finally:
@@ -71,7 +71,7 @@ def test_who_has_switched_it_off_keeps_it_off() -> None:
 
 def test_a_run_looks_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("megatron.train.garbage._collect", lambda: seen.append(gc.get_freeze_count()))
+    monkeypatch.setattr("megatron.train.loop._collect_garbage", lambda: seen.append(gc.get_freeze_count()))
     train([*TINY, "--mock-data", "--train-iters", 7, "--gc-interval", 2])
     assert len(seen) == 3 and all(seen), "after steps 2, 4 and 6; what was there at the start is not looked at"
     assert gc.isenabled() and not gc.get_freeze_count()
@@ -81,7 +81,7 @@ def test_what_the_program_around_it_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with collecting_every(2):
+        with periodic_gc(2):
             pass
         assert gc.get_freeze_count() >= frozen > 0
     finally:

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, kept
 from megatron.model import GPT2
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.train.compiling import compilation
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.train.compile import choose_compilation
 from megatron.zero.api.engine import Engine
+from megatron.zero.backward import ReductionOrder
 from megatron.zero.hooks import Unit
-from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Phase, Residency
+from megatron.zero.param_coordinator import ParamCoordinator, UnitPhase
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all
@@ -33,7 +32,7 @@ DROPS = ["--progressive-layer-drop", "--pld-theta", THETA, "--pld-gamma", GAMMA]
 FLAGS = [*TINY, "--num-layers", LAYERS, "--mock-data", "--train-iters", STEPS, "--lr", 3e-3, "--global-batch-size", 4,
          *DROPS]
 
-RAN = [kept(1234, step, LAYERS, ThetaSchedule(THETA, GAMMA).at(step)) for step in range(STEPS)]
+RAN = [kept(1234, step, LAYERS, ThetaSchedule(THETA, GAMMA).theta_at(step)) for step in range(STEPS)]
 """The blocks of each step, from the rule."""
 
 TOLERANCE = 1e-4
@@ -109,9 +108,9 @@ def test_an_evaluation_is_whole(tmp_path: Path) -> None:
 def test_the_console_and_the_files_tell_theta_and_what_ran(tmp_path: Path) -> None:
     said = train([*FLAGS, "--log-interval", 2, "--metrics-file", tmp_path / "file", "--tensorboard-dir",
                   tmp_path / "board"])
-    assert f"theta {ThetaSchedule(THETA, GAMMA).at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
+    assert f"theta {ThetaSchedule(THETA, GAMMA).theta_at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
     for step, row in enumerate(steps(tmp_path / "file")):
-        assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).at(step) and row["pld_blocks"] == len(RAN[step])
+        assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).theta_at(step) and row["pld_blocks"] == len(RAN[step])
     train([*FLAGS, "--no-progressive-layer-drop", "--metrics-file", tmp_path / "off"])
     assert "pld_theta" not in steps(tmp_path / "off")[0]
 
@@ -159,14 +158,14 @@ def test_stage_3_gathers_only_what_runs(recomputes: bool) -> None:
 def not_foreseen(rank: int, world: int, recomputes: bool) -> list[list[str]]:
     """Units that were away when a step needed them, in order."""
     found: list[list[str]] = []
-    enter = Residency.enter
+    enter = ParamCoordinator.acquire
 
-    def noted(residency: Residency, unit: Unit, phase: Phase) -> None:
-        if unit not in residency._whole:
+    def noted(residency: ParamCoordinator, unit: Unit, phase: UnitPhase) -> None:
+        if unit not in residency._gathered:
             found[-1].append(unit.name)
         enter(residency, unit, phase)
 
-    Residency.enter = noted  # type: ignore[method-assign]
+    ParamCoordinator.acquire = noted  # type: ignore[method-assign]
     engine = engine_for(3, world, checkpoint_activations=recomputes)
     for _ in range(STEPS):
         found.append([])
@@ -183,13 +182,13 @@ def test_stage_3_gathers_ahead_what_runs_next(recomputes: bool) -> None:
 
 def launched_in_backward(rank: int, world: int, stage: int) -> list[int]:
     """Reductions that were under way when autograd was through, in each step."""
-    found, flush = [], ReductionOrder.flush
+    found, flush = [], ReductionOrder.launch_remaining
 
     def noted(order: ReductionOrder) -> None:
         found.append(order._next)
         flush(order)
 
-    ReductionOrder.flush = noted  # type: ignore[method-assign]
+    ReductionOrder.launch_remaining = noted  # type: ignore[method-assign]
     engine = engine_for(stage, world)
     for _ in range(STEPS):
         one_step(engine)
@@ -224,10 +223,10 @@ def test_a_wrong_setting_is_one_line(flags: Sequence[str], says: str) -> None:
 
 def test_one_graph_of_the_whole_model_is_refused() -> None:
     config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile"])
-    assert compilation(config, 1, torch.device("cpu")).scope == "blocks"
+    assert choose_compilation(config, 1, torch.device("cpu")).scope == "blocks"
     config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile", "--compile-scope", "model"])
     with pytest.raises(ConfigError, match="blocks are left out; use --compile-scope blocks"):
-        compilation(config, 1, torch.device("cpu"))
+        choose_compilation(config, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("flags, why", [
@@ -251,4 +250,4 @@ def test_each_block_is_compiled_once_for_all_scales(tmp_path: Path) -> None:
 
 def test_the_model_of_the_trainer_tells_the_engine_what_it_leaves_out() -> None:
     engine = engine_for(0, 1)
-    assert isinstance(engine.module, GPT2) and engine.module.before_blocks == engine.core.will_run
+    assert isinstance(engine.module, GPT2) and engine.module.on_blocks_chosen == engine.core.set_forward_modules

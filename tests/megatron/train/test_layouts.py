@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.model import GPT2
-from megatron.train.build import engine as make_engine
-from megatron.train.build import model as make_model
-from megatron.train.build import tokenizer, with_vocabulary
+from megatron.train.build import engine as make_engine, model as make_model, tokenizer, with_vocab_size
 from megatron.zero.engine import ZeroEngine
 from mpu.collectives import all_gather
 from mpu.groups import build
@@ -140,7 +138,7 @@ def padding_of_wte(rank: int, world: int) -> list[float]:
         config = parse_args([*TINY, *NO_DROPOUT, *precision, "--mock-data", "--model-parallel-size", str(world),
                              "--lr", "1e-2", "--weight-decay", "0.1"])
         groups = build(world)
-        config = with_vocabulary(config, tokenizer(config))
+        config = with_vocab_size(config, tokenizer(config))
         engine = make_engine(config, make_model(config, groups), groups, torch.device("cpu")).core
         rows = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(1))
         for _ in range(10):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError
 from megatron.train import build
 from megatron.train.loop import Trainer

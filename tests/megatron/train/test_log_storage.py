@@ -16,12 +16,12 @@ import pytest
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
 from megatron.config.tree import LogConfig
+from megatron.distributed import exit_codes
 from megatron.errors import NumericsError, StorageError
-from megatron.launch import exits
-from megatron.train.board import Board
-from megatron.train.log import RunLog
-from megatron.zero.api import lines as lines_module
-from megatron.zero.api.lines import Lines
+from megatron.metrics import scalar_writers as lines_module
+from megatron.metrics.run_loggers import TensorboardLogger
+from megatron.metrics.scalar_writers import AppendOnlyFile
+from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
 
 DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
@@ -70,7 +70,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
     path = tmp_path / "m.jsonl"
     monkeypatch.setattr(lines_module, "open", lambda path, mode, **more: Broken(open(path, mode, **more), call, number)
                         if mode == "ab" else open(path, mode, **more), raising=False)
-    file = Lines("--metrics-file", str(path), print)
+    file = AppendOnlyFile("--metrics-file", str(path), print)
     file.append('{"iteration": 1}\n')
     if call == "fsync":
         monkeypatch.setattr(os, "fsync", failing(number))
@@ -78,7 +78,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
         file.append('{"iteration": 2}\n') if call == "write" else file.close()
     if call == "write":
         file.close()
-    failure = exits.explain(caught.value)
+    failure = exit_codes.exit_reason_of(caught.value)
     assert failure.code == 7
     assert failure.text.startswith(f"--metrics-file {path} cannot be written: {os.strerror(number)}")
     assert path.read_text() == '{"iteration": 1}\n'
@@ -89,7 +89,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
 def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(left)
-    file = Lines("--metrics-file", str(path), print)
+    file = AppendOnlyFile("--metrics-file", str(path), print)
     assert path.read_bytes() == left, "a run with nothing to say leaves it as it is"
     file.append("{}\n")
     file.append("{}\n")
@@ -100,7 +100,7 @@ def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str
 def test_a_file_that_is_deleted_or_moved_away_meanwhile_begins_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "m"
     path.parent.mkdir()
-    file = Lines("--metrics-file", str(path), print, head="head\n", drops_half=True)
+    file = AppendOnlyFile("--metrics-file", str(path), print, header="head\n", drops_partial_line=True)
     file.append("1\n")
     path.unlink()
     file.append("2\n")
@@ -121,7 +121,7 @@ def test_a_file_that_is_deleted_or_moved_away_meanwhile_begins_again(tmp_path: P
 def test_one_that_cannot_begin_again_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "m"
     path.parent.mkdir()
-    file = Lines("--metrics-file", str(path), print)
+    file = AppendOnlyFile("--metrics-file", str(path), print)
     shutil.rmtree(path.parent)
     path.parent.write_text("a file")
     with pytest.raises(StorageError, match=f"--metrics-file {path} "):
@@ -131,54 +131,55 @@ def test_one_that_cannot_begin_again_is_an_error(tmp_path: Path) -> None:
 
 def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"step,lr\r1,0.5\r")
-    file = Lines("--csv-dir", str(tmp_path / "m"), print, head="step,lr\r\n", drops_half=True)
+    file = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), print, header="step,lr\r\n", drops_partial_line=True)
     file.append("2,0.5\r\n")
     file.close()
     assert (tmp_path / "m").read_bytes() == b"step,lr\r1,0.5\r\n2,0.5\r\n"
 
 
-@pytest.mark.parametrize("end", [Lines.close, Lines.leave])
-def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(end: Callable[[Lines], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [AppendOnlyFile.close, AppendOnlyFile.close_without_sync])
+def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(end: Callable[[AppendOnlyFile], None],
+                                                              tmp_path: Path) -> None:
     told: list[str] = []
-    file = Lines("--metrics-file", str(tmp_path / "m"), told.append)
+    file = AppendOnlyFile("--metrics-file", str(tmp_path / "m"), told.append)
     other = os.dup(file._file.fileno())  # as a forked worker has it
     end(file)
-    Lines("--metrics-file", str(tmp_path / "m"), told.append).close()
+    AppendOnlyFile("--metrics-file", str(tmp_path / "m"), told.append).close()
     os.close(other)
     assert not told
 
 
 def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Lines("--metrics-file", str(tmp_path / "m"), print)
+    file = AppendOnlyFile("--metrics-file", str(tmp_path / "m"), print)
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
     with pytest.raises(OSError) as caught:
         file.close()
-    failure = exits.explain(caught.value, {})
+    failure = exit_codes.exit_reason_of(caught.value, {})
     assert failure.code == 5 and "out of memory" in failure.text and "--metrics-file" not in failure.text
 
 
 def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        file = Lines("--metrics-file", str(tmp_path / "pipe"), print)
+        file = AppendOnlyFile("--metrics-file", str(tmp_path / "pipe"), print)
         file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n"
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        file = Lines("--metrics-file", str(tmp_path / "pipe"), print)
+        file = AppendOnlyFile("--metrics-file", str(tmp_path / "pipe"), print)
         (tmp_path / "pipe").unlink()  # both ends are open
         file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n" and not (tmp_path / "pipe").exists()
-    null = Lines("--metrics-file", os.devnull, print)
+    null = AppendOnlyFile("--metrics-file", os.devnull, print)
     null.append("{}\n")
     null.close()
 
 
 HOLDING = """
 import sys
-from megatron.zero.api.lines import Lines
-held = Lines("--metrics-file", sys.argv[1], print)
+from megatron.metrics.scalar_writers import AppendOnlyFile
+held = AppendOnlyFile("--metrics-file", sys.argv[1], print)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -200,8 +201,8 @@ def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Pa
 def test_no_line_of_another_writer_is_taken_back_with_ones_own(drops_half: bool, tmp_path: Path) -> None:
     """It appends between a write that fails half way and what is done about that."""
     told: list[str] = []
-    holder = Lines("--csv-dir", str(tmp_path / "m"), told.append)
-    guest = Lines("--csv-dir", str(tmp_path / "m"), told.append, drops_half=drops_half)
+    holder = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), told.append)
+    guest = AppendOnlyFile("--csv-dir", str(tmp_path / "m"), told.append, drops_partial_line=drops_half)
     assert len(told) == 1
     guest.append("a\n")
     file = guest._file
@@ -234,7 +235,7 @@ def test_no_line_of_another_writer_is_taken_back_with_ones_own(drops_half: bool,
 
 def test_a_device_is_for_everybody() -> None:
     told: list[str] = []
-    one, two = (Lines("--metrics-file", os.devnull, told.append) for _ in range(2))
+    one, two = (AppendOnlyFile("--metrics-file", os.devnull, told.append) for _ in range(2))
     assert not told
     one.close()
     two.close()
@@ -257,7 +258,7 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
     with pytest.raises(StorageError) as caught:
         log.evaluation("validation", 1, 2.0)
         log.close()
-    assert calls and exits.explain(caught.value).code == 7
+    assert calls and exit_codes.exit_reason_of(caught.value).code == 7
     assert str(caught.value).startswith(f"--tensorboard-dir {folder} cannot be written: {os.strerror(number)}")
     assert capfd.readouterr().err == ""
 
@@ -266,10 +267,10 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
 def test_the_error_of_the_last_event_is_not_lost(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensorboard's thread counts an event as written before it says that it could not write it."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 3, 0, writes=True)
-    (board,) = log._sinks
-    assert isinstance(board, Board)
-    worker = board._curves.events.event_writer._async_writer._worker
-    monkeypatch.setattr(board._curves.writer, "flush", lambda: None)
+    (board,) = log._loggers
+    assert isinstance(board, TensorboardLogger)
+    worker = board._writer.events.event_writer._async_writer._worker
+    monkeypatch.setattr(board._writer.writer, "flush", lambda: None)
     stop = worker.stop
 
     def late() -> None:

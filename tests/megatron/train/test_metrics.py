@@ -23,13 +23,13 @@ import pretrain_gpt2
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
-from megatron.train.board import STEP_SCALARS, Board
-from megatron.train.console import ERASE_LINE, LEAST_LINES, Console, console_line, default_interval
-from megatron.train.log import RunLog
-from megatron.train.metrics import Rates, StepMetrics
-from megatron.train.sample import printable
-from megatron.zero.homes.blockfile import BlockFile
-from megatron.zero.homes.words import in_bytes
+from megatron.errors import format_bytes
+from megatron.metrics.console import ERASE_LINE, MIN_LINES, Console, console_line, default_interval
+from megatron.metrics.run_loggers import STEP_SCALARS, TensorboardLogger
+from megatron.metrics.step_metrics import StepMetrics, Throughput
+from megatron.train.evaluation import printable
+from megatron.train.run_log import RunLog
+from megatron.zero.offload.direct_io import DirectIoFile
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
@@ -75,7 +75,7 @@ def slow(call: Callable[..., None], seconds: float) -> Callable[..., None]:
 
 def test_a_step_tells_how_long_it_waited_for_a_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "drive").mkdir()
-    monkeypatch.setattr(BlockFile, "write", slow(BlockFile.write, 0.002))
+    monkeypatch.setattr(DirectIoFile, "write", slow(DirectIoFile.write, 0.002))
     said = train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 2, "--metrics-file", tmp_path / "m",
                   "--tensorboard-dir", tmp_path / "board", "--zero-stage", 3, "--sub-group-size", 1024,
                   "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", tmp_path / "drive"])
@@ -90,7 +90,7 @@ def test_a_step_tells_how_long_it_waited_for_a_drive(tmp_path: Path, monkeypatch
     told = [match for line in said.splitlines() if (match := DRIVE_LINE.fullmatch(line))]
     for match, pair in zip(told, (found[:2], found[2:]), strict=True):
         assert float(match[1]) == pytest.approx(sum(line["drive_wait_ms"] for line in pair) / 2, abs=0.06)
-        assert match[3] == in_bytes(pair[0]["drive_written_bytes"])
+        assert match[3] == format_bytes(pair[0]["drive_written_bytes"])
     curve = events_of(tmp_path / "board").Scalars("train/drive_wait_ms")
     assert [event.value for event in curve] == pytest.approx([line["drive_wait_ms"] for line in found])
 
@@ -177,7 +177,7 @@ def test_a_run_prints_at_least_ten_lines_or_one_a_step_wherever_it_starts(steps_
     interval = default_interval(steps_left)
     for start in (0, 1, interval - 1, interval, 12_345):
         lines_printed = sum(1 for _ in range(start + interval - start % interval, start + steps_left + 1, interval))
-        assert lines_printed >= min(LEAST_LINES, steps_left)
+        assert lines_printed >= min(MIN_LINES, steps_left)
     assert interval <= 100
 
 
@@ -264,7 +264,7 @@ def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> Non
 
 
 def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
-    tokens, tflops, mfu = Rates(1000, 2e9, 4, 10.0).of(0.5)
+    tokens, tflops, mfu = Throughput(1000, 2e9, 4, 10.0).of_step(0.5)
     assert (tokens, tflops) == (2000.0, pytest.approx(1.0)) and mfu == pytest.approx(0.1)
 
 
@@ -308,9 +308,9 @@ def test_tensorboard_shows_the_configuration_as_text_and_as_hyper_parameters(tmp
 def test_tensorboard_costs_a_step_two_events_and_no_file_operation(tmp_path: Path) -> None:
     """All scalars of a step are one event, handed to the thread that writes."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 1, 0, writes=True)
-    (board,) = log._sinks
-    assert isinstance(board, Board)
-    with patch.object(board._curves, "events") as events:
+    (board,) = log._loggers
+    assert isinstance(board, TensorboardLogger)
+    with patch.object(board._writer, "events") as events:
         log.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert events.add_summary.call_count == 2 == len(events.method_calls)
     log.close()
@@ -365,10 +365,10 @@ def test_the_bar_leaves_nothing_behind_also_after_ctrl_c(echoes: int, monkeypatc
     screen = Screen()
     with redirect_stdout(screen):
         console = Console(None, 3, 0, writes=True)
-        console.say("first")
+        console.print_line("first")
         assert screen.lines()[:-1] == ["first"] and "0/3" in screen.lines()[-1], "the bar is below the lines"
         screen.write("^C" * echoes)
-        console.say("second")
+        console.print_line("second")
         screen.write("^C" * echoes)
         console.close()
     assert screen.lines() == ["first", "second", ""]
@@ -379,7 +379,7 @@ def test_a_console_line_of_a_step_stands_above_the_bar(monkeypatch: pytest.Monke
     screen = Screen()
     with redirect_stdout(screen):
         console = Console(1, 2, 0, writes=True)
-        console.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+        console.log_step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert screen.getvalue().count(ERASE_LINE) and "iteration" in screen.lines()[0] and "2" in screen.lines()[-1]
         console.close()
     assert screen.lines()[-1] == "" and "step" not in "".join(screen.lines())
@@ -448,7 +448,7 @@ def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_si
 
 def test_memory_of_the_host_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
     """A tuner or a notebook that has once held much starts a run."""
-    code = "from megatron.zero.accelerator import peak_resident_bytes\nprint(peak_resident_bytes())"
+    code = "from megatron.host_memory import peak_resident_bytes\nprint(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", f"""
 import subprocess, sys
 much = bytearray(b"1") * (3 << 29)

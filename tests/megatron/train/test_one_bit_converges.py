@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import build_config
 from megatron.train import build
 from mpu import groups
@@ -44,10 +44,10 @@ def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], fo
         rows = text(ROWS, 10_000 * (seed + 1) + 2 * step + rank)
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         engine.step()
-        for line in engine.core.exchanged if forgets else ():
-            line.mean.owed.zero_()
-            line.mean.owed_to_all.zero_()
-    assert bool(engine.core.exchanged) == (config.optim.optimizer in ONE_BIT)
+        for line in engine.core.compressed_exchanges if forgets else ():
+            line.one_bit_mean.worker_error.zero_()
+            line.one_bit_mean.server_error.zero_()
+    assert bool(engine.core.compressed_exchanges) == (config.optim.optimizer in ONE_BIT_OPTIMIZERS)
     engine.eval()
     with torch.no_grad():
         rows = text(256, 5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.train import processor
-from megatron.train.processor import ROUNDS, TOLERATED, is_native, slowdown
+from megatron.train.processor import MAX_SLOWDOWN, ROUNDS, has_native_products, slowdown
 from tests.megatron.helpers import ROOT
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -39,10 +39,10 @@ def test_emulated_products_are_found_idle_and_under_load() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         found = slowdown("bf16", Machine(37.0, lambda number: rng.uniform(1, 10)))
-        assert found is not None and found > TOLERATED
+        assert found is not None and found > MAX_SLOWDOWN
 
 
-@pytest.mark.parametrize("times", [0.1, 0.5, 1.0, 1.5, TOLERATED])
+@pytest.mark.parametrize("times", [0.1, 0.5, 1.0, 1.5, MAX_SLOWDOWN])
 def test_a_load_never_looks_like_a_slow_precision(times: float) -> None:
     """Steady, coming or going at any moment and by any factor, or restless."""
     measurements = FIRST + 2 * ROUNDS
@@ -72,15 +72,15 @@ def test_the_two_precisions_are_measured_in_turn_and_a_fast_one_only_once() -> N
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
     """A processor whose 16-bit products take `times` as long, and that lists them or does not."""
     def pretend(times: float, native: bool) -> None:
-        monkeypatch.setattr(processor, "slowdown", lambda precision: times if times > TOLERATED else None)
-        monkeypatch.setattr(processor, "is_native", lambda precision: native)
+        monkeypatch.setattr(processor, "slowdown", lambda precision: times if times > MAX_SLOWDOWN else None)
+        monkeypatch.setattr(processor, "has_native_products", lambda precision: native)
     return pretend
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_warning_names_the_flag_that_takes_the_precision_back(machine, precision: str) -> None:
     machine(37.0, False)
-    note, = processor.notes(precision, CPU)
+    note, = processor.precision_notes(precision, CPU)
     assert "about 37 times" in note and f"--no-{precision}" in note and "\n" not in note
 
 
@@ -93,7 +93,7 @@ def test_the_warning_names_the_flag_that_takes_the_precision_back(machine, preci
 def test_silent_where_nothing_is_lost(machine, precision: str, device: torch.device, times: float,
                                       native: bool) -> None:
     machine(times, native)
-    assert processor.notes(precision, device) == ()
+    assert processor.precision_notes(precision, device) == ()
 
 
 @pytest.mark.parametrize(("line", "bf16", "fp16"), [
@@ -105,18 +105,20 @@ def test_silent_where_nothing_is_lost(machine, precision: str, device: torch.dev
 ])
 def test_the_processors_own_list_is_read(line: str, bf16: bool, fp16: bool, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips: 1\n")
-    assert (is_native("bf16", tmp_path / "cpuinfo"), is_native("fp16", tmp_path / "cpuinfo")) == (bf16, fp16)
+    assert (has_native_products("bf16",
+                                tmp_path / "cpuinfo"), has_native_products("fp16",
+                                                                           tmp_path / "cpuinfo")) == (bf16, fp16)
 
 
 def test_an_unknown_processor_lists_nothing(tmp_path: Path) -> None:
-    assert not is_native("bf16", tmp_path / "absent")
+    assert not has_native_products("bf16", tmp_path / "absent")
 
 
 def test_the_scripts_ask_this_module_and_nobody_else() -> None:
     """So a script never starts a run that is then warned of its precision."""
     done = subprocess.run([sys.executable, "-X", "importtime", "-m", "megatron.train.processor"], cwd=ROOT,
                           capture_output=True, text=True, check=True)
-    assert done.stdout.split() == (["--bf16"] if is_native("bf16") else [])
+    assert done.stdout.split() == (["--bf16"] if has_native_products("bf16") else [])
     assert "torch" not in done.stderr, "they ask before every run"
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.sh"))
     assert "megatron.train.processor" in scripts and "cpuinfo" not in scripts
@@ -124,14 +126,14 @@ def test_the_scripts_ask_this_module_and_nobody_else() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_is_measured_in_processor_time(precision: str) -> None:
-    assert 0 < processor.seconds_of_products(precision) < 5
+    assert 0 < processor.time_matmuls(precision) < 5
 
 
 def test_the_number_of_threads_is_put_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        processor.notes("bf16", CPU)
+        processor.precision_notes("bf16", CPU)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

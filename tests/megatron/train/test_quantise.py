@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.flags import parse_args
+from megatron.bit_schedule import BitSchedule
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
-from megatron.quantize import BitSchedule
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import whole_weights
-from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.offload.storage import WEIGHT
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,
@@ -95,7 +94,7 @@ def rounded(rank: int, world: int, tp: int, stage: int) -> list[dict[str, Tensor
     for grid in GRIDS:
         engine = engine_for(tp, world // tp, zero_stage=stage, **grid)
         engine.conclude()
-        found.append(whole_weights(engine.core))
+        found.append(gather_full_state_dict(engine.core))
         engine.destroy()
     return found
 
@@ -120,10 +119,10 @@ def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
         for _ in range(4):
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
             engine.step()
-        assert engine.core.state.quantisation is not None
-        assert engine.core.state.quantisation.progress[0].bits == 4
+        assert engine.core.state.moq is not None
+        assert engine.core.state.moq.progress[0].bits == 4
         engine.conclude()
-        return whole_weights(engine.core)
+        return gather_full_state_dict(engine.core)
 
 
 def test_stages_agree_on_accelerators_too() -> None:
@@ -145,9 +144,9 @@ def published(x: Tensor, groups: int, bits: int) -> Tensor:
 @pytest.mark.parametrize("bits", [3, 8])
 def test_weights_are_on_the_published_grid_and_masters_are_not(bits: int) -> None:
     engine = engine_for(quantize_start_bits=bits, quantize_target_bits=bits)
-    weights = whole_weights(engine.core)
+    weights = gather_full_state_dict(engine.core)
     masters: dict[str, Tensor] = {}
-    for slot, offset, run in engine.core.state_runs((WEIGHT,)):
+    for slot, offset, run in engine.core.state_segments((WEIGHT,)):
         assert offset == 0 and run.count == slot.numel
         masters[slot.name] = run.fetch().view(slot.shape)
     matrices = [name for name, master in masters.items() if master.dim() > 1]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.checkpoint.tags import tag_names, verify
-from megatron.inference.command import main as generate
+from megatron.checkpoint.tags import tag_names, verify_tag
+from megatron.inference.cli import main as generate
 from tests.megatron.helpers import ROOT, records, total_digest, write_corpus
 from tests.megatron.launch.processes import begin, end_all
 
@@ -155,7 +155,7 @@ class Job:
         assert code != 130 or "before the first step, so that nothing was lost" in errors[0], errors
         after = tag_names(self.save) if self.save.exists() else []
         for tag in after:
-            verify(self.save, tag)
+            verify_tag(self.save, tag)
         assert "--keep-last" in self.cell.flags or before.issubset(after), (before, after)
         return f"{code}"
 

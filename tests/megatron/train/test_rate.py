@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
-from megatron.optim.schedule import SHAPES, Schedule
-from megatron.train.rate import RateWatch, idle_steps
+from megatron.optim.schedulers import LR_STYLES, LRSchedule
+from megatron.train.loop import ZeroLRWarning, find_zero_lr_steps
 from tests.megatron.helpers import TINY, steps, train
 
 
@@ -19,7 +19,7 @@ def warnings(said: str) -> list[str]:
     return [line for line in said.splitlines() if "learning rate" in line and "warning" in line]
 
 
-@pytest.mark.parametrize("style", SHAPES)
+@pytest.mark.parametrize("style", LR_STYLES)
 @pytest.mark.parametrize("floor", [0.0, 1e-5])
 def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
     """Every end of the warm-up and of the decay, every length of the run, every step a resume may start at, with and
@@ -28,11 +28,11 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
             (peak, decay, warm, last, start, skipped)
             for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay} for last in (0, 1, 4, 7)
             for start in (0, 3, 4, 7) for skipped in (0, 2) if skipped <= start]:
-        schedule = Schedule(style, peak, min(floor, peak), warm, decay)
+        schedule = LRSchedule(style, peak, min(floor, peak), warm, decay)
         config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})
         rates = [schedule(step) for step in range(start - skipped, start - skipped + max(0, last - start))]
         tail = next((k for k in range(len(rates) + 1) if not any(rates[k:])), 0)
-        found = idle_steps(config, schedule, start - skipped, start)
+        found = find_zero_lr_steps(config, schedule, start - skipped, start)
         if tail == len(rates):
             assert found is None
         else:
@@ -48,18 +48,19 @@ def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
     ({"lr": 0.0}, 0, "give --lr above 0"),
 ])
 def test_the_remedy_is_one_that_helps_here(values: dict[str, Any], iteration: int, remedy: str) -> None:
-    found = idle_steps(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration, iteration)
-    assert found is not None and remedy in found.at_start() and remedy in found.when_reached(33)
-    assert "\n" not in found.at_start() + found.when_reached(33)
+    found = find_zero_lr_steps(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration,
+                               iteration)
+    assert found is not None and remedy in found.start_warning() and remedy in found.reached_warning(33)
+    assert "\n" not in found.start_warning() + found.reached_warning(33)
 
 
 def test_reaching_0_is_said_once_and_not_where_the_run_began_there() -> None:
-    idle = idle_steps(build_config({"train_iters": 9}), lambda step: float(step < 3), 0, 0)
+    idle = find_zero_lr_steps(build_config({"train_iters": 9}), lambda step: float(step < 3), 0, 0)
     for rates, expected in (([1.0, 1.0, 0.0, 0.0], 1), ([0.0, 0.0], 0)):
         said: list[str] = []
-        watch = RateWatch(idle, rates[0], said.append)
+        watch = ZeroLRWarning(idle, rates[0], said.append)
         for iteration, rate in enumerate(rates, 1):
-            watch.after(iteration, rate)
+            watch.after_step(iteration, rate)
         assert len(said) == 1 + expected
 
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.train.resume import Checkpoints
-from megatron.zero.api import saved
+from megatron.train.resume import RunCheckpoints
+from megatron.zero.api import checkpoint_io
 from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
@@ -63,14 +63,14 @@ def written_by(rank: int, world: int, corpus: str, layout: Layout, folder: Path)
 def loaded_by(rank: int, world: int, corpus: str, layout: Layout, others: list[Layout], folder: Path) -> list[str]:
     """Go on from the tag of each of the others; what was loaded is saved at once, before a step."""
     said = []
-    resume = Checkpoints.resume
+    resume = RunCheckpoints.resume
     for other in others:
-        def and_save(checkpoints: Checkpoints, engine: Any, data: str, other: Layout = other) -> Any:
+        def and_save(checkpoints: RunCheckpoints, engine: Any, data: str, other: Layout = other) -> Any:
             state = resume(checkpoints, engine, data)
             engine.save_checkpoint(folder / f"{other}-{layout}")
             return state
 
-        with patch.object(Checkpoints, "resume", and_save):
+        with patch.object(RunCheckpoints, "resume", and_save):
             said.append(train([*flags(corpus, layout), "--load", folder / f"{other}", "--metrics-file",
                                folder / f"{other}-{layout}.jsonl"]))
     return said
@@ -118,14 +118,14 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
     with pytest.raises(CheckpointError, match=f"precision {written} in the checkpoint, {asked} here.*--load-precision"):
         train(again)
     assert not (tmp_path / "m").exists()
-    resume = Checkpoints.resume
+    resume = RunCheckpoints.resume
 
-    def and_save(checkpoints: Checkpoints, engine: Any, data: str) -> Any:
+    def and_save(checkpoints: RunCheckpoints, engine: Any, data: str) -> Any:
         state = resume(checkpoints, engine, data)
         engine.save_checkpoint(tmp_path / "loaded")
         return state
 
-    with patch.object(Checkpoints, "resume", and_save):
+    with patch.object(RunCheckpoints, "resume", and_save):
         said = train([*again, "--load-precision-change"])
     assert total_digest(tmp_path / "loaded") == total_digest(tmp_path / "s")
     assert f" resharded: precision {written} -> {asked}" in said
@@ -138,13 +138,13 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """By the accelerator's ways, and with random streams of CUDA's kind: 16 bytes, of seed and offset."""
-    captured = saved.capture_rng
+    captured = checkpoint_io.capture_rng
 
     def with_cuda() -> dict[str, object]:
         state, stream = captured(), torch.arange(16, dtype=torch.uint8)
         return {**state, "cuda": stream, "tracker": {name: stream for name in state["tracker"]}}
 
-    with on_the_accelerator_side(), patch.object(saved, "capture_rng", with_cuda):
+    with on_the_accelerator_side(), patch.object(checkpoint_io, "capture_rng", with_cuda):
         yield
 
 

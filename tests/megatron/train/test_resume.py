@@ -15,12 +15,12 @@ import pytest
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.tags import tag_names
+from megatron.distributed import exit_codes
+from megatron.distributed.signals import StopListener
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.launch import exits
-from megatron.launch.signals import StopRequest
 from megatron.train.loop import Trainer
-from megatron.train.log import RunLog
-from megatron.train.resume import Checkpoints
+from megatron.train.resume import RunCheckpoints
+from megatron.train.run_log import RunLog
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
                                     write_corpus)
@@ -173,7 +173,7 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text
 def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """They come during the step, and again during the save."""
-    saving, taken = Checkpoints._save, Trainer._train_step
+    saving, taken = RunCheckpoints._save, Trainer._train_step
     saves = []
 
     def signalled(trainer: Trainer, *args: Any) -> Any:
@@ -188,7 +188,7 @@ def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path
         saves.append(saving(*args))
 
     monkeypatch.setattr(Trainer, "_train_step", signalled)
-    monkeypatch.setattr(Checkpoints, "_save", save)
+    monkeypatch.setattr(RunCheckpoints, "_save", save)
     try:
         said = train([*TINY, "--mock-data", "--train-iters", STEPS, "--save", tmp_path / "s"])
     except KeyboardInterrupt:
@@ -206,10 +206,10 @@ def interrupted_twice(rank: int, world: int, argv: list[object], where: str) -> 
         raise AssertionError("not reached")
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit")), twice)
+        patching.setattr(*((Trainer, "_train_step") if where == "step" else (writer, "commit_tag")), twice)
         with pytest.raises(KeyboardInterrupt) as caught:
             train(argv)
-    return exits.explain(caught.value).code
+    return exit_codes.exit_reason_of(caught.value).code
 
 
 @pytest.mark.parametrize("where", ["step", "save"])
@@ -230,7 +230,7 @@ def runs_out_of_time(rank: int, world: int, argv: list[object], at: int) -> str:
     reads = itertools.count(1)
     clock = property(lambda stop: 90.0 if rank == 1 and next(reads) == at else 0.5)
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(StopRequest, "minutes", clock)
+        patching.setattr(StopListener, "minutes_since_start", clock)
         return train(argv)
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError, NumericsError, StorageError
-from megatron.train.log import RunLog, check_places
-from megatron.train.metrics import StepMetrics
-from megatron.train.table import STEPS
+from megatron.metrics.run_loggers import STEP_COLUMNS
+from megatron.metrics.step_metrics import StepMetrics
+from megatron.train.run_log import RunLog, check_log_paths
 from tests.megatron.helpers import ROOT, TINY, records, train
 
 STEP = StepMetrics(1, 0.1 + 0.2, float("nan"), 0.5, 1.0, True, 4, "00", 1.0, 1.0, 1.0, None, 2**30)
@@ -103,13 +103,13 @@ def test_a_row_is_there_when_its_step_is_over_and_has_every_bit(tmp_path: Path) 
     log = log_of(csv_dir=str(tmp_path / "new" / "csv"))
     log.step(STEP)
     (row,) = rows(tmp_path / "new" / "csv" / "steps.csv")
-    assert tuple(row) == STEPS and float(row["lm_loss"]) == STEP.lm_loss
+    assert tuple(row) == STEP_COLUMNS and float(row["lm_loss"]) == STEP.lm_loss
     assert (row["grad_norm"], row["mfu"], row["skipped"], row["pld_theta"]) == ("", "", "1", "")
     log.close()
 
 
 def test_every_number_of_a_step_has_a_column() -> None:
-    assert set(STEP.record()) - {"samples_digest"} <= set(STEPS)
+    assert set(STEP.to_json()) - {"samples_digest"} <= set(STEP_COLUMNS)
 
 
 def test_a_table_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_a_table_that_a_spreadsheet_has_rewritten_goes_on(rewritten: Callable[[b
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from megatron.launch import exits
+from megatron.distributed import exit_codes
 from tests.megatron.train.test_sinks import tables
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 def main():
     tables(Path(sys.argv[1]), *range(1, 100))
     return 0
-sys.exit(exits.run(main))
+sys.exit(exit_codes.run(main))
 """
 
 
@@ -174,13 +174,13 @@ def test_of_a_row_that_does_not_fit_nothing_stays(tmp_path: Path) -> None:
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 7 and "--csv-dir" in done.stderr and "start the same command again" in done.stderr
     written = (tmp_path / "steps.csv").read_bytes()
-    assert written.endswith(b"\r\n") and {line.count(b",") for line in written.splitlines()} == {len(STEPS) - 1}
+    assert written.endswith(b"\r\n") and {line.count(b",") for line in written.splitlines()} == {len(STEP_COLUMNS) - 1}
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_built(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="--csv-dir .*file/csv cannot be written"):
-        check_places(build_config({"csv_dir": str(tmp_path / "file" / "csv")}).log)
+        check_log_paths(build_config({"csv_dir": str(tmp_path / "file" / "csv")}).log)
 
 
 # ---- Weights & Biases --------------------------------------------------------------------------------------------

@@ -20,21 +20,18 @@ import pytest
 
 from data.storage import DataError, StorageFault
 from megatron import host_memory
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
-from megatron.plan import gpus, kept_rates
-from megatron.plan.footprint import Homes, Run, homes_of
-from megatron.plan.rates import Where
-from megatron.plan.report import USABLE
-from megatron.tune import capacity, command, patience, trial
-from megatron.tune.memory import Memory
-from megatron.tune.patience import Patience
-from megatron.tune.report import advice
-from megatron.tune.results import FILE, Results, results_of
-from megatron.tune.search import Outcome, common_error, next_repeat
-from megatron.tune.space import Choice, choices, samples_of
-from megatron.tune.trial import Trials, trial_of
-from megatron.tune.words import flags_of
+from megatron.plan import gpus, rate_cache
+from megatron.plan.footprint import PlannedRun, StatePlacement, configured_placement
+from megatron.plan.machine_rates import Where
+from megatron.plan.plan_report import USABLE_FRACTION
+from megatron.tune import cli, space, trial
+from megatron.tune.search import TrialResult, common_error, next_repeat
+from megatron.tune.space import MemoryBudget, TuningChoice, legal_choices, samples_per_step
+from megatron.tune.trial import TrialRunner, TrialTimeout, config_to_flags, trial_config
+from megatron.tune.trial_records import TRIALS_FILE, TrialRecords, open_trial_records
+from megatron.tune.tune_report import recommended_flags
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.plan.machines import machine, proportional
 
@@ -54,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def faked(monkeypatch: pytest.MonkeyPatch, **ways: str) -> None:
     """By ZeRO stage."""
-    monkeypatch.setattr(Trials, "__init__", _with_trainer(Trials.__init__))
+    monkeypatch.setattr(TrialRunner, "__init__", _with_trainer(TrialRunner.__init__))
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done", **{name[-1]: way for name, way in ways.items()}}))
 
 
@@ -62,12 +59,12 @@ def _with_trainer(init):
     return lambda self, *args, **kwargs: init(self, *args, **{**kwargs, "trainer": FAKE})
 
 
-def asked(*flags: str) -> Run:
-    return command.parse(["--device", "cpu", *MODEL, *flags])[1]
+def asked(*flags: str) -> PlannedRun:
+    return cli.parse(["--device", "cpu", *MODEL, *flags])[1]
 
 
 def outcomes(place: list[str]) -> list[dict]:
-    file = Path(place[place.index("--autotuning-results-dir") + 1]) / FILE
+    file = Path(place[place.index("--autotuning-results-dir") + 1]) / TRIALS_FILE
     return [json.loads(line) for line in file.read_text().splitlines()[1:]]
 
 
@@ -84,7 +81,7 @@ def test_whatever_becomes_of_a_trial_is_a_result(
         way: str, state: str, words: str, ranks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials = Trials(tmp_path, 3, 5, 2.0 if way == "hang" else 60.0, FAKE)
+    trials = TrialRunner(tmp_path, 3, 5, 2.0 if way == "hang" else 60.0, FAKE)
     begin = time.monotonic()
     outcome = trials.run(1, asked("--ranks", ranks), 0.1)
     assert outcome.state == state and time.monotonic() - begin < 30
@@ -94,10 +91,10 @@ def test_whatever_becomes_of_a_trial_is_a_result(
 
 def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows the first step has the short limit."""
-    monkeypatch.setattr(patience, "SPARE", 1.0)
+    monkeypatch.setattr(trial, "EXTRA_SECONDS", 1.0)
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "slow", "2": "stuck", "3": "hang"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trials, flags = Trials(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
+    trials, flags = TrialRunner(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
     assert trials.run(1, asked(*flags), 0.01).state == "done"
     stuck = trials.run(2, asked(*flags, "--zero-stage", "2"), 0.01)
     assert (stuck.state, stuck.words) == ("hang", "not over 2 s after its first step")
@@ -107,13 +104,13 @@ def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() -> None:
     run = asked("--distributed-timeout-seconds", "100")
-    ours = Patience.of(run, 2.0, None)
-    assert not ours.why_not(299.0, None) and ours.why_not(300.0, None) == "no step in 300 s"
-    assert not ours.why_not(250.0 + 199.0, 250.0) and ours.why_not(250.0 + 200.0, 250.0)
-    given = Patience.of(run, 2.0, 50.0)
-    assert not given.why_not(49.0, None) and not given.why_not(49.0, 1.0)
-    assert given.why_not(50.0, None) == given.why_not(50.0, 49.0) == "not over after 50 s"
-    assert Patience.of(run, 2.0, 0.5).why_not(0.5, None) == "not over after 0.5 s"
+    ours = TrialTimeout.for_run(run, 2.0, None)
+    assert not ours.expired_reason(299.0, None) and ours.expired_reason(300.0, None) == "no step in 300 s"
+    assert not ours.expired_reason(250.0 + 199.0, 250.0) and ours.expired_reason(250.0 + 200.0, 250.0)
+    given = TrialTimeout.for_run(run, 2.0, 50.0)
+    assert not given.expired_reason(49.0, None) and not given.expired_reason(49.0, 1.0)
+    assert given.expired_reason(50.0, None) == given.expired_reason(50.0, 49.0) == "not over after 50 s"
+    assert TrialTimeout.for_run(run, 2.0, 0.5).expired_reason(0.5, None) == "not over after 0.5 s"
 
 
 @pytest.mark.parametrize("said, state", [
@@ -127,8 +124,8 @@ def test_lack_of_memory_is_in_the_line_of_an_error(
         said: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": f"says {said}"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    outcome = Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1)
-    assert outcome == Outcome(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
+    outcome = TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1)
+    assert outcome == TrialResult(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
 
 
 def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
@@ -138,23 +135,23 @@ def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
     for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
-    assert Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == Outcome("done", 0.101)
+    assert TrialRunner(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == TrialResult("done", 0.101)
     assert len((tmp_path / "001-3/metrics.jsonl").read_text().splitlines()) == 5
     assert len((tmp_path / "001/metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_what_ends_well_without_its_steps_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ends = iter([None, 0.25])
-    monkeypatch.setattr(trial, "_end_of", lambda *_: 0)
-    monkeypatch.setattr(trial, "_seconds", lambda *_: next(ends))
-    assert Trials(tmp_path, 3, 5).run(1, asked(), 0.1) == Outcome("done", 0.25)
+    monkeypatch.setattr(trial, "_run_process", lambda *_: 0)
+    monkeypatch.setattr(trial, "_median_step_seconds", lambda *_: next(ends))
+    assert TrialRunner(tmp_path, 3, 5).run(1, asked(), 0.1) == TrialResult("done", 0.25)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["001", "001-2"]
 
 
 def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert Trials(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
+    assert TrialRunner(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
     assert not _processes(tmp_path)
 
 
@@ -162,14 +159,14 @@ def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, 
     """Its number may be a stranger's by then."""
     signals: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
-    ended = trial._end_of(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics", Patience(9, 9))
+    ended = trial._run_process(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics", TrialTimeout(9, 9))
     assert ended == 0 and not signals
 
 
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = ("from pathlib import Path; from megatron.tune import command, trial; "
-               f"run = command.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
-               f"trial.Trials(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
+    program = ("from pathlib import Path; from megatron.tune import cli, trial; "
+               f"run = cli.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
+               f"trial.TrialRunner(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as tuner:
         _until(lambda: len(_processes(tmp_path / "trials")) == 1 + 1 + 2)  # itself, the launcher, its ranks
@@ -199,8 +196,8 @@ def _content(path: Path) -> bytes:
 def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> None:
     run = asked("--lr", "3e-4", "--no-overlap-comm", "--split", "90,5,5", "--checkpoint-activations", "--bf16",
                 "--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path))
-    config = trial_of(run, tmp_path / "m.jsonl", 5)
-    assert parse_args(flags_of(config)) == config
+    config = trial_config(run, tmp_path / "m.jsonl", 5)
+    assert parse_args(config_to_flags(config)) == config
     assert config.save.save is None and config.log.tensorboard_dir is None
     assert config.train.train_iters == run.config.train.train_iters and config.train.exit_interval == 5
     assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
@@ -211,18 +208,18 @@ def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> No
     ["--optimizer", "onebit_adam", "--onebit-freeze-step", "100", "--train-iters", "1000"], ["--train-iters", "3"]])
 def test_what_is_set_for_a_long_run_can_be_tried(flags: list[str], tmp_path: Path) -> None:
     """Checks and schedules are those of the run, and the trial is left after its steps."""
-    config = trial_of(asked(*flags), tmp_path / "m.jsonl", 5)
-    assert parse_args(flags_of(config)) == config
+    config = trial_config(asked(*flags), tmp_path / "m.jsonl", 5)
+    assert parse_args(config_to_flags(config)) == config
     assert config.train.exit_interval == 5 and config.train.train_iters >= 5 and not config.train.exit_duration_in_mins
 
 
 def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they_are(tmp_path: Path) -> None:
-    config = trial_of(asked("--fp16", "--initial-loss-scale", str(2.0**32)), tmp_path / "m.jsonl", 5)
+    config = trial_config(asked("--fp16", "--initial-loss-scale", str(2.0**32)), tmp_path / "m.jsonl", 5)
     assert config.precision.initial_loss_scale == trial.SCALE
     file = tmp_path / "m.jsonl"
     lines = [{"iteration": step, "step_ms": 100.0 * step, "skipped": step == 2} for step in range(1, 6)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert trial._seconds(file, 3, 5) == 0.4 and trial._seconds(file, 1, 5) is None
+    assert trial._median_step_seconds(file, 3, 5) == 0.4 and trial._median_step_seconds(file, 1, 5) is None
 
 
 # ---- a search -----------------------------------------------------------------------------------------------------
@@ -233,7 +230,7 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
     faked(monkeypatch, stage0="memory", stage1="crash", stage2="hang")
     flags = [*place, "--ranks", "2", "--trial-seconds", "3", "--global-batch-size", "4", "--autotuning-mp-size", "1",
              "--autotuning-tuner-early-stopping", "0", "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     text = capsys.readouterr().out
     states = {one["outcome"]["state"] for one in outcomes(place)}
     assert {"done", "crash"} <= states
@@ -249,12 +246,12 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
     [], ["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "DIR"]])
 def test_the_flags_of_a_choice_make_it_beside_those_that_were_given(flags: list[str]) -> None:
     flags = [*MODEL, "--global-batch-size", "8", *flags]
-    run = command.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
-    found = choices(run)
+    run = cli.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
+    found = legal_choices(run)
     for choice, chosen in found.items():
         config = parse_args([*flags, *choice.flags(run, 8)], 2)
-        assert homes_of(config) == choice.homes and config.zero == chosen.config.zero
-    assert {choice.homes for choice in found} >= {Homes(), run.homes}
+        assert configured_placement(config) == choice.placement and config.zero == chosen.config.zero
+    assert {choice.placement for choice in found} >= {StatePlacement(), run.placement}
 
 
 @pytest.mark.parametrize("content", [
@@ -268,9 +265,9 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
     given = [*MODEL, "--deepspeed_config", str(file)]
     for number in range(0, 20, 3):
         file.write_text(json.dumps(content))
-        run = command.parse(["--device", "cpu", "--ranks", "1", "--no-autotuning-fast", *given])[1]
-        choice, chosen = list(choices(run).items())[number % len(choices(run))]
-        *keys, flags = advice(run, choice)
+        run = cli.parse(["--device", "cpu", "--ranks", "1", "--no-autotuning-fast", *given])[1]
+        choice, chosen = list(legal_choices(run).items())[number % len(legal_choices(run))]
+        *keys, flags = recommended_flags(run, choice)
         changed = json.loads(json.dumps(content))
         for word in (keys[0].removeprefix(f"in {file}: ").split(", ") if keys else []):
             name, value = word.split()
@@ -284,18 +281,18 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
         assert (config.train, config.zero, config.recompute) == (
             replace(chosen.config.train, global_batch_size=config.train.global_batch_size), chosen.config.zero,
             chosen.config.recompute)
-        assert config.global_batch_size(1) == samples_of(run) and homes_of(config) == choice.homes
+        assert config.global_batch_size(1) == samples_per_step(run) and configured_placement(config) == choice.placement
 
 
 def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-early-stopping", "0",
              "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
     first = outcomes(place)
-    file = Path(place[5]) / FILE
+    file = Path(place[5]) / TRIALS_FILE
     file.write_text(file.read_text() + '{"trial": 4, "choi')  # killed as it wrote
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
     found = outcomes(place)
     assert len({one["trial"] for one in first}) == 3 and found[:len(first)] == first
     assert len({json.dumps(one["choice"]) for one in found}) == len({one["trial"] for one in found}) == 5
@@ -305,15 +302,15 @@ def test_the_best_are_measured_again_before_one_is_picked(
         place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two are close at first: the one that was faster had luck, and the other one no peace."""
     taken = iter([0.100, 0.105, 0.2, 0.104, 0.090, 0.21, 0.103, 0.091, 0.2])
-    monkeypatch.setattr(Trials, "run", lambda *_: Outcome("done", next(taken)))
-    assert command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
-                         "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
+    monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
+    assert cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
+                     "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
     found = outcomes(place)
     assert [one["trial"] for one in found] == [1, 2, 3] * 3
     assert found[-2]["outcome"]["times"] == [0.105, 0.09, 0.091] and found[-2]["outcome"]["seconds"] == 0.09
     assert "90 ms a step" in capsys.readouterr().out
-    results = Results(place[5], json.loads((Path(place[5]) / FILE).read_text().splitlines()[0])["subject"],
-                      overwrite=False)
+    results = TrialRecords(place[5], json.loads((Path(place[5]) / TRIALS_FILE).read_text().splitlines()[0])["subject"],
+                           overwrite=False)
     assert [outcome.seconds for outcome in results.trials.values()] == [0.1, 0.09, 0.2]
 
 
@@ -322,15 +319,16 @@ def test_the_best_are_measured_again_before_one_is_picked(
     ([(1.0, 1.01), (1.05, 1.04)], None), ([(1.0, 1.06), (1.05, 1.04)], 0),
     ([(1.0, 1.06, 1.06), (1.05, 1.04, 1.04)], None), ([(1.03,), (1.0,), (1.02,), (1.01,)], 1), ([], None)])
 def test_repeats_end_when_the_best_is_plain(times: list[tuple[float, ...]], following: int | None) -> None:
-    assert next_repeat({number: Outcome("done", min(one), times=one) for number, one in enumerate(times)}) == following
+    assert next_repeat({number: TrialResult("done", min(one), times=one)
+                        for number, one in enumerate(times)}) == following
 
 
 def test_a_choice_that_fails_twice_when_it_is_measured_again_is_not_picked() -> None:
-    once = Outcome("done", 1.0).again(Outcome("hang", words="late"))
+    once = TrialResult("done", 1.0).merge_repeat(TrialResult("hang", words="late"))
     assert (once.state, once.seconds, once.times) == ("done", 1.0, (1.0, math.inf))
-    assert next_repeat({0: once, 1: Outcome("done", 1.0), 2: Outcome("done", 1.01)}) == 1
-    assert once.again(Outcome("done", 0.9)).seconds == 0.9
-    twice = once.again(Outcome("memory", words="gone", code=5))
+    assert next_repeat({0: once, 1: TrialResult("done", 1.0), 2: TrialResult("done", 1.01)}) == 1
+    assert once.merge_repeat(TrialResult("done", 0.9)).seconds == 0.9
+    twice = once.merge_repeat(TrialResult("memory", words="gone", code=5))
     assert (twice.state, twice.seconds, twice.words) == ("memory", None, "gone")
 
 
@@ -339,24 +337,24 @@ def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(
     """A disk that is full, data that are gone: every choice fails from then on."""
     taken = iter([0.3, 0.2, 0.1, 0.4, *[None] * 2])
 
-    def run(*_: object) -> Outcome:
+    def run(*_: object) -> TrialResult:
         seconds = next(taken)
-        return Outcome("memory", words="no memory", code=5) if seconds is None else Outcome("done", seconds)
+        return TrialResult("memory", words="no memory", code=5) if seconds is None else TrialResult("done", seconds)
 
-    monkeypatch.setattr(Trials, "run", run)
+    monkeypatch.setattr(TrialRunner, "run", run)
     flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "4", "--global-batch-size", "4",
              "--autotuning-tuner-type", "gridsearch", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     text = capsys.readouterr().out
     assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
     taken = iter([0.11, 0.21, 0.31, 0.12, 0.22, 0.32])
-    assert command.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
+    assert cli.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
 
 
 @pytest.mark.slow
 def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    program = ("import sys; from megatron.tune import command, trial; "
-               f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(command.main())")
+    program = ("import sys; from megatron.tune import cli, trial; "
+               f"trial.TrialRunner.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(cli.main())")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
     begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
     with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -373,20 +371,20 @@ def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch:
 def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     with pytest.raises(ConfigError, match=r"has trials of another run or machine \(--hidden-size 32 there, 64 here\)"):
-        command.main([*flags, "--hidden-size", "64"])
+        cli.main([*flags, "--hidden-size", "64"])
     with pytest.raises(ConfigError, match=r"\(steps \[3, 5\] there, \[3, 7\] here\)"):
-        command.main([*flags, "--autotuning-end-profile-step", "7"])
+        cli.main([*flags, "--autotuning-end-profile-step", "7"])
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(threads \S+ there, 7 here\)"):
         elsewhere.setenv("OMP_NUM_THREADS", "7")
-        command.main(flags)
+        cli.main(flags)
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError,
                                                            match=r"\(machine .* there, elsewhere, .*; torch "):
-        elsewhere.setattr(kept_rates, "version", lambda _: "2.11.0")
+        elsewhere.setattr(rate_cache, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
-        command.main(flags)
-    assert command.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
+        cli.main(flags)
+    assert cli.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
     assert len(outcomes(place)) == 1
 
 
@@ -394,19 +392,19 @@ def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(place: list[str], mon
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
-    assert command.main([*flags, "--dry-run"]) == 0
+    assert cli.main([*flags, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "nothing is tried (--dry-run)" in said and "samples/s | --batch-size " in said and "trial 1" not in said
     assert not list(Path(place[1]).glob("**/*")), "nothing is written"
-    assert command.main(flags) == 0
+    assert cli.main(flags) == 0
     before = outcomes(place)
-    assert command.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
+    assert cli.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
 
 
 def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
     with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
-        command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
+        cli.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
 
 
 @pytest.mark.few(2)
@@ -416,17 +414,17 @@ def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
     faked(monkeypatch, **{f"stage{stage}": f"ends {code} --data: is wrong" for stage in range(4)})
     flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "6", *MODEL]
     with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
-        command.main(flags)
+        cli.main(flags)
     assert outcomes(place) == []
     faked(monkeypatch)
-    assert command.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
+    assert cli.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
 
 
 def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
-    refused, other = Outcome("crash", words="no", code=2), Outcome("crash", words="neither", code=2)
-    done, unread = Outcome("done", 1.0), Outcome("crash", words="a", code=3)
+    refused, other = TrialResult("crash", words="no", code=2), TrialResult("crash", words="neither", code=2)
+    done, unread = TrialResult("done", 1.0), TrialResult("crash", words="a", code=3)
     for several in ([refused], [refused, other], [done, refused, refused], [refused, unread], [unread, done],
-                    [Outcome("crash", code=5), Outcome("crash", code=5)]):
+                    [TrialResult("crash", code=5), TrialResult("crash", code=5)]):
         assert common_error(dict(enumerate(several))) is None
     assert common_error(dict(enumerate([refused, refused]))) == refused
     assert common_error(dict(enumerate([done, unread, unread]))) == unread
@@ -441,30 +439,30 @@ def test_what_no_trial_could_run_without_is_refused_before_any(
         flags: list[str], kind: type[Exception], words: str, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     with pytest.raises(kind, match=words):
-        command.main([*place, *TINY, *flags])
+        cli.main([*place, *TINY, *flags])
     assert not Path(place[5]).exists()
 
 
 @pytest.mark.parametrize("flag", ["--autotuning-exps-dir", "--autotuning-results-dir"])
 def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
         flag: str, place: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "rates_for", None)
+    monkeypatch.setattr(cli, "cached_or_measured_rates", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
-        command.main([*place, flag, str(tmp_path / "file"), *MODEL])
+        cli.main([*place, flag, str(tmp_path / "file"), *MODEL])
 
 
 def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]) -> None:
     taken = iter([0.2, 0.1, 0.1, 0.2])
-    monkeypatch.setattr(Trials, "run", lambda *_: Outcome("done", next(taken)))
+    monkeypatch.setattr(TrialRunner, "run", lambda *_: TrialResult("done", next(taken)))
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-metric", "latency", *MODEL]
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
     text = capsys.readouterr().out
     assert " to try; a rank has " in text and "ms a step | measured 200 ms a step\n" in text
     assert "over: --autotuning-tuner-num-trials is 1\n" in text
     assert "fastest: 200 ms a step, after 1 trial of " in text
-    assert command.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
+    assert cli.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
     text = capsys.readouterr().out
     assert "; goes on after 1 trial\n" in text
     head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
@@ -475,8 +473,9 @@ def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPa
 def test_steps_far_from_their_prediction_are_told(
         factor: float, told: str | None, place: list[str], monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Trials, "run", lambda self, number, run, predicted: Outcome("done", factor * predicted))
-    assert command.main([*place, *MODEL]) == 0
+    monkeypatch.setattr(TrialRunner, "run",
+                        lambda self, number, run, predicted: TrialResult("done", factor * predicted))
+    assert cli.main([*place, *MODEL]) == 0
     text = capsys.readouterr().out
     note = re.search(r"^note: steps took (.*) the predicted time \(median\)", text, re.MULTILINE)
     assert (note and note[1]) == told
@@ -484,41 +483,42 @@ def test_steps_far_from_their_prediction_are_told(
 
 def test_an_interrupted_search_says_that_it_can_go_on(place: list[str], monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any) -> Outcome:
+    def interrupted(*_: Any) -> TrialResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trials, "run", interrupted)
+    monkeypatch.setattr(TrialRunner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.main([*place, *MODEL])
+        cli.main([*place, *MODEL])
     assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
 
 
 def test_two_searches_do_not_share_their_results(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
-    with results_of(place[5], {"a": 1}, overwrite=False):
-        held = (Path(place[5]) / FILE).read_text()
+    with open_trial_records(place[5], {"a": 1}, overwrite=False):
+        held = (Path(place[5]) / TRIALS_FILE).read_text()
         with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
-            command.main([*place, "--autotuning-overwrite", *MODEL])
-        assert (Path(place[5]) / FILE).read_text() == held
-    assert sorted(path.name for path in Path(place[5]).iterdir()) == [FILE]
+            cli.main([*place, "--autotuning-overwrite", *MODEL])
+        assert (Path(place[5]) / TRIALS_FILE).read_text() == held
+    assert sorted(path.name for path in Path(place[5]).iterdir()) == [TRIALS_FILE]
 
 
 def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     with pytest.raises(PeerError, match="no choice of .* fits, so nothing was tried: a rank has 0.0 MiB, where the one "
                                         "that lacks least needs [0-9.]+ MiB; "):
-        command.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
+        cli.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
 
 
 def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch,
                                                  tmp_path: Path) -> None:
     rates = machine(1, where=Where("made up", "2.13.0", "cuda", "fp32", 1, 1), update=proportional(1e-9), a_pass=1e-3)
     (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
-    monkeypatch.setattr(host_memory, "available", lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
-    monkeypatch.setattr(command, "places", lambda device: 1)
+    monkeypatch.setattr(host_memory, "available_bytes",
+                        lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
+    monkeypatch.setattr(cli, "num_local_ranks", lambda device: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
-        command.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
+        cli.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
 
 
 @pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
@@ -533,16 +533,16 @@ assert "--query-gpu=memory.free" in sys.argv
 print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
 """)
     driver.chmod(0o755)
-    monkeypatch.setattr(host_memory, "available", lambda: 2**33)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**33)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    run = Run(parse_args(MODEL), ranks, "cuda")
-    host = 2**33 / ranks - capacity.LIBRARIES
-    assert capacity.capacity_of(run, None) == Memory(free * 2**20 * USABLE, host)
-    assert capacity.capacity_of(run, 80) == Memory(80 * 2**30 * USABLE, host)
-    assert capacity.capacity_of(Run(parse_args(MODEL), ranks, "cpu"), None) == Memory(host)
+    run = PlannedRun(parse_args(MODEL), ranks, "cuda")
+    host = 2**33 / ranks - space.LIBRARY_BYTES
+    assert space.available_memory(run, None) == MemoryBudget(free * 2**20 * USABLE_FRACTION, host)
+    assert space.available_memory(run, 80) == MemoryBudget(80 * 2**30 * USABLE_FRACTION, host)
+    assert space.available_memory(PlannedRun(parse_args(MODEL), ranks, "cpu"), None) == MemoryBudget(host)
 
 
 def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -553,17 +553,17 @@ def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytes
         (tmp_path / number / "information").write_text(f"Model: made up\nGPU UUID: GPU-{number}\n")
     for visible, device in (("0,1", "cuda"), ("", "cpu"), ("-1", "cpu")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert command.parse(MODEL)[0].device == device
+        assert cli.parse(MODEL)[0].device == device
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert command.parse(MODEL)[0].device == "cuda"
+    assert cli.parse(MODEL)[0].device == "cuda"
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
-    assert command.parse(MODEL)[0].device == "cpu"
+    assert cli.parse(MODEL)[0].device == "cpu"
 
 
 def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="give --card-gb"):
-        capacity.capacity_of(Run(parse_args(MODEL), 1, "cuda"), None)
+        space.available_memory(PlannedRun(parse_args(MODEL), 1, "cuda"), None)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -573,28 +573,28 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
     (["--device", "cuda"], "--device cuda needs a GPU that may be used: trials run here")])
 def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
     with pytest.raises(ConfigError, match=words):
-        command.main([*place, *MODEL, *flags])
+        cli.main([*place, *MODEL, *flags])
 
 
 def test_results_hold_what_was_added(tmp_path: Path) -> None:
-    choices = [Choice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
-    results = Results(str(tmp_path), {"a": 1}, overwrite=False)
-    results.add(choices[0], Outcome("done", 0.1 + 0.2), 1.0)
-    results.add(choices[1], Outcome("hang", words="late"), 1.0)
-    again = Results(str(tmp_path), {"a": 1}, overwrite=False)
-    expected = [Outcome("done", 0.1 + 0.2), Outcome("hang", words="late")]
+    choices = [TuningChoice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
+    results = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+    results.add(choices[0], TrialResult("done", 0.1 + 0.2), 1.0)
+    results.add(choices[1], TrialResult("hang", words="late"), 1.0)
+    again = TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
+    expected = [TrialResult("done", 0.1 + 0.2), TrialResult("hang", words="late")]
     assert list(again.trials.items()) == list(zip(choices, expected, strict=True))
-    again.forget([choices[0]])
-    assert list(Results(str(tmp_path), {"a": 1}, overwrite=False).trials) == [choices[1]] == list(again.trials)
-    head = (tmp_path / FILE).read_text().splitlines()[0]
+    again.remove([choices[0]])
+    assert list(TrialRecords(str(tmp_path), {"a": 1}, overwrite=False).trials) == [choices[1]] == list(again.trials)
+    head = (tmp_path / TRIALS_FILE).read_text().splitlines()[0]
     for line in ("no record", "null", "{}", '{"choice": {"batch": 1}, "outcome": {"state": "done"}}'):
-        (tmp_path / FILE).write_text(f"{head}\n{line}\n")
+        (tmp_path / TRIALS_FILE).write_text(f"{head}\n{line}\n")
         with pytest.raises(ConfigError, match="holds a line that is no record"):
-            Results(str(tmp_path), {"a": 1}, overwrite=False)
+            TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
     for subject in ("null", "[1]", '"x"'):
-        (tmp_path / FILE).write_text(f'{{"subject": {subject}}}\n')
+        (tmp_path / TRIALS_FILE).write_text(f'{{"subject": {subject}}}\n')
         with pytest.raises(ConfigError, match="holds a line that is no record"):
-            Results(str(tmp_path), {"a": 1}, overwrite=False)
+            TrialRecords(str(tmp_path), {"a": 1}, overwrite=False)
 
 
 @pytest.mark.slow
@@ -602,8 +602,8 @@ def test_results_hold_what_was_added(tmp_path: Path) -> None:
 def test_a_real_search_of_a_tiny_model(ranks: str, place: list[str], monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(trial, "TRAINER", (str(ROOT / "pretrain_gpt2.py"),))
-    assert command.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
-                         *MODEL]) == 0
+    assert cli.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
+                     *MODEL]) == 0
     found = outcomes(place)
     assert 1 <= len({one["trial"] for one in found}) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
     assert "samples/s" in capsys.readouterr().out

@@ -73,8 +73,11 @@ def same(found: Sequence[dict[str, Tensor]], wanted: Sequence[dict[str, Tensor]]
 
 def all_state(engine: Engine) -> list[Tensor]:
     """Of this rank: masters, states, and what is owed."""
-    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
-    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
+    kept = [
+        bucket.master_state.device_view(kind) for bucket in engine.core.buckets for kind in bucket.master_state.kinds
+    ]
+    owed = [owed for line in engine.core.compressed_exchanges
+            for owed in (line.one_bit_mean.worker_error, line.one_bit_mean.server_error)]
     return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
 
 

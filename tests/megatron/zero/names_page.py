@@ -6,8 +6,8 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
 
 DEEPSPEED = frozenset((*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH))
@@ -27,8 +27,8 @@ def methods() -> str:
 
 def table(*kinds: type) -> str:
     """Rows of these kinds, those of one reason together."""
-    said = {name: row.meaning if isinstance(row, (Reads, Holds)) else row.reason
-            for name, row in TABLE.items() if isinstance(row, kinds)}
+    said = {name: row.description if isinstance(row, (MethodName, AttributeName)) else row.reason
+            for name, row in COMPAT_NAMES.items() if isinstance(row, kinds)}
     rows = [f"| {', '.join(f'`{name}`' for name, _ in group)} | {reason} |"
             for reason, group in groupby(sorted(said.items(), key=lambda item: item[1]), key=lambda item: item[1])]
     return "\n".join(["| name | |", "|---|---|", *rows])
@@ -36,7 +36,8 @@ def table(*kinds: type) -> str:
 
 def page(text: str) -> str:
     """The page with its tables as the code has them."""
-    tables = {"methods": methods(), "answers": table(Reads, Holds), "idle": table(Idle), "refused": table(Refused)}
+    tables = {"methods": methods(), "answers": table(MethodName, AttributeName), "idle": table(NoEffectName),
+              "refused": table(UnsupportedName)}
     for name, made in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda match: match[1] + made + match[2], text,
                       flags=re.S)

@@ -15,10 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megatron.config.flags import build_config
+from megatron.config.cli import build_config
 from megatron.config.tree import Config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.initialize import initialize
@@ -26,7 +25,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Segment
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
-from mpu.partition import join_slices, partition_of
+from mpu.partition import join_local_slices, partition_of
 from tests.megatron.zero.kept import master, states, work
 
 CLIP, DECAY = 0.5, 0.1
@@ -115,7 +114,7 @@ Run = tuple[str, tuple[int, ...], int, Tensor]
 def master_runs(engine: ZeroEngine) -> list[Run]:
     """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
     return [(slot.name, slot.shape, offset, run.fetch().clone())
-            for slot, offset, run in engine.state_runs(("weight",))]
+            for slot, offset, run in engine.state_segments(("weight",))]
 
 
 def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:
@@ -134,7 +133,7 @@ def join_tensor_parallel(pieces: list[dict[str, Tensor]], model: nn.Module) -> d
     joined = {}
     for name, parameter in model.named_parameters():
         partition = partition_of(parameter)
-        joined[name] = pieces[0][name] if partition is None else join_slices([p[name] for p in pieces], partition)
+        joined[name] = pieces[0][name] if partition is None else join_local_slices([p[name] for p in pieces], partition)
     return joined
 
 

@@ -18,12 +18,12 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
-from megatron.zero.aside import Aside
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.state import StateOffloader
 from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine
@@ -36,9 +36,9 @@ STATES = [state.value for state in zero.OffloadStateTypeEnum]
 def on_device(engine: ZeroEngine) -> int:
     """Bytes of all storages that the engine has, its homes on the host left out."""
     found = {}
-    for bucket in (*engine.buckets, *engine.frozen):
-        kept = (bucket.kept.at_hand(kind) for kind in bucket.kept.kinds)
-        tensors = [bucket.work.at_hand("weight"), bucket._whole, *kept]
+    for bucket in (*engine.buckets, *engine.frozen_buckets):
+        kept = (bucket.master_state.device_view(kind) for kind in bucket.master_state.kinds)
+        tensors = [bucket.param_shard.device_view("weight"), bucket._gathered_params, *kept]
         for tensor in tensors:
             if tensor is not None:
                 storage = tensor.untyped_storage()
@@ -69,7 +69,8 @@ def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
 
 def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
     found = []
-    with accelerator_side(), late_ferry() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+                                                                 lambda device: ferry):
         for cell in [*cells(world)][numbers]:
             grid, rows = groups.build(cell["model_parallel_size"]), batches(6)
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
@@ -105,13 +106,15 @@ def check(folder: Path, world: int, numbers: slice) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
 
 
-NEEDED = [place for place in waits("megatron.zero.aside", {"join"}) if place.function != "Aside._take"]
+NEEDED = [place for place in waits("megatron.zero.state", {"wait_on_device"})
+          if place.function != "StateOffloader._offload_state"]
 """The lane holds what it copies to the host, so a join there only frees memory."""
 
 
 @pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
-    with accelerator_side(), late_ferry() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+    with accelerator_side(), late_copy_streams() as ferry, patch("megatron.zero.state.create_copy_streams",
+                                                                 lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
         with nullcontext() if place is None else without(place):
             try:
@@ -243,15 +246,15 @@ def test_each_of_the_two_may_be_called_again(engine: Engine) -> None:
 
 
 def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
-    before, expected, room, calls = on_device(engine.core), engine(row(engine)).item(), Aside._room, []
+    before, expected, room, calls = on_device(engine.core), engine(row(engine)).item(), StateOffloader._host_buffer, []
 
-    def little(self: Aside, nbytes: int, pinned: bool) -> Tensor:
+    def little(self: StateOffloader, nbytes: int, pinned: bool) -> Tensor:
         calls.append(nbytes)
         if len(calls) == 5:
             raise MemoryError("can't allocate memory")
         return room(self, nbytes, pinned)
 
-    with patch.object(Aside, "_room", little), pytest.raises(MemoryError):
+    with patch.object(StateOffloader, "_host_buffer", little), pytest.raises(MemoryError):
         engine.offload_states()
     assert (on_device(engine.core), engine(row(engine)).item()) == (before, expected)
     step(engine)
@@ -265,11 +268,11 @@ def test_destroy_brings_the_weights_back(engine: Engine) -> None:
 
 
 def test_buffers_of_gradients_go(engine: Engine) -> None:
-    turns = engine.core._aside._turns
-    assert (turns.nbytes > 0) == (engine.zero_optimization_stage() >= 2)
+    turns = engine.core._state_offloader._buffer_pool
+    assert (turns.free_nbytes > 0) == (engine.zero_optimization_stage() >= 2)
     for buffer in ("lp_grads", "contiguous_grad_buffer"):
         engine.offload_states([buffer])
-        assert turns.nbytes == 0
+        assert turns.free_nbytes == 0
         step(engine)  # nothing is away
 
 
@@ -288,7 +291,7 @@ class Theirs(str, Enum):
 @pytest.mark.parametrize("device", ["cpu", Theirs.cpu, zero.OffloadDeviceEnum.cpu, torch.device("cpu")])
 def test_names_may_be_theirs_or_ours(engine: Engine, include: Any, device: Any) -> None:
     engine.offload_states(include, device, pin_memory=False)
-    assert {*engine.core._aside._away} == {"optim_states"}
+    assert {*engine.core._state_offloader._offloaded} == {"optim_states"}
 
 
 @pytest.mark.parametrize("given, why", [({"device": "nvme"}, "'nvme'.*host alone"), ({"device": Theirs.nvme}, "'nvme'"),

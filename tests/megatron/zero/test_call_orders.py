@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron import zero
 from megatron.errors import ConfigError
-from megatron.zero.api import saved
+from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 from tests.distributed import RankError, run_ranks
 from tests.wires import accelerator_side
@@ -289,7 +289,7 @@ def test_nothing_goes_on_from_half_new_weights(stage: int, what: str, error: typ
             patch.setattr(type(engine.core.rule), "step", Break(engine.core.rule.step, error))
             engine.step()
         else:
-            patch.setattr(saved, "_read_run", Break(saved._read_run, error))
+            patch.setattr(checkpoint_io, "_read_segment", Break(checkpoint_io._read_segment, error))
             engine.load_checkpoint(tmp_path)
     loss = engine(rows(0, 0))
     for go_on in (lambda: engine.backward(loss), engine.step, lambda: engine.save_checkpoint(tmp_path)):
@@ -513,7 +513,7 @@ def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[
             engine.backward(engine(rows(rank, 3), -1) + more)
             engine.step()
             engine.settle()
-            entries = list(engine.core.log.record(rank).entries)
+            entries = list(engine.core.log.snapshot(rank).entries)
             seen.append((whole(engine), entries))
     return seen
 

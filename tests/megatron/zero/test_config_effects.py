@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.zero.nested import mapped
+from megatron.zero.hooks import map_tensors
 
 Pair = namedtuple("Pair", "image label")
 
@@ -44,7 +44,7 @@ def test_auto_cast_casts_floating_point_inputs_wherever_they_are(auto_cast: bool
 
 def test_a_change_of_inputs_keeps_kinds_and_everything_else() -> None:
     given = Pair(torch.ones(2), [None, "text", 3, (torch.ones(1, dtype=torch.bool),)])
-    found = mapped(given, lambda x: x.half() if x.is_floating_point() else x)
+    found = map_tensors(given, lambda x: x.half() if x.is_floating_point() else x)
     assert isinstance(found, Pair) and found.image.dtype == torch.float16
     assert found.label[:3] == [None, "text", 3] and found.label[3][0].dtype == torch.bool
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim import adam
-from megatron.optim.rule import Span
+from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.verdict import exchange
+from megatron.zero.step_result import all_reduce_step_scalars
 from mpu import grads, groups
 from mpu.groups import Group, Groups
 from tests.distributed import run_ranks
@@ -79,12 +79,11 @@ def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision:
 
 
 def test_what_the_host_tells_the_other_ranks_is_one_copy_and_each_tensor_one_more() -> None:
-    """However many numbers the host gives: a digest, an objection, riders."""
-    riders = (2.0, torch.full((), 3.0), 0, 5.0)
+    """However many numbers the host gives: a digest, an objection, extra scalars."""
+    extra_scalars = (2.0, torch.full((), 3.0), 0, 5.0)
     square = torch.full((), 7.0, dtype=torch.float64)
-    with patch("megatron.zero.verdict.all_reduce_into") as travels, Launches() as counted:
-        row = exchange(square, Group(1, 3, (0, 1, 2)), digest=11, objects=True,
-                       riders=riders)
+    with patch("megatron.zero.step_result.all_reduce_into") as travels, Launches() as counted:
+        row = all_reduce_step_scalars(square, Group(1, 3, (0, 1, 2)), digest=11, has_veto=True, scalars=extra_scalars)
     assert row.tolist() == [7, 11, 121, 1, 2, 3, 0, 5] and travels.call_count == 1
     assert counted.kernels == {"copy_": 3}
 
@@ -138,17 +137,17 @@ def test_a_wait_is_counted_however_it_is_made() -> None:
 class Kernel:
     """Plays adam_kernel.py, which needs Triton; tests/megatron/optim/test_adam_kernel.py has what it computes."""
 
-    Places = object
+    SegmentTable = object
     groups: list[int] = []
 
     @staticmethod
-    def update(spans: Sequence[Span], places: object, hyper: object, at: object, **rule: bool) -> bool:
+    def update(spans: Sequence[UpdateSegment], places: object, hyper: object, at: object, **rule: bool) -> bool:
         if spans[0].group not in Kernel.groups:
             return False
         for span in spans:
-            assert span.narrow is not None and span.narrow.dtype == torch.bfloat16
+            assert span.lp_out is not None and span.lp_out.dtype == torch.bfloat16
             span.master.add_(1)
-            span.narrow.copy_(span.master)
+            span.lp_out.copy_(span.master)
         return True
 
 
@@ -157,19 +156,20 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """With 16-bit gradients torch's kernel needs a copy of them for each group, and one of the weights for all."""
     monkeypatch.setattr(Kernel, "groups", groups)
-    monkeypatch.setattr(adam, "_kernel_on", lambda device: Kernel)
+    monkeypatch.setattr(adam, "_load_kernel", lambda device: Kernel)
     engine = made(24, "bf16")
     before = [master(bucket) for bucket in engine.buckets]
     kernels = counted_step(engine, 1).kernels
     assert (kernels["_fused_adamw_"], kernels["_foreach_copy_"]) == (2 - len(groups), copies)
     for bucket, old in zip(engine.buckets, before, strict=True):
-        assert torch.equal(bucket.shard, master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
+        assert torch.equal(bucket.device_param_shard,
+                           master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
 
 
 def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
     """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
     with on_the_accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
-            patch.object(adam, "_kernel_on", lambda device: Kernel if rank == 0 else None):
+            patch.object(adam, "_load_kernel", lambda device: Kernel if rank == 0 else None):
         engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
         calls = counted_step(engine, 1).kernels["_fused_adamw_"]
     return calls, [master(bucket) for bucket in engine.buckets]
@@ -184,10 +184,10 @@ def test_all_ranks_take_one_kernel_or_copies_of_one_weight_would_drift_apart() -
 @pytest.mark.parametrize("optimizer", ["lamb", "lion", "sgd"])
 def test_the_weights_of_rules_that_wait_are_copied(optimizer: str) -> None:
     engine = made(precision="bf16", optimizer=optimizer)
-    before = engine.buckets[0].shard.clone()
+    before = engine.buckets[0].device_param_shard.clone()
     assert counted_step(engine, 1).kernels["_foreach_copy_"] == 1
-    assert not torch.equal(engine.buckets[0].shard, before)
-    assert all(torch.equal(bucket.shard, master(bucket).bfloat16()) for bucket in engine.buckets)
+    assert not torch.equal(engine.buckets[0].device_param_shard, before)
+    assert all(torch.equal(bucket.device_param_shard, master(bucket).bfloat16()) for bucket in engine.buckets)
 
 
 # ---- a step that the host learns of later ------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_report_is_read_when_somebody_asks() -> None:
     backward(engine)
     with Launches() as counted:
         report = engine.step(1e-3)
-        assert report is not None and not report.is_known and not counted.waits
+        assert report is not None and not report.is_on_host and not counted.waits
         assert report.applied and report.grad_norm > 0 and counted.waits == 1
 
 
@@ -230,7 +230,7 @@ def test_skipped_steps_do_not_count_for_the_bias_correction() -> None:
     marred.buckets[0].grads.shard[0] = torch.inf
     marred.step(1e-3)
     with pytest.raises(NumericsError):
-        marred.conclude()
+        marred.finish_step()
     for engine in (plain, marred):
         backward(engine)
         engine.step(1e-3)
@@ -247,6 +247,6 @@ def test_an_objection_changes_no_weight() -> None:
     next(engine.module.parameters()).requires_grad_(False)
     engine.step(1e-3)
     with pytest.raises(ConfigError, match="was frozen"):
-        engine.conclude()
+        engine.finish_step()
     assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.buckets, before, strict=True))
     assert engine.optimizer_steps == 1

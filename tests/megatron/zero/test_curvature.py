@@ -14,7 +14,7 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
-from megatron.zero.curvature import Curvature
+from megatron.zero.eigenvalue import HessianEigensolver
 from tests.distributed import run_ranks
 
 BLOCKS = 3
@@ -61,10 +61,10 @@ def step(engine: Engine, count: int = 1) -> None:
 def looked_for(engine: Engine) -> list[list[float]]:
     """The eigenvalues that it will find, each time."""
     seen: list[list[float]] = []
-    quantisation = engine.core.state.quantisation
+    quantisation = engine.core.state.moq
     assert quantisation is not None
-    learn = quantisation.learn
-    quantisation.learn = lambda values: (seen.append(list(values)), learn(values))  # type: ignore
+    learn = quantisation.set_eigenvalues
+    quantisation.set_eigenvalues = lambda values: (seen.append(list(values)), learn(values))  # type: ignore
     return seen
 
 
@@ -149,13 +149,13 @@ def test_they_are_alike_in_every_precision() -> None:
 
 def found_with_other_numbers(rank: int, world: int) -> tuple[list[float], list[int]]:
     """As if sums over ranks were not the same bits on each."""
-    dot = Curvature._dot
-    Curvature._dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
+    dot = HessianEigensolver._dot
+    HessianEigensolver._dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
     engine = made(eigenvalue={"tol": 1e-2})
     seen = looked_for(engine)
     step(engine)
-    assert engine.core.state.quantisation is not None
-    return seen[0], engine.core.state.quantisation.factors
+    assert engine.core.state.moq is not None
+    return seen[0], engine.core.state.moq.period_factors
 
 
 def test_ranks_go_by_the_same_numbers() -> None:
@@ -173,9 +173,9 @@ def found_while_signs_travel(rank: int, world: int, stage: int, optimizer: dict[
     engine = made(stage, period=4, optimizer=optimizer)
     seen = looked_for(engine)
     step(engine, 3)
-    assert engine.core.exchanged and len(seen) == 1
+    assert engine.core.compressed_exchanges and len(seen) == 1
     weights = weights_of(engine)
-    assert all(bucket.grads.stays for bucket in engine.core.buckets), "what travels in a step is as it was"
+    assert all(bucket.grads.skip_reduction for bucket in engine.core.buckets), "what travels in a step is as it was"
     step(engine, 3)
     blind = made(stage, period=4, optimizer=optimizer, eigenvalue={"enabled": False})
     step(blind, 6)
@@ -201,7 +201,7 @@ def test_steep_blocks_keep_their_bits_longer_and_the_line_says_why(capsys: pytes
     factors = [int(found) for found in re.findall(r"\(x (\d)\)", said)]
     first = factors[:BLOCKS]
     assert max(first) == 5 and min(first) < 5
-    numbers = engine.core.state.quantisation.numbers()  # type: ignore[union-attr]
+    numbers = engine.core.state.moq.state_dict()  # type: ignore[union-attr]
     assert numbers["blocks"] == ["", "layers.0", "layers.1", "layers.2"]
     assert f"current bit-precision = 15, step = 2, quantization period = {4 * first[0]}, index = 1" in said
     flattest, steepest = first.index(min(first)) + 1, first.index(5) + 1
@@ -292,7 +292,7 @@ def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
     again = made()
     again.load_checkpoint(tmp_path)
     step(again, 4)
-    assert again.core.state.quantisation.numbers() == whole.core.state.quantisation.numbers()  # type: ignore
+    assert again.core.state.moq.state_dict() == whole.core.state.moq.state_dict()  # type: ignore
     for mine, theirs in zip(again.module.parameters(), whole.module.parameters(), strict=True):
         assert mine.equal(theirs)
 

@@ -20,20 +20,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron import zero
-from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.checkpoint.convert.huggingface import open_huggingface
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
-from megatron.inference import loading
-from megatron.zero import settings
+from megatron.inference import load
+from megatron.zero import step_result
+from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions, load_foreign_weights
-from megatron.zero.norm import GradNorm
+from megatron.zero.step import GradNorm
 from mpu.groups import Groups, build
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.megatron.zero.test_call_orders import Model, rows, whole
-from tests.megatron.zero.test_watch import SAME, SIDES, ends_of, one_error
-from tests.megatron.zero.test_watch import rows as watched_rows
+from tests.megatron.zero.test_watch import SAME, SIDES, ends_of, one_error, rows as watched_rows
 from tests.wires import accelerator_side
 
 STAGES = (0, 1, 3)
@@ -184,7 +183,7 @@ def test_lists_and_tuples_and_the_order_of_keys_are_no_difference() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 1000, 1024, 16384])
 def test_a_digest_of_one_rank_that_differs_by_one_is_seen_in_float64(ranks: int) -> None:
-    largest = (1 << settings.bits(ranks)) - 1
+    largest = (1 << step_result.digest_bits(ranks)) - 1
     for usual, other in ((largest, largest - 1), (0, 1), (largest - 1, largest), (1, largest)):
         total = torch.tensor(float((ranks - 1) * usual + other), dtype=torch.float64)
         squares = torch.tensor(float((ranks - 1) * usual**2 + other**2), dtype=torch.float64)
@@ -192,7 +191,7 @@ def test_a_digest_of_one_rank_that_differs_by_one_is_seen_in_float64(ranks: int)
         assert bool(squares * ranks != total * total)
         all_alike = torch.tensor([ranks * usual, ranks * usual**2], dtype=torch.float64)
         assert bool(all_alike[1] * ranks == all_alike[0] * all_alike[0])
-    assert (ranks * largest)**2 <= 2**53 and settings.bits(ranks) >= 12
+    assert (ranks * largest)**2 <= 2**53 and step_result.digest_bits(ranks) >= 12
 
 
 # ---- sums of losses ------------------------------------------------------------------------------------------------
@@ -270,29 +269,29 @@ def test_a_step_at_a_boundary_that_only_one_rank_sees_does_not_hang(stage: int, 
     assert stage > 1 or "rank 0 is at a save" in error
 
 
-# ---- riders --------------------------------------------------------------------------------------------------------
+# ---- extra scalars --------------------------------------------------------------------------------------------------
 
 
 def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], list[str]]:
-    """Each rank gives other numbers of riders; then one gives what cannot travel."""
+    """Each rank gives other numbers of extra scalars; then one gives what cannot travel."""
     with accelerator_side(side):
         engine = engine_of(stage)
         found: list[Any] = []
         for given in ([[1.0, 2.0], []], [[], [3.0]], [8 * [1.0], [torch.tensor(2.0), 4]]):
             engine.backward(engine(rows(rank, 0)))
-            report = engine.step(riders=given[rank])
+            report = engine.step(extra_scalars=given[rank])
             assert report is not None and report.applied
-            found.append(report.riders)
+            found.append(report.extra_scalars)
         before, refused = whole(engine), []
         for wrong in (9 * [1.0], [torch.ones(2)]):
             engine.backward(engine(rows(rank, 1)))
-            refused.append(said(lambda: (engine.step(riders=wrong if rank == 1 else [1.0]), engine.conclude())))
+            refused.append(said(lambda: (engine.step(extra_scalars=wrong if rank == 1 else [1.0]), engine.conclude())))
             assert torch.equal(whole(engine), before)
         return found, refused
 
 
 @pytest.mark.parametrize("stage, side", [(0, False), (1, True), (3, False)])
-def test_other_riders_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
+def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
     (first, said_there), (second, said_here) = run_ranks(rides, 2, stage, side)
     assert first == [(1.0, 2.0), (), (3.0, 5.0, *(6 * [1.0]))] and second == [(), (3.0,), (3.0, 5.0)]
     assert said_there == said_here and "has 9 numbers: give at most 8 (so on rank 1, not on all)" in said_here[0]
@@ -433,11 +432,11 @@ def group(**other: Any) -> dict[str, Any]:
 def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
     """By the texts of a reader that has seen nothing before."""
     groups = [group(), group(weight_decay=0.5, note=[1, 2], rate=torch.tensor(0.5)), {"params": []}]
-    reader = settings.GroupReader(groups)
+    reader = step_result.HyperparamDigest(groups)
 
-    def look() -> settings.HyperParameters:
+    def look() -> step_result.HyperparamTexts:
         found = reader()
-        assert found == settings.GroupReader(groups)()
+        assert found == step_result.HyperparamDigest(groups)()
         return found
 
     first = look()
@@ -462,17 +461,17 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
 
 @pytest.mark.parametrize("one, other", [(1, 1.0), (0.0, -0.0), (0, -0.0), ({0.5, 0.9}, {0.9, 0.5})])
 def test_numbers_that_are_equal_are_no_difference(one: Any, other: Any) -> None:
-    assert settings.GroupReader([group(x=one)])() == settings.GroupReader([group(x=other)])()
+    assert step_result.HyperparamDigest([group(x=one)])() == step_result.HyperparamDigest([group(x=other)])()
 
 
 @pytest.mark.parametrize("one, other", [({0.5, 0.99}, {0.9, 0.99}), (1, 1.5), (2**53 + 1, 2**53), ("0.1", 0.1)])
 def test_values_of_other_kinds_are_compared_too(one: Any, other: Any) -> None:
-    assert settings.GroupReader([group(x=one)])() != settings.GroupReader([group(x=other)])()
+    assert step_result.HyperparamDigest([group(x=one)])() != step_result.HyperparamDigest([group(x=other)])()
 
 
 def test_names_that_change_places_are_seen() -> None:
     groups = [group(weight_decay=0.5)]
-    reader = settings.GroupReader(groups)
+    reader = step_result.HyperparamDigest(groups)
     first = reader()
     keys, values = list(groups[0]), list(groups[0].values())
     i, j = keys.index("lr"), keys.index("weight_decay")
@@ -484,7 +483,7 @@ def test_names_that_change_places_are_seen() -> None:
 
 def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
     value, groups = (1, 2), list[dict[str, Any]]([{"lr": 1}, {"lr": 2}])
-    reader = settings.GroupReader(groups)
+    reader = step_result.HyperparamDigest(groups)
     groups[0]["note"] = value
     first = reader()
     groups[0].pop("note")
@@ -496,9 +495,10 @@ def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
 def what_comes_first(rank: int, world: int) -> list[str]:
     engine, order = engine_of(0), list[str]()
     engine.backward(engine(rows(rank, 0)))
-    square, look = GradNorm.square, settings.GroupReader.__call__
-    with patch.object(GradNorm, "square", lambda self: (order.append("norm"), square(self))[1]), \
-            patch.object(settings.GroupReader, "__call__", lambda self: (order.append("settings"), look(self))[1]):
+    digest = step_result.HyperparamDigest
+    square, look = GradNorm.norm_squared, digest.__call__
+    with patch.object(GradNorm, "norm_squared", lambda self: (order.append("norm"), square(self))[1]), \
+            patch.object(digest, "__call__", lambda self: (order.append("settings"), look(self))[1]):
         engine.step()
     return order
 
@@ -509,20 +509,20 @@ def test_the_device_has_the_norm_to_do_while_the_host_looks_at_the_settings() ->
 
 def test_groups_without_anything_to_compare_are_facts_as_well() -> None:
     for groups in ([], [{"params": []}], [{"params": []}, group()]):
-        found = settings.settings_of_a_step(3, {"1/2": 2}, 2, None, settings.GroupReader(groups)())
-        assert json.loads(json.dumps(found.facts()))["the step's sum of losses"] == "2 x 1/2"
-        assert 0 <= found.digest(7, 2) < 1 << settings.bits(2)
+        found = step_result.make_step_settings(3, {"1/2": 2}, 2, None, step_result.HyperparamDigest(groups)())
+        assert json.loads(json.dumps(found.as_dict()))["the step's sum of losses"] == "2 x 1/2"
+        assert 0 <= found.digest(7, 2) < 1 << step_result.digest_bits(2)
 
 
 def test_settings_that_collide_in_one_step_do_not_in_another() -> None:
     """Of 16,384 ranks a digest has 12 bits."""
-    usual, ranks = settings.GroupReader([group()])(), 16384
+    usual, ranks = step_result.HyperparamDigest([group()])(), 16384
     collided = 0
     for number in range(20000):
-        other = settings.GroupReader([group(lr=0.2 + number)])()
+        other = step_result.HyperparamDigest([group(lr=0.2 + number)])()
 
         def collide(step: int) -> bool:
-            one, two = (settings.settings_of_a_step(step, {"1/1": 1}, 1, 1, found) for found in (usual, other))
+            one, two = (step_result.make_step_settings(step, {"1/1": 1}, 1, 1, found) for found in (usual, other))
             return one.digest(0, ranks) == two.digest(0, ranks)
 
         if collide(1):
@@ -627,14 +627,14 @@ def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str
     config = configure_gpt2(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=64,
                             max_position_embeddings=8, zero_stage=stage)
     core = gpt2_engine(config, build(1) if world > 1 else Groups())
-    before = [bucket.shard.clone() for bucket in core.buckets]
-    found = said(lambda: load_foreign_weights(core, open_folder(Path(folders[rank]))))
-    assert all(map(torch.equal, before, [bucket.shard for bucket in core.buckets])) == bool(found)
+    before = [bucket.device_param_shard.clone() for bucket in core.buckets]
+    found = said(lambda: load_external_weights(core, open_huggingface(Path(folders[rank]))))
+    assert all(map(torch.equal, before, [bucket.device_param_shard for bucket in core.buckets])) == bool(found)
     return found
 
 
 def uses_its_copy(rank: int, world: int, folders: list[str]) -> str:
-    return said(lambda: loading.open_hf(folders[rank], build(1)))
+    return said(lambda: load.open_hf_folder(folders[rank], build(1)))
 
 
 @pytest.mark.parametrize("what", ["a block", ""])

@@ -13,10 +13,10 @@ from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero import initial_params
-from megatron.zero.api.saved import whole_weights
-from megatron.zero.placeholder import Placeholder
-from mpu import draws, groups
+from megatron.zero import deferred_init
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.partitioned_param import Placeholder
+from mpu import groups, weight_init
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 
@@ -35,16 +35,17 @@ def start(rank: int, world: int, stage: int, precision: str, tp: int) -> tuple[d
     elements this rank has to keep."""
     config = config_of(stage, precision, tp)
     grid = groups.build(tp)
-    drawn, rows, sent = [0], draws.normal_rows, mock.Mock(wraps=initial_params.broadcast_into)
+    drawn, rows, sent = [0], weight_init.fill_normal_rows, mock.Mock(wraps=deferred_init.broadcast_into)
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         drawn[0] += out.numel()
         rows(out, *places)
 
-    with mock.patch.object(draws, "normal_rows", counted), mock.patch.object(initial_params, "broadcast_into", sent):
+    with mock.patch.object(weight_init, "fill_normal_rows", counted), mock.patch.object(deferred_init, "broadcast_into",
+                                                                                        sent):
         engine = build.engine(config, build.model(config, grid), grid, CPU)
     kept = sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
-    return whole_weights(engine.core), drawn[0], sent.call_count, kept
+    return gather_full_state_dict(engine.core), drawn[0], sent.call_count, kept
 
 
 @pytest.mark.parametrize(("stage", "precision", "tp"), [
@@ -56,7 +57,7 @@ def test_every_stage_starts_from_the_weights_of_one_process(stage: int, precisio
     found = run_ranks(start, 2, stage, precision, tp)
     weights = found[0][0]
     for name, value in model.state_dict().items():
-        rows = value[:config.model.tokens] if name == "wte.weight" else value
+        rows = value[:config.model.known_vocab_size] if name == "wte.weight" else value
         assert torch.equal(weights[name], rows.to(dtype)), name
     for _, drawn, broadcasts, kept in found:
         assert drawn <= kept, "a rank draws what it keeps"

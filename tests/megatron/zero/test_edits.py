@@ -193,7 +193,7 @@ def test_forwards_and_loans_may_be_inside_each_other(stage: int, work: str, mode
                 assert all(p.sum().isfinite() for p in engine.module.parameters())
         engine.backward(engine(x))
         engine.step()
-    assert all(not bucket.is_here for bucket in engine.core.buckets) == (stage == 3)
+    assert all(not bucket.is_unsharded for bucket in engine.core.buckets) == (stage == 3)
 
 
 class Renormed(Model):

@@ -15,9 +15,8 @@ from megatron import zero
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.zero.initial_params import Drawn
-from megatron.zero.holders import holder_of
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.deferred_init import LazyInitParam
+from megatron.zero.partitioned_param import Placeholder, param_owner
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.kept import master
 
@@ -292,7 +291,7 @@ def test_what_can_be_drawn_is_not_kept() -> None:
                           "vocab_size": 61}).model
     with zero.Init():
         model = GPT2(shape, seed=3, deferred=True)
-    assert all(isinstance(holder_of(p), Drawn) for p in model.parameters() if p.dim() > 1)
+    assert all(isinstance(param_owner(p), LazyInitParam) for p in model.parameters() if p.dim() > 1)
     with zero.GatheredParameters(model.parameters()):
         wanted = GPT2(shape, seed=3).state_dict()
         assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

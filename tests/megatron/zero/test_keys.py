@@ -12,8 +12,8 @@ from megatron.config.tree import ZeroConfig, build_config
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import FlatGradients
-from megatron.zero.placeholder import Placeholder
-from megatron.zero.policy import notes
+from megatron.zero.partitioned_param import Placeholder
+from megatron.zero.stages import ineffective_setting_notes
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import master
@@ -46,7 +46,7 @@ def engine_of(stage: int, **values: Any) -> Engine:
 def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
     """Train a little on data of this rank; every weight."""
     draw = torch.Generator().manual_seed(engine.groups.dp.rank)
-    dtype = engine.core.buckets[0].shard.dtype
+    dtype = engine.core.buckets[0].device_param_shard.dtype
     for _ in range(count):
         engine.backward(engine(torch.randn(4, WIDTH, generator=draw).to(dtype)))
         engine.step()
@@ -114,12 +114,12 @@ def when_gradients_move(rank: int, world: int, contiguous: bool) -> list[int]:
     seen: list[int] = []
     block = engine.core.buckets[1].grads
 
-    def accept(index: int, accept: Any = block.accept) -> bool:
+    def accept(index: int, accept: Any = block.accept_grad) -> bool:
         done: bool = accept(index)
-        seen.append(len(block.filled))
+        seen.append(len(block.filled_slots))
         return done
 
-    block.accept = accept  # type: ignore[method-assign]
+    block.accept_grad = accept  # type: ignore[method-assign]
     engine.backward(engine(torch.ones(2, WIDTH)))
     return seen
 
@@ -138,16 +138,16 @@ def waits_at_once(rank: int, world: int, overlap: bool, native: bool) -> set[boo
 def _waits_at_once(engine: Engine) -> set[bool]:
     seen: set[bool] = set()
     for bucket in engine.core.buckets:
-        def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.reduce) -> None:
+        def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.start_reduction) -> None:
             reduce()
-            assert grads._departure is not None
-            seen.add(not grads._departure._works)
+            assert grads._pending_reduction is not None
+            seen.add(not grads._pending_reduction._works)
 
-        def gather(bucket: FlatBucket = bucket, gather: Any = bucket._start_gather) -> None:
+        def gather(bucket: FlatBucket = bucket, gather: Any = bucket._launch_gather) -> None:
             gather()
-            seen.add(bucket._arrival is None)
+            seen.add(bucket._pending_gather is None)
 
-        bucket.grads.reduce, bucket._start_gather = reduce, gather  # type: ignore[method-assign]
+        bucket.grads.start_reduction, bucket._launch_gather = reduce, gather  # type: ignore[method-assign]
     steps(engine, 1)
     return seen
 
@@ -182,7 +182,7 @@ def masters_after_loading(rank: int, world: int, folder: str, from_fp32: bool) -
     pairs = list(zip(saved.core.buckets, loaded.core.buckets, strict=True))
     return [all(torch.equal(master(old), master(new)) for old, new in pairs),
             all(torch.equal(master(new), master(new).bfloat16().float()) for _, new in pairs),
-            all(torch.equal(old.shard, new.shard) for old, new in pairs)]
+            all(torch.equal(old.device_param_shard, new.device_param_shard) for old, new in pairs)]
 
 
 def test_masters_are_loaded_or_made_from_the_weights(tmp_path: Any) -> None:
@@ -192,7 +192,7 @@ def test_masters_are_loaded_or_made_from_the_weights(tmp_path: Any) -> None:
 
 def test_a_setting_that_can_do_nothing_says_so_once() -> None:
     def said(on_cuda: bool = False, precision: str = "fp32", **values: Any) -> list[str]:
-        return notes(ZeroConfig(**values), precision=precision, on_cuda=on_cuda)
+        return ineffective_setting_notes(ZeroConfig(**values), precision=precision, on_cuda=on_cuda)
 
     assert said(zero_stage=3, stage3_max_live_parameters=5, reduce_bucket_size=5, overlap_comm=False) == []
     assert said(zero_stage=2, stage3_max_live_parameters=5) == [

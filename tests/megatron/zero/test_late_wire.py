@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import megatron.zero
 from megatron import zero
 from megatron.config.tree import build_config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.utils import safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import RankError, run_ranks
@@ -198,11 +197,10 @@ FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies
-    (test_aside.py, homes/test_ferry.py). Nothing here looks for eigenvalues (test_curvature.py)."""
-    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
-        yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "curvature")
-    yield from waits("mpu.one_bit")
+    """In the mechanism; api/ waits for threads, not ranks. Nothing here looks for eigenvalues (test_curvature.py)."""
+    for path in sorted(FOLDER.glob("*.py")):
+        yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "eigenvalue")
+    yield from waits("mpu.compressed_all_reduce")
 
 
 def said(stage: int) -> list[Tensor]:

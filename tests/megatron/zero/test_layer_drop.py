@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config import ds_file
-from megatron.config.flags import parse_args
+from megatron.config import ds_json
+from megatron.config.cli import parse_args
 from megatron.errors import ConfigError
 from megatron.layer_drop import kept
 from megatron.zero.api.engine import Engine
@@ -143,5 +143,5 @@ def test_the_keys_have_the_defaults_of_deepspeed_and_the_flags_those_of_the_pape
     assert parsed(tmp_path, both % ', "theta": 0.7').pld_theta == 0.7
     with pytest.raises(ConfigError, match=r"--pld-theta is 0.5, but progressive_layer_drop.theta of .* is 0.7"):
         parsed(tmp_path, both % ', "theta": 0.7', "--pld-theta", "0.5")
-    off = ds_file.build({"train_batch_size": 8, "progressive_layer_drop": {"enabled": False}}).layer_drop
+    off = ds_json.build_ds_config({"train_batch_size": 8, "progressive_layer_drop": {"enabled": False}}).layer_drop
     assert off.schedule is None and not off.notes()

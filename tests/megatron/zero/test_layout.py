@@ -33,7 +33,7 @@ def test_segments_cover_every_element_once(seed: int, shards: int) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_slots_and_gaps_tile_the_buffer(shards: int) -> None:
     layout = FlatLayout(slots(2), shards)
-    parts = sorted([*((slot.offset, slot.end) for slot in layout.slots if slot.numel), *layout.gaps()])
+    parts = sorted([*((slot.offset, slot.end) for slot in layout.slots if slot.numel), *layout.padding_ranges()])
     assert parts[0][0] == 0 and parts[-1][1] == layout.numel
     assert all(one[1] == two[0] for one, two in zip(parts, parts[1:], strict=False))
 
@@ -43,7 +43,7 @@ def test_every_group_is_one_span_and_spans_hold_their_segments(shards: int) -> N
     layout = FlatLayout(slots(1), shards)
     for rank in range(shards):
         groups = sorted({slot.group for slot in layout.slots})
-        spans = {group: range(*layout.group_span(rank, group)) for group in groups}
+        spans = {group: range(*layout.group_range(rank, group)) for group in groups}
         for segment in layout.segments(rank):
             assert segment.shard_offset in spans[segment.slot.group]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
-from megatron.config.flags import build_config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.config.cli import build_config
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
@@ -21,9 +19,11 @@ def live_bytes(engine: ZeroEngine) -> int:
     """Every storage of the engine's state, once; without the buffers of blocks that wait for their turn."""
     storages = {}
     for bucket in engine.buckets:
-        whole = bucket.grads._whole
-        held = [bucket._whole, bucket.shard, None if whole is None else whole.flat, bucket.grads._shard,
-                *map(bucket.kept.at_hand, bucket.kept.kinds)]
+        whole = bucket.grads._full_buffer
+        held = [
+            bucket._gathered_params, bucket.device_param_shard, None if whole is None else whole.flat,
+            bucket.grads._shard, *map(bucket.master_state.device_view, bucket.master_state.kinds)
+        ]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -44,7 +44,7 @@ def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
         held = live_bytes(engine)
         engine.step(1e-3)
-        engine.settle()
+        engine.wait_for_param_gathers()
     return held / config.model.parameters()
 
 
@@ -65,12 +65,12 @@ def held_by_a_loss(rank: int, world: int) -> bool:
     engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     rows = torch.randint(0, 61, (2, 17))
     loss = engine(rows[:, :-1], rows[:, 1:])
-    written = [bucket.grads for bucket in engine.buckets if bucket.grads._whole is not None]
+    written = [bucket.grads for bucket in engine.buckets if bucket.grads._full_buffer is not None]
     assert len(written) == 1, "only the loss has made gradients so far"
     grads = written.pop()
-    size = grads._buffer().flat.nbytes
+    size = grads._get_full_buffer().flat.nbytes
     engine.backward(loss)
-    return loss.requires_grad and grads._turns.nbytes < size
+    return loss.requires_grad and grads._buffer_pool.free_nbytes < size
 
 
 def test_a_loss_that_is_kept_keeps_no_gradient() -> None:
@@ -88,22 +88,22 @@ def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) 
     engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     counts = []
     for bucket in engine.buckets:
-        def start(start=bucket._start_gather) -> None:  # type: ignore[no-untyped-def]
+        def start(start=bucket._launch_gather) -> None:  # type: ignore[no-untyped-def]
             start()
-            whole = [other._whole.untyped_storage().nbytes() // 4 for other in engine.buckets]
+            whole = [other._gathered_params.untyped_storage().nbytes() // 4 for other in engine.buckets]
             counts.append((sum(whole), sum(map(bool, whole))))
 
-        bucket._start_gather = start  # type: ignore[method-assign]
+        bucket._launch_gather = start  # type: ignore[method-assign]
     rows = torch.randint(0, 61, (2, 17))
     for _ in range(2):
         counts.clear()
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
-        assert not any(bucket.is_here for bucket in engine.buckets), "something stays whole between passes"
+        assert not any(bucket.is_unsharded for bucket in engine.buckets), "something stays whole between passes"
         engine.step(1e-3)
     in_a_step = list(counts)
     with torch.no_grad():
         engine(rows[:, :-1])
-        assert not any(bucket.is_here for bucket in engine.buckets), "something stays whole after an evaluation"
+        assert not any(bucket.is_unsharded for bucket in engine.buckets), "something stays whole after an evaluation"
     root, block = engine.buckets[0].layout.numel, engine.buckets[1].layout.numel
     return {"elements": max(live for live, _ in counts), "units": max(units for _, units in counts),
             "gathers": len(in_a_step), "root": root, "block": block}

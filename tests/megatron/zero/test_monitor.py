@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.errors import ConfigError, StorageError
-from megatron.zero.api import monitor as monitor_module
-from megatron.zero.homes.words import in_bytes
+from megatron.errors import ConfigError, StorageError, format_bytes
+from megatron.zero.api import engine_monitor as monitor_module
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -71,7 +70,7 @@ def test_times_tell_of_a_drive(tmp_path: Path, capsys: Any) -> None:
     out = [line for line in capsys.readouterr().out.splitlines() if not line.lstrip().startswith("nvme")]
     assert [line.partition(" ")[0] for line in out] == ["step=2,", "time", "drive"]
     wait = re.fullmatch(r"drive wait \(ms\): ([\d.]+) \| drive read 0 bytes, written (.*)", out[2])
-    assert wait is not None and wait[2] == in_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
+    assert wait is not None and wait[2] == format_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
 
 
 def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:
@@ -166,7 +165,7 @@ def test_an_engine_that_writes_where_another_does_is_told(tmp_path: Path, capsys
 
 
 def test_more_scalars_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_module, "MOST_OPEN", 2)
+    monkeypatch.setattr(monitor_module, "MAX_OPEN_FILES", 2)
     engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
     for step in range(2):
         engine.monitor.write_events([(f"{name}", float(step), step) for name in ("a", "b", "c/d", "c_d")])
@@ -211,7 +210,7 @@ def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
                           finish=lambda exit_code: said.append("end"))
     package = SimpleNamespace(init=lambda **given: said.append(given) or run, errors=SimpleNamespace(Error=OSError))
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr("megatron.zero.api.wandb_run.check_wandb", lambda flag: None)
+    monkeypatch.setattr("megatron.metrics.scalar_writers.check_wandb", lambda flag: None)
     trained(1, wandb={"enabled": True, "group": "sweep"}).destroy()
     opened, axis, *logged, end = said
     assert opened == {"project": "deepspeed", "group": "sweep", "entity": None} and (axis, end) == ("samples", "end")
@@ -220,7 +219,7 @@ def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
 
 
 def test_without_its_package_wandb_is_refused_by_its_key(monkeypatch: Any) -> None:
-    monkeypatch.setattr("megatron.config.log.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.config.run_config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="^wandb.enabled needs the package wandb, which is not installed"):
         trained(0, wandb={"enabled": True})
 

@@ -19,22 +19,21 @@ from megatron import zero
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.optim import muon
-from megatron.plan.footprint import Run as Plan
+from megatron.plan.footprint import PlannedRun as Plan
 from megatron.train import build
 from megatron.zero.api.engine import Engine
-from megatron.zero.hidden import hidden_matrices, split_groups
+from megatron.zero.units import hidden_matrices, split_muon_groups
 from mpu import groups
 from tests.covering import cells
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, WIDTH, Model, first, gradient, samples_of
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_two_sides import REASONS
 from tests.megatron.zero.run import (Run, assemble, configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss,
                                      join_tensor_parallel, master_runs, state)
 from tests.two_sides import DEVICE, two_sides
-from tests.wires import accelerator_side
-from tests.wires import counted as operations
+from tests.wires import accelerator_side, counted as operations
 
 STEPS, LR, DECAY, BETAS, EPS = 4, 2.0**-5, 0.125, (0.875, 0.9375), 1e-4
 SETTINGS: dict[str, Any] = {"optimizer": "muon", "clip_grad": 0.0, "weight_decay": DECAY, "adam_beta1": BETAS[0],
@@ -84,7 +83,7 @@ def whole(by_rank: list[Any], tp: int, model: nn.Module) -> dict[str, Tensor]:
 
 def products(*, in_bf16: bool) -> Any:
     """Inside, the processor multiplies bf16 fast, or does not."""
-    return patch.object(muon, "multiplies_bf16", lambda device: in_bf16)
+    return patch.object(muon, "has_fast_bf16_matmul", lambda device: in_bf16)
 
 
 def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any], in_bf16: bool = True) -> Any:
@@ -225,7 +224,7 @@ def _at_home(rank: int, world: int, folder: Path, stage: int, tp: int) -> list[s
     with accelerator_side():
         wanted = _trained(rank, world, layout, {"bf16": True})
         for name, home in homes(folder, stage, stage).items():
-            with late_ferry():
+            with late_copy_streams():
                 if not alike(_trained(rank, world, layout, {"bf16": True, **home}), wanted):
                     found.append(name)
     return found
@@ -254,7 +253,8 @@ def _two_sides(rank: int, world: int, home: dict[str, Any]) -> list[str]:
 def test_matrices_are_made_orthogonal_on_the_device_wherever_state_is() -> None:
     assert run_ranks(_two_sides, 2, {}) == [[], []]
     on_host = run_ranks(_two_sides, 2, {"offload_optimizer_device": "cpu", "offload_update": "host"})
-    there_and_back = ["megatron/zero/wholes.py:_run: to the host", "megatron/zero/wholes.py:wholes: to the device"]
+    there_and_back = ["megatron/zero/update.py:_take_segment: to the host",
+                      "megatron/zero/update.py:gather_full_params: to the device"]
     assert on_host == [there_and_back] * 2
 
 
@@ -300,13 +300,13 @@ def test_layouts_are_alike_in_fp32_as_well() -> None:
 def counted() -> Iterator[list[tuple[int, ...]]]:
     """The shapes of what is made orthogonal."""
     shapes: list[tuple[int, ...]] = []
-    original = muon.orthogonal
+    original = muon.orthogonalize
 
     def orthogonal(matrix: Tensor, steps: int) -> Tensor:
         shapes.append(tuple(matrix.shape))
         return original(matrix, steps)
 
-    with patch.object(muon, "orthogonal", orthogonal):
+    with patch.object(muon, "orthogonalize", orthogonal):
         yield shapes
 
 
@@ -343,10 +343,10 @@ def test_qkv_may_be_one_matrix() -> None:
 def test_what_is_orthogonal_has_singular_values_around_1() -> None:
     for shape in ((24, 56), (40, 24), (24, 24)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        values = torch.linalg.svdvals(muon.orthogonal(matrix, 5))
+        values = torch.linalg.svdvals(muon.orthogonalize(matrix, 5))
         assert 0.6 < values.min() and values.max() < 1.25
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        assert ((u @ v) * muon.orthogonal(matrix, 5)).sum() > 0.9 * min(shape) * values.mean()
+        assert ((u @ v) * muon.orthogonalize(matrix, 5)).sum() > 0.9 * min(shape) * values.mean()
 
 
 # ---- what it sends ---------------------------------------------------------------------------------------------------
@@ -511,21 +511,21 @@ def group_of(parameters: list[nn.Parameter], **own: Any) -> dict[str, Any]:
 def test_groups_are_split_and_may_decide() -> None:
     model = Model()
     everything = [*model.parameters()]
-    split = split_groups(model, [group_of(everything, muon_lr=4 * LR)], LR)
+    split = split_muon_groups(model, [group_of(everything, muon_lr=4 * LR)], LR)
     assert [(group["use_muon"], group["lr_scale"]) for group in split] == [(True, 4.0), (False, 1.0)]
     assert len(split[0]["params"]) == len(HIDDEN) and sum(len(group["params"]) for group in split) == len(everything)
     assert {"momentum", "ns_steps"} <= split[0].keys() and "betas" not in split[0] and "momentum" not in split[1]
-    chosen = split_groups(model, [group_of([model.head.weight], use_muon=True),
-                                  group_of(everything[:3], use_muon=False)], LR)
+    chosen = split_muon_groups(model, [group_of([model.head.weight], use_muon=True),
+                                       group_of(everything[:3], use_muon=False)], LR)
     assert [group["use_muon"] for group in chosen] == [True, False]
 
 
 def test_what_cannot_be_made_orthogonal_is_refused_by_name() -> None:
     model = Model()
     with pytest.raises(ConfigError, match=r"head\.bias of shape \(37,\) is in a param group that says .use_muon.: "):
-        split_groups(model, [group_of([*model.head.parameters()], use_muon=True)], LR)
+        split_muon_groups(model, [group_of([*model.head.parameters()], use_muon=True)], LR)
     with pytest.raises(ConfigError, match="the model has no hidden matrix"):
-        split_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
+        split_muon_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
     tiled = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": zero.TiledLinear(8, 8, in_splits=2)})])})
     with pytest.raises(ConfigError, match=r"blocks\.0\.up is a linear layer in tiles, whose matrix never exists whole"):
-        split_groups(tiled, [group_of([*tiled.parameters()])], LR)
+        split_muon_groups(tiled, [group_of([*tiled.parameters()])], LR)

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from megatron import recompute, zero
+from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
-from megatron.launch.distributed import read_environment
-from megatron.version import __version__
+from megatron.package import __version__
 from megatron.zero import utils
+from megatron.zero.api.compat_names import COMPAT_NAMES, AttributeName, MethodName, NoEffectName, UnsupportedName
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
@@ -73,20 +73,20 @@ def engine() -> Engine:
 def test_every_name_of_deepspeed_is_answered(engine: Engine) -> None:
     """By the engine itself, the module or the table; a refusal is one sentence that says what to do."""
     for name in ALL:
-        row = TABLE.get(name)
-        if isinstance(row, Refused):
+        row = COMPAT_NAMES.get(name)
+        if isinstance(row, UnsupportedName):
             assert not hasattr(engine, name)
             with pytest.raises(ConfigError, match=rf"^engine.{name} is not supported: [^\n]+$"):
                 getattr(engine, name)
             continue
-        assert hasattr(engine, name), f"{name} is unknown: give it a row in names.py"
-        if isinstance(row, (Reads, Idle)):
+        assert hasattr(engine, name), f"{name} is unknown: give it a row in compat_names.py"
+        if isinstance(row, (MethodName, NoEffectName)):
             getattr(engine, name)()
 
 
 def test_the_table_hides_nothing_that_the_engine_has() -> None:
     real = {name for name in dir(Engine) if not name.startswith("_")} | set(vars(made()))
-    assert not real & TABLE.keys()
+    assert not real & COMPAT_NAMES.keys()
 
 
 def test_answers_are_those_of_the_configuration(engine: Any) -> None:
@@ -356,8 +356,8 @@ def test_recomputation_has_deepspeeds_names(tmp_path: Path) -> None:
 
 
 def test_rows_say_something() -> None:
-    for name, row in TABLE.items():
-        text = row.meaning if isinstance(row, (Reads, Holds)) else row.reason
+    for name, row in COMPAT_NAMES.items():
+        text = row.description if isinstance(row, (MethodName, AttributeName)) else row.reason
         assert text and not text.endswith("."), name
 
 

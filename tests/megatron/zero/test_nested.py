@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.zero.nested import mapped, tensors_in
+from megatron.zero.hooks import iter_tensors, map_tensors
 
 Pair = namedtuple("Pair", "one other")
 
@@ -27,12 +27,12 @@ x = torch.zeros(2)
 @pytest.mark.parametrize("value", [x, (x,), [x], Pair(1, x), {"x": x}, UserDict(x=x), Record(x),
                                    {"a": [UserDict(x=(x,))]}])
 def test_a_tensor_is_found_and_changed_in_a_copy_of_the_same_kind(value: Any) -> None:
-    changed = mapped(value, lambda tensor: tensor + 1)
+    changed = map_tensors(value, lambda tensor: tensor + 1)
     assert type(changed) is type(value)
     for found, wanted in ((value, x), (changed, x + 1)):
-        assert [tensor.tolist() for tensor in tensors_in(found)] == [wanted.tolist()]
+        assert [tensor.tolist() for tensor in iter_tensors(found)] == [wanted.tolist()]
 
 
 def test_other_things_are_handed_on() -> None:
     value = [None, 3, "word", Tensor]
-    assert mapped(value, lambda tensor: tensor + 1) == value and not [*tensors_in(value)]
+    assert map_tensors(value, lambda tensor: tensor + 1) == value and not [*iter_tensors(value)]

@@ -157,7 +157,7 @@ def test_rows_without_a_gradient_only_decay() -> None:
 @pytest.mark.parametrize("accumulation, precision", cells(
     [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
-    """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
+    """On two ranks, where the sums of the warm-up are (mpu/backends.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
     assert same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 
@@ -171,8 +171,8 @@ def _gpt2(rank: int, world: int, stage: int, precision: dict[str, Any]) -> tuple
         rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
         engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
         engine.step()
-    assert engine.exchanged
-    slots = [slot for line in engine.exchanged for slot in line.layout.slots]
+    assert engine.compressed_exchanges
+    slots = [slot for line in engine.compressed_exchanges for slot in line.layout.slots]
     return weights(engine), [slot.name for slot in slots if slot.partition is None], grid.tp.rank
 
 
@@ -189,7 +189,7 @@ def test_gpt2_trains_alike_at_stages_0_and_1_of_tensor_parallel_ranks(precision:
 def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
     engine = engine_of(stage, fp16=True, initial_loss_scale=2.0**8)
     train(engine, 0, 2 * FREEZE)
-    assert engine.core.exchanged
+    assert engine.core.compressed_exchanges
     before = all_state(engine)
     loss = engine(noisy(99, rank))
     engine.backward(loss * (float("inf") if rank else 1.0))
@@ -254,11 +254,11 @@ def _owed_on_average(rank: int, world: int, folder: str, saves: bool) -> tuple[d
     else:
         engine.load_checkpoint(folder, tag="kept")
     found: dict[str, Tensor] = {}
-    for line in engine.core.exchanged:
+    for line in engine.core.compressed_exchanges:
         for slot in line.layout.slots:
-            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+            found[slot.name] = line.one_bit_mean.worker_error[slot.offset : slot.end] / world
         for segment in line.layout.segments(rank):
-            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            own = line.one_bit_mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
             found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
     return found, len(train(engine, FREEZE + 5, FREEZE + 7))
 
@@ -275,11 +275,11 @@ def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, ranks: in
 def _starts_anew(rank: int, world: int, folder: str) -> bool:
     engine = engine_of(0)
     engine.load_checkpoint(folder, tag="kept", load_optimizer_states=False)
-    froze = bool(engine.core.exchanged)
+    froze = bool(engine.core.compressed_exchanges)
     train(engine, 0, FREEZE)
-    warm = bool(engine.core.exchanged)
+    warm = bool(engine.core.compressed_exchanges)
     train(engine, FREEZE, FREEZE + 1)
-    return not froze and not warm and bool(engine.core.exchanged)
+    return not froze and not warm and bool(engine.core.compressed_exchanges)
 
 
 def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ class Wider(Net):
 def _grows(rank: int, world: int, folder: str) -> bool:
     engine = engine_around(Wider(), configure(**{**SETTINGS, "zero_stage": 0}), groups.build(1), 1)
     engine.load_checkpoint(folder, tag="kept", load_module_strict=False)
-    by_name = {slot.name: line.mean.owed[slot.offset : slot.end] for line in engine.core.exchanged
-               for slot in line.layout.slots}
+    by_name = {slot.name: line.one_bit_mean.worker_error[slot.offset:slot.end]
+               for line in engine.core.compressed_exchanges for slot in line.layout.slots}
     return bool(by_name["body.weight"].any()) and not by_name["more.weight"].any()
 
 

@@ -269,8 +269,8 @@ def _gpt2(rank: int, world: int, tp: int, stage: int) -> tuple[dict[str, Tensor]
         rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
         engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
         engine.step()
-    assert engine.exchanged
-    slots = [slot for line in engine.exchanged for slot in line.layout.slots]
+    assert engine.compressed_exchanges
+    slots = [slot for line in engine.compressed_exchanges for slot in line.layout.slots]
     return weights(engine), [slot.name for slot in slots if slot.partition is None], engine.rule.scalars()
 
 
@@ -325,11 +325,11 @@ def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> t
     else:
         engine.load_checkpoint(folder, tag="kept")
     found: dict[str, Tensor] = {}
-    for line in engine.core.exchanged:
+    for line in engine.core.compressed_exchanges:
         for slot in line.layout.slots:
-            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+            found[slot.name] = line.one_bit_mean.worker_error[slot.offset : slot.end] / world
         for segment in line.layout.segments(rank):
-            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            own = line.one_bit_mean.server_error[segment.shard_offset : segment.shard_offset + segment.count]
             found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
     knows = engine.core.rule.scalars()
     train(engine, FREEZE + 5, FREEZE + 7, batch)

@@ -200,7 +200,7 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
         before, message = state(engine), "no error"
         try:
             take_step(engine, grid, 1, case)
-            engine.conclude()
+            engine.finish_step()
         except NumericsError as error:
             message = str(error)
         seen.append(Ended(message, same(before, state(engine))))
@@ -288,7 +288,7 @@ def step_with_large(rank: int, world: int, stage: int, tp: int, precision: str, 
     for value in values:
         engine = gpt2_engine(config(stage, tp, grid.dp.size, precision), grid)
         report = take_step(engine, grid, 0, Case("positions", 0, value, 0))
-        engine.conclude()
+        engine.finish_step()
         held = weights(engine)
         seen.append(Large(float(report.grad_norm), report.applied, all(bool(weight.isfinite().all()) for weight in
                                                                        held.values()), digest(list(held.values()))))

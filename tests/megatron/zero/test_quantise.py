@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.config import ds_file
-from megatron.config.flags import parse_args
-from megatron.config.quantize import QuantizeConfig
+from megatron.config import ds_json
+from megatron.config.cli import parse_args
+from megatron.config.model_config import QuantizeConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -44,7 +44,7 @@ SPELT["compression_training"] = {"compression_training": {"weight_quantization":
 
 @pytest.mark.parametrize("name", SPELT)
 def test_the_keys_say_the_same_in_every_spelling(name: str, tmp_path: Path) -> None:
-    assert ds_file.build({"train_batch_size": 8, **SPELT[name]}).quantize == MEANT
+    assert ds_json.build_ds_config({"train_batch_size": 8, **SPELT[name]}).quantize == MEANT
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, **SPELT[name]}))
     with pytest.raises(ConfigError, match="--quantize-target-bits is 4, but .*bits|--quantize-target-bits is 4, but .*"
                                           "different_groups"):
@@ -56,7 +56,7 @@ def test_two_spellings_that_disagree_are_refused() -> None:
     both = {"quantize_algo": {"q_type": "asymmetric"}, "quantize-algo": {"q_type": "symmetric"}}
     with pytest.raises(ConfigError, match='quantize_algo.q_type "asymmetric" and '
                                           'quantize_training.quantize-algo.q_type "symmetric" disagree'):
-        ds_file.build({"train_batch_size": 8, "quantize_training": {"enabled": True, **both}})
+        ds_json.build_ds_config({"train_batch_size": 8, "quantize_training": {"enabled": True, **both}})
 
 
 @pytest.mark.parametrize("block, says", [
@@ -69,7 +69,7 @@ def test_two_spellings_that_disagree_are_refused() -> None:
 ])
 def test_a_wrong_key_is_one_line(block: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ds_file.build({"train_batch_size": 8, "quantize_training": {"enabled": True, **block}})
+        ds_json.build_ds_config({"train_batch_size": 8, "quantize_training": {"enabled": True, **block}})
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -189,8 +189,8 @@ def test_a_checkpoint_holds_exact_masters_and_the_counters(tmp_path: Path) -> No
     for mine, theirs in zip(again.module.parameters(), engine.module.parameters(), strict=True):
         assert mine.equal(theirs)
         assert safe_get_full_fp32_param(mine).equal(safe_get_full_fp32_param(theirs))  # type: ignore
-    quantisation = again.core.state.quantisation
-    assert quantisation is not None and quantisation.numbers() == {
+    quantisation = again.core.state.moq
+    assert quantisation is not None and quantisation.state_dict() == {
         "counter": 3, "blocks": [""], "bits": [4], "periods": [4], "fell_at": [2], "factors": [1],
         "rounded": [name for name, one in engine.module.named_parameters() if one.dim() > 1]}
     step(engine, 2)

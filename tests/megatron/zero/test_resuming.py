@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as torch_schedulers
 from megatron import zero
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
+from megatron.zero.api.checkpoint_io import LoadOptions
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions
 
 WIDTH, ROWS = 4, 2
 
@@ -132,7 +132,7 @@ def test_what_was_set_by_hand_comes_back_as_the_options_say(tmp_path: Path) -> N
         engine.load_checkpoint(tmp_path, **options)
         assert hyper(engine) == groups, name
     trainer = engine_of()  # pretrain_gpt2's flags decide
-    trainer.restore(open_checkpoint(tmp_path, world=trainer.groups.world), LoadOptions(hyper=False))
+    trainer.restore(open_checkpoint(tmp_path, world=trainer.groups.world), LoadOptions(hyper_parameters=False))
     assert hyper(trainer) == own
 
 

@@ -187,7 +187,7 @@ def test_looking_costs_little(stage: int) -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        engine.core._roster.check()
+        engine.core._param_guard.check_before_step()
         times.append(time.perf_counter() - start)
     print(f"stage {stage}: {1e6 * min(times):.0f} us for 1,200 parameters")
     assert min(times) < 0.02

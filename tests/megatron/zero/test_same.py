@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron import zero
 from megatron.errors import ConfigError
-from megatron.zero.api.same import WHAT_DOES_IT
+from megatron.zero.api.model_checks import UNORDERED_BUILD_HINT
 from mpu.groups import build
-from mpu.partition import mark_partition
+from mpu.partition import set_partition
 from mpu.split import Partition
 from tests.distributed import run_ranks
 
@@ -174,8 +174,9 @@ def whole_numbers(rank: int) -> nn.Module:
 
 
 MODELS: dict[Callable[[int], nn.Module], str] = {
-    swapped: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {WHAT_DOES_IT}",
-    swapped_last: f"parameter 1 is 'layers.beta.weight' on rank 0, 'layers.gamma.weight' on rank 1; {WHAT_DOES_IT}",
+    swapped: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {UNORDERED_BUILD_HINT}",
+    swapped_last: "parameter 1 is 'layers.beta.weight' on rank 0, 'layers.gamma.weight' on rank 1; "
+                  f"{UNORDERED_BUILD_HINT}",
     a_layer_more: "parameter 3 is nothing on rank 0, 'layers.delta.weight' on rank 1; build the same model",
     another_name: "parameter 2 is 'layers.gamma.weight' on rank 0, 'layers.delta.weight' on rank 1; build the same",
     another_shape: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [2, 8]",
@@ -184,11 +185,12 @@ MODELS: dict[Callable[[int], nn.Module], str] = {
     units_swapped: "parameter 0 is 'blocks.0.inner.weight' on rank 0, 'blocks.0.outer.weight' on rank 1",
     tied: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on rank 1",
     of_another_module: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on",
-    tiles_swapped: f"on rank 1; {WHAT_DOES_IT}",
-    split_at_once: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {WHAT_DOES_IT}",
+    tiles_swapped: f"on rank 1; {UNORDERED_BUILD_HINT}",
+    split_at_once: "parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; "
+                   f"{UNORDERED_BUILD_HINT}",
     split_on_one_rank: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] of "
                        "zero.Init in",
-    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {WHAT_DOES_IT}",
+    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {UNORDERED_BUILD_HINT}",
     another_buffer: "buffer 2 is nothing on rank 0, 'more' on rank 1; build the same model on every rank",
     longer_buffer: "buffer 'std' is float32 [2] on rank 0, float32 [3] on rank 1; build the same model on every rank",
     whole_numbers: "buffer 'std' is int64 [2] on rank 0, int32 [2] on rank 1; build the same model on every rank"}
@@ -218,7 +220,7 @@ class Slice(nn.Module):
         super().__init__()
         for name in names:
             setattr(self, name, nn.Parameter(torch.ones(4)))
-            mark_partition(getattr(self, name), Partition(0))
+            set_partition(getattr(self, name), Partition(0))
 
 
 def refused_in_a_tp_group(rank: int, world: int, odd: int) -> str:
@@ -311,4 +313,4 @@ def test_a_set_of_names_has_another_order_in_each_process(tmp_path: Path) -> Non
                           cwd=tmp_path, capture_output=True, text=True, timeout=90,
                           env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 1 and WHAT_DOES_IT in errors[0], done.stderr
+    assert done.returncode == 2 and len(errors) == 1 and UNORDERED_BUILD_HINT in errors[0], done.stderr

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron import recompute, zero
 from megatron.errors import ConfigError
-from megatron.zero.api.engine import Engine
 from megatron.zero import hooks
+from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from mpu import groups
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
@@ -75,13 +75,13 @@ def inputs() -> Tensor:
 def watched() -> Iterator[list[tuple[str, StorageWeakRef]]]:
     """The gathered memory of every unit but the root, which stays until its backward."""
     seen: list[tuple[str, StorageWeakRef]] = []
-    real = FlatBucket._start_gather
+    real = FlatBucket._launch_gather
 
     def start(bucket: FlatBucket) -> None:
-        seen.append((bucket.name, StorageWeakRef(bucket.gathered.untyped_storage())))
+        seen.append((bucket.name, StorageWeakRef(bucket.gathered_params.untyped_storage())))
         real(bucket)
 
-    with patch.object(FlatBucket, "_start_gather", start):
+    with patch.object(FlatBucket, "_launch_gather", start):
         yield seen
 
 
@@ -173,7 +173,7 @@ def test_gradients_do_not_depend_on_the_search(run: str, searches: bool) -> None
         torch.manual_seed(0)
         model = Model(RUNS[run])
         engine = engine_of(model, stage)
-        with nullcontext() if searches else patch.object(hooks, "save_by_reference", lambda *given: None):
+        with nullcontext() if searches else patch.object(hooks, "save_params_by_reference", lambda *given: None):
             for _ in range(3):
                 engine.backward(engine(inputs()))
                 engine.step()

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
-from megatron.zero.api.schedule import schedule_of
+from megatron.config.cli import parse_args
+from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.zero.api.optimizer import build_lr_schedule
 
 PEAK, WARMUP, TOTAL = 0.01, 10, 20
 TYPES = (None, "log", "linear")
@@ -121,7 +121,7 @@ def test_the_trainer_has_the_same_rates_from_the_same_file(kind: str, warmup_typ
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(configuration(kind, warmup_type)))
     config = parse_args(["--preset", "tiny", "--mock-data", "--deepspeed", "--deepspeed_config", str(path)], 1)
-    trainer = schedule_of(config)
+    trainer = build_lr_schedule(config)
     engine, _, _, scheduler = zero.initialize(model=nn.Linear(2, 1), config=str(path))
     for step in range(TOTAL + 3):
         assert engine.get_lr() == [trainer(step)]

@@ -183,12 +183,12 @@ def test_few_copies_exist_at_a_time(stage: int, sent: str, most: int) -> None:
     engine = zero.initialize(model=Dots(), config={
         "train_micro_batch_size_per_gpu": 1, "communication_data_type": sent, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})[0]
-    alive, reduce = [], FlatGradients.reduce
+    alive, reduce = [], FlatGradients.start_reduction
 
     def counted(grads: FlatGradients) -> None:
         reduce(grads)
-        alive.append(sum(bucket.grads._departure is not None for bucket in engine.core.buckets))
+        alive.append(sum(bucket.grads._pending_reduction is not None for bucket in engine.core.buckets))
 
-    with patch.object(FlatGradients, "reduce", counted):
+    with patch.object(FlatGradients, "start_reduction", counted):
         engine.backward(engine(torch.ones(N)))
     assert max(alive) == most

@@ -15,7 +15,7 @@ from megatron import zero
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
-from megatron.zero.step import OVERFLOWS_IN_A_ROW, SKIPS_IN_A_ROW, STRICT_STEPS
+from megatron.zero.step import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, STRICT_FIRST_STEPS
 from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
@@ -52,31 +52,32 @@ def weights(engine: Engine) -> list[Tensor]:
 def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, capsys: pytest.CaptureFixture[str],
                                                                   ) -> None:
     engine = made()
-    for _ in range(STRICT_STEPS):
+    for _ in range(STRICT_FIRST_STEPS):
         step(engine)
     before = weights(engine)
     step(engine, torch.inf)
     assert all(map(torch.equal, before, weights(engine)))
-    assert (engine.skipped_steps, engine.applied_steps) == (1, STRICT_STEPS)
+    assert (engine.skipped_steps, engine.applied_steps) == (1, STRICT_FIRST_STEPS)
     engine.conclude()
     said = capsys.readouterr().err
-    assert f"gradient norm is nan at step {STRICT_STEPS + 1}: first in " in said and "the step was skipped" in said
+    assert f"gradient norm is nan at step {STRICT_FIRST_STEPS + 1}: first in " in said
+    assert "the step was skipped" in said
     step(engine)
-    assert engine.applied_steps == STRICT_STEPS + 1 and not torch.equal(before[0], weights(engine)[0])
+    assert engine.applied_steps == STRICT_FIRST_STEPS + 1 and not torch.equal(before[0], weights(engine)[0])
 
 
 def test_so_many_in_a_row_end_the_run(side: str) -> None:
     engine = made()
-    for _ in range(STRICT_STEPS):
+    for _ in range(STRICT_FIRST_STEPS):
         step(engine)
     for _ in range(2):
-        for _ in range(SKIPS_IN_A_ROW):
+        for _ in range(MAX_SKIPS_IN_A_ROW):
             step(engine, torch.inf)
         step(engine)
-    for _ in range(SKIPS_IN_A_ROW):
+    for _ in range(MAX_SKIPS_IN_A_ROW):
         step(engine, torch.inf)
-    with pytest.raises(NumericsError, match=f"at step {STRICT_STEPS + 3 * SKIPS_IN_A_ROW + 3}: first in.*; "
-                       f"{SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {SKIPS_IN_A_ROW};"):
+    with pytest.raises(NumericsError, match=f"at step {STRICT_FIRST_STEPS + 3 * MAX_SKIPS_IN_A_ROW + 3}: first in.*; "
+                       f"{MAX_SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {MAX_SKIPS_IN_A_ROW};"):
         step(engine, torch.inf)
         engine.conclude()
 
@@ -86,7 +87,7 @@ def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: st
     torch.manual_seed(0)
     engine = engine_around(nn.Linear(4, 4), configure(fp16=True, loss_scale=2.0**15), Groups())
     with pytest.raises(NumericsError, match="every loss is finite"):
-        for _ in range(OVERFLOWS_IN_A_ROW + 2):
+        for _ in range(MAX_OVERFLOWS_IN_A_ROW + 2):
             loss = 100 * engine(torch.ones(2, 4, dtype=torch.float16)).square().sum()  # its gradient is too large
             assert loss.dtype == torch.float16 and loss.isfinite() and (loss * engine.loss_scale).isinf()
             engine.backward(loss)
@@ -106,8 +107,8 @@ def test_a_step_that_is_called_again_after_an_objection_still_knows_its_losses()
         engine.step()
 
 
-@pytest.mark.parametrize(("settings", "good", "skips"), [({}, STRICT_STEPS - 1, 0), ({}, 0, 0),
-                                                         ({"max_skipped_in_a_row": 0}, STRICT_STEPS + 5, 0),
+@pytest.mark.parametrize(("settings", "good", "skips"), [({}, STRICT_FIRST_STEPS - 1, 0), ({}, 0, 0),
+                                                         ({"max_skipped_in_a_row": 0}, STRICT_FIRST_STEPS + 5, 0),
                                                          ({"max_skipped_in_a_row": 2}, 0, 2)])
 def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: dict[str, int], good: int, skips: int,
                                                           ) -> None:
@@ -117,7 +118,7 @@ def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: d
     for _ in range(skips):
         step(engine, torch.inf)
     allowed = settings.get("max_skipped_in_a_row")
-    why = f"in the first {STRICT_STEPS} steps this ends the run, unless --max-skipped" if allowed is None else \
+    why = f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped" if allowed is None else \
         f"{skips + 1} in a row, --max-skipped-in-a-row is {allowed};"
     with pytest.raises(NumericsError, match=why):
         step(engine, torch.inf)
@@ -135,8 +136,8 @@ def test_the_rate_of_a_schedule_waits_for_a_skipped_step(side: str) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-        for number in range(STRICT_STEPS + 4):
-            if bad and number == STRICT_STEPS + 1:
+        for number in range(STRICT_FIRST_STEPS + 4):
+            if bad and number == STRICT_FIRST_STEPS + 1:
                 step(engine, torch.inf)
             step(engine)
         engine.conclude()
@@ -146,14 +147,14 @@ def test_the_rate_of_a_schedule_waits_for_a_skipped_step(side: str) -> None:
 
 
 QUESTIONS: dict[str, Callable[[Engine], object]] = {
-    "the report": lambda engine: engine.core.last_report and engine.core.last_report.riders,
+    "the report": lambda engine: engine.core.last_report and engine.core.last_report.extra_scalars,
     "the norm": Engine.get_global_grad_norm,
     "whether it was applied": Engine.was_step_applied,
     "skipped steps": lambda engine: engine.skipped_steps,
     "applied steps": lambda engine: engine.applied_steps,
     "steps of the optimizer": lambda engine: engine.core.optimizer_steps,
     "an overflow": lambda engine: engine.optimizer.overflow,
-    "a printed line": lambda engine: list(engine.monitor._lines(engine, None)),
+    "a printed line": lambda engine: list(engine.monitor._console_lines(engine, None)),
 }
 
 
@@ -172,8 +173,8 @@ def cycle(optimizer: Any) -> Any:
 
 
 def in_sequence(optimizer: Any) -> Any:
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STRICT_STEPS + 1)
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, chained(optimizer)], [STRICT_STEPS + 1])
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STRICT_FIRST_STEPS + 1)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, chained(optimizer)], [STRICT_FIRST_STEPS + 1])
 
 
 def by_hand(optimizer: Any) -> Any:
@@ -203,12 +204,12 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
     ends = []
     for bad in (False, True):
         engine = scheduled(made_by)
-        for number in range(STRICT_STEPS + 4):
-            if bad and number in (STRICT_STEPS, STRICT_STEPS + 2):
+        for number in range(STRICT_FIRST_STEPS + 4):
+            if bad and number in (STRICT_FIRST_STEPS, STRICT_FIRST_STEPS + 2):
                 step(engine, torch.inf)
             step(engine)
             report = engine.core.last_report
-            assert report is not None and report.is_known == (side == "cpu" or made_by is by_hand)
+            assert report is not None and report.is_on_host == (side == "cpu" or made_by is by_hand)
         engine.conclude()
         group = engine.optimizer.param_groups[0]
         ends.append(({name: group[name] for name in ("lr", "betas")}, weights(engine),
@@ -222,19 +223,19 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
 def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side: str) -> None:
     """After a skipped step as well, though it is asked on one rank alone, before anything is concluded."""
     engine = scheduled(made_by)
-    for _ in range(STRICT_STEPS):
+    for _ in range(STRICT_FIRST_STEPS):
         step(engine)
     before = engine.get_lr(), engine.get_mom()
     step(engine, torch.inf)
     assert (engine.get_lr(), engine.get_mom()) == before
     step(engine)
     assert engine.core.last_report is not None and engine.core.last_report.lr == before[0][0]
-    assert engine.get_lr() != before[0] and engine.applied_steps == STRICT_STEPS + 1
+    assert engine.get_lr() != before[0] and engine.applied_steps == STRICT_FIRST_STEPS + 1
 
 
 def test_a_rate_that_somebody_has_set_since_stays(side: str) -> None:
     engine = scheduled(curve)
-    for _ in range(STRICT_STEPS):
+    for _ in range(STRICT_FIRST_STEPS):
         step(engine)
     step(engine, torch.inf)
     engine.optimizer.param_groups[0]["lr"] = 0.125
@@ -252,8 +253,8 @@ def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object, str]]:
             engine.lr_scheduler = None  # the one of `engine_around` asks on every rank
             message = "no error"
             try:
-                for number in range(STRICT_STEPS + 3 * SKIPS_IN_A_ROW):
-                    step(engine, torch.inf if rank == 1 and number >= STRICT_STEPS else 1.0)
+                for number in range(STRICT_FIRST_STEPS + 3 * MAX_SKIPS_IN_A_ROW):
+                    step(engine, torch.inf if rank == 1 and number >= STRICT_FIRST_STEPS else 1.0)
                     if rank == 0:
                         ask(engine)
             except NumericsError as error:
@@ -265,10 +266,10 @@ def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object, str]]:
 def test_one_rank_alone_may_ask_what_became_of_a_step() -> None:
     """What went wrong all ranks say together, where all of them come."""
     first, second = run_ranks(asked_by_one, 2, timeout=120)
-    last = STRICT_STEPS + SKIPS_IN_A_ROW + 1
+    last = STRICT_FIRST_STEPS + MAX_SKIPS_IN_A_ROW + 1
     for question, message, skipped, printed in first:
-        assert f"at step {last}: first in" in message and skipped == SKIPS_IN_A_ROW + 1, question
-        assert printed.count(f"gradient norm is nan at step {STRICT_STEPS + 1}: first in ") == 1, question
+        assert f"at step {last}: first in" in message and skipped == MAX_SKIPS_IN_A_ROW + 1, question
+        assert printed.count(f"gradient norm is nan at step {STRICT_FIRST_STEPS + 1}: first in ") == 1, question
     assert [end[:3] for end in first] == [end[:3] for end in second]
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.config.flags import build_config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.config.cli import build_config
+from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 
@@ -131,11 +130,11 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
-        def reduce(bucket=bucket, launch=bucket.grads.reduce) -> None:  # type: ignore[no-untyped-def]
-            seen[bucket.name] = engine.passes.in_backward
+        def reduce(bucket=bucket, launch=bucket.grads.start_reduction) -> None:  # type: ignore[no-untyped-def]
+            seen[bucket.name] = engine.pass_coordinator.in_backward
             launch()
 
-        bucket.grads.reduce = reduce  # type: ignore[method-assign]
+        bucket.grads.start_reduction = reduce  # type: ignore[method-assign]
     rows = torch.randint(0, 61, (2, 17))
     engine.backward(engine(rows[:, :-1], rows[:, 1:]))
     return seen

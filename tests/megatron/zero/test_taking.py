@@ -14,7 +14,7 @@ from torch import nn
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
 from megatron.zero import engine as mechanism
-from megatron.zero.api import saved
+from megatron.zero.api import checkpoint_io
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
 
@@ -102,7 +102,7 @@ def test_one_that_fails_later_leaves_a_model_that_says_so(
 @STAGES
 def test_one_that_runs_out_of_memory_leaves_no_rounded_weights_for_the_next(stage: int) -> None:
     model = Model()
-    with mock.patch.object(mechanism, "State", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(mechanism, "EngineState", side_effect=MemoryError), pytest.raises(MemoryError):
         zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))
     with pytest.raises(ConfigError, match="failed half way"):
         zero.initialize(model=model, config=config(stage))
@@ -122,7 +122,8 @@ def test_weights_that_were_being_gathered_are_given_back(stage: int, tmp_path: P
     settings = config(stage)
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     engine = zero.initialize(model=Model(), config=settings)[0]
-    with mock.patch.object(saved, "_joined", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(checkpoint_io, "_join_tp_slices",
+                           side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         engine.save_16bit_model(tmp_path)
     engine.backward(engine(torch.ones(4)))
     engine.step()

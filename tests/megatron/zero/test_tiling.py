@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias, even_sizes
 from mpu.groups import build as build_groups

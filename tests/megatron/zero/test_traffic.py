@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.config.flags import parse_args
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.plan.fake_rank import CPU, rank_0_of
@@ -95,7 +94,7 @@ def first_step_of_the_ten_billion(layers: int) -> tuple[int, Traffic]:
                 engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
                 report = engine.step(1e-3)
         block = max(bucket.layout.numel for bucket in engine.buckets)
-        assert engine.accumulation == 4
+        assert engine.accumulation_steps == 4
         return block, traffic(sent)
 
 

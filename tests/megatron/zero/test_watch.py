@@ -27,12 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.launch import exits
-from megatron.zero import watch
+from megatron.distributed import exit_codes, watchdog
+from megatron.distributed.collective_log import CollectiveLog
 from megatron.zero.api.engine import Engine
-from megatron.zero.exchanges import ExchangeLog
 from mpu import groups
-from mpu.wire.board import Board
+from mpu.store import StoreKV
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -40,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 WIDTH = 8
 LOOK = 0.1
 """In place of a second."""
-SPEAKER_POLLS = 200
+REPORTER_POLLS = 200
 """A speaker waits for ten seconds for the logs of ranks that are slow."""
 
 
@@ -108,12 +107,12 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
             loop(engine, rank)
             ends.put("")
         except BaseException as error:
-            failure = exits.explain(error)
+            failure = exit_codes.exit_reason_of(error)
             ends.put(f"{failure.code} {failure.text}")
 
     told: list[str] = []
-    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
-            accelerator_side(side), patch.multiple(exits, write_error=told.append, leave_now=leave):
+    with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
+            accelerator_side(side), patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
         return ends.get()
@@ -325,8 +324,8 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         time.sleep(0.01)
     torch.distributed.init_process_group("gloo", store=_tcp_store(int(port.read_text()), False), rank=rank,
                                          world_size=world)
-    log = ExchangeLog(sums_in_order=True)
-    log.note("blocks.1" if rank == 0 else "blocks.2")
+    log = CollectiveLog(reductions_in_order=True)
+    log.record_collective("blocks.1" if rank == 0 else "blocks.2")
     ends: SimpleQueue[str] = SimpleQueue()
     told: list[str] = []
 
@@ -336,10 +335,10 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         ends.put(f"{code} {told[-1]}")
         Event().wait()
 
-    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
-            patch.multiple(exits, write_error=told.append, leave_now=leave):
+    with patch.multiple(watchdog, CHECK_SECONDS=LOOK, POLL_SECONDS=0.05, REPORTER_POLLS=REPORTER_POLLS), \
+            patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
-        watch.Watch(log, groups.build(), Board("watch")).start()
+        watchdog.DesyncWatchdog(log, groups.build(), StoreKV("watch")).start()
         try:
             return ends.get(timeout=10)
         except Empty:
@@ -359,7 +358,7 @@ def test_the_rank_that_keeps_the_store_leaves_last(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys
-from megatron.launch.exits import run
+from megatron.distributed.exit_codes import run
 from tests.megatron.zero import test_watch
 
 def main():

@@ -11,19 +11,18 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from megatron.distributed import exit_codes, watchdog
+from megatron.distributed.collective_log import MAX_ENTRIES, CollectiveLog
+from megatron.distributed.watchdog import DesyncWatchdog
 from megatron.errors import TrainerError
-from megatron.launch import exits
-from megatron.zero import watch
-from megatron.zero.exchanges import KEPT, ExchangeLog
-from megatron.zero.watch import Watch
+from mpu import store
 from mpu.groups import Group, Groups
-from mpu.wire import board
-from mpu.wire.board import Board
+from mpu.store import StoreKV
 
-QUICK = {"LOOK_SECONDS": 0.01, "POLL_SECONDS": 0.01}
+QUICK = {"CHECK_SECONDS": 0.01, "POLL_SECONDS": 0.01}
 
 
-class CountingBoard(Board):
+class CountingBoard(StoreKV):
     """Knows which notes were asked for."""
 
     def __init__(self, name: str) -> None:
@@ -41,30 +40,30 @@ class CountingBoard(Board):
 
 @pytest.fixture(autouse=True)
 def one_store() -> Iterator[None]:
-    with patch.object(board.distributed_c10d, "_get_default_store", lambda store=dist.HashStore(): store), \
-            patch.multiple(watch, **QUICK):
+    with patch.object(store.distributed_c10d, "_get_default_store", lambda store=dist.HashStore(): store), \
+            patch.multiple(watchdog, **QUICK):
         yield
 
 
-def log_of(*entries: str) -> ExchangeLog:
-    log = ExchangeLog(sums_in_order=True)
+def log_of(*entries: str) -> CollectiveLog:
+    log = CollectiveLog(reductions_in_order=True)
     for entry in entries:
-        log.note(entry)
+        log.record_collective(entry)
     return log
 
 
-def watch_of(rank: int, world: int, log: ExchangeLog) -> Watch:
+def watch_of(rank: int, world: int, log: CollectiveLog) -> DesyncWatchdog:
     group = Group(rank, world, tuple(range(world)))
-    return Watch(log, Groups(group, dp=group), CountingBoard("watch"))
+    return DesyncWatchdog(log, Groups(group, dp=group), CountingBoard("watch"))
 
 
-def board_of(watch: Watch) -> CountingBoard:
-    assert isinstance(watch._board, CountingBoard)
-    return watch._board
+def board_of(watch: DesyncWatchdog) -> CountingBoard:
+    assert isinstance(watch._store, CountingBoard)
+    return watch._store
 
 
-def _look_until_told(each: Watch) -> TrainerError:
-    while (error := each.look()) is None:
+def _look_until_told(each: DesyncWatchdog) -> TrainerError:
+    while (error := each.compare_logs()) is None:
         pass
     return error
 
@@ -72,7 +71,7 @@ def _look_until_told(each: Watch) -> TrainerError:
 def test_one_rank_collects_the_logs_and_no_other_reads_them() -> None:
     world = 24
     watches = [watch_of(rank, world, log_of("a", "c" if rank == 5 else "b")) for rank in range(world)]
-    with ThreadPoolExecutor(world) as pool, patch.object(watch, "SPEAKER_POLLS", 1000):
+    with ThreadPoolExecutor(world) as pool, patch.object(watchdog, "REPORTER_POLLS", 1000):
         errors = set(map(str, pool.map(_look_until_told, watches)))
     assert len(errors) == 1
     assert "for ever: ranks 0-4, 6-23 are at b, rank 5 is at c; " in errors.pop()
@@ -83,27 +82,27 @@ def test_one_rank_collects_the_logs_and_no_other_reads_them() -> None:
 def test_a_rank_takes_the_place_of_a_speaker_that_has_gone() -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
     board_of(first).write("speaker", [7, 3])
-    assert first.look() is None
-    with patch.multiple(watch, LISTENER_POLLS=5, SPEAKER_POLLS=3):
-        error = second.look()
+    assert first.compare_logs() is None
+    with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
+        error = second.compare_logs()
     assert isinstance(error, TrainerError) and "rank 0 is at a, rank 1 is at b" in str(error)
 
 
 def test_a_fault_is_named_even_where_a_log_has_gone_on_since() -> None:
     far = log_of("b")
     first, second = watch_of(0, 2, far), watch_of(1, 2, log_of("a"))
-    assert first.look() is None
+    assert first.compare_logs() is None
     board_of(second).write("speaker", [7, 3])
-    with patch.multiple(watch, LISTENER_POLLS=5, SPEAKER_POLLS=3):
-        with patch.object(watch.Watch, "_speak", lambda self, fault: self._closed.set()):
-            assert second.look() is None  # it has found the fault, and is gone
-        for _ in range(2 * KEPT):
-            far.note("c")
-        error = first.look()
+    with patch.multiple(watchdog, REPORTER_TIMEOUT_POLLS=5, REPORTER_POLLS=3):
+        with patch.object(watchdog.DesyncWatchdog, "_write_report", lambda self, fault: self._closed.set()):
+            assert second.compare_logs() is None  # it has found the fault, and is gone
+        for _ in range(2 * MAX_ENTRIES):
+            far.record_collective("c")
+        error = first.compare_logs()
     assert "rank 0 is at b, rank 1 is at a" in str(error)
 
 
-def _told_by_itself(each: Watch) -> str:
+def _told_by_itself(each: DesyncWatchdog) -> str:
     """What the thread of the watch ends its rank with."""
     told: list[str] = []
 
@@ -111,7 +110,7 @@ def _told_by_itself(each: Watch) -> str:
         told.append(str(code))
         each._closed.set()
 
-    with patch.multiple(exits, write_error=told.append, leave_now=leave):
+    with patch.multiple(exit_codes, write_error=told.append, exit_now=leave):
         each.start()
         each._thread.join(10)
     assert not each._thread.is_alive()
@@ -120,21 +119,21 @@ def _told_by_itself(each: Watch) -> str:
 
 def test_a_rank_that_loses_the_store_when_a_fault_is_known_leaves() -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
-    assert first.look() is None
+    assert first.compare_logs() is None
     board_of(second).write("speaker", [7, 3])
     with patch.object(board_of(second), "write", side_effect=RuntimeError("the store is gone")):
         assert _told_by_itself(second).startswith("5 the ranks wait for each other for ever, and the one that kept")
 
 
-@pytest.mark.parametrize("failures, ends", [(watch.FAILURES - 1, "2 "), (watch.FAILURES, "")])
+@pytest.mark.parametrize("failures, ends", [(watchdog.MAX_FAILED_CHECKS - 1, "2 "), (watchdog.MAX_FAILED_CHECKS, "")])
 def test_a_connection_that_fails_now_and_then_is_made_anew(failures: int, ends: str) -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
-    assert first.look() is None
+    assert first.compare_logs() is None
     fails = partial(_fail_until, [RuntimeError("Broken pipe")] * failures, board_of(second).read)
-    with patch.object(board_of(second), "read", fails), patch.object(watch, "SPEAKER_POLLS", 3), \
+    with patch.object(board_of(second), "read", fails), patch.object(watchdog, "REPORTER_POLLS", 3), \
             patch.object(board_of(second), "reconnect") as reconnect:
         assert _told_by_itself(second)[:2] == ends
-    assert reconnect.call_count == watch.FAILURES - 1
+    assert reconnect.call_count == watchdog.MAX_FAILED_CHECKS - 1
 
 
 def _fail_until(errors: list[RuntimeError], read: Callable[[str], Any], key: str) -> Any:
@@ -149,15 +148,15 @@ def _fail_until(errors: list[RuntimeError], read: Callable[[str], Any], key: str
 def test_a_rank_that_fails_by_itself_says_so_before_it_leaves(error: Exception, told: str) -> None:
     first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("a", "b"))
     first.start()
-    exits.before_failing(first.farewell)
+    exit_codes.before_failure(first.mark_failed)
 
     def fail() -> None:
         raise error
 
-    with patch.multiple(exits, among_ranks=lambda: True, leave_now=lambda code: None), \
-            patch.object(watch, "SPEAKER_POLLS", 3):
-        exits.run(fail, debug=False)
-        assert told in str(second.look()) and (told != "" or second.look() is None)
+    with patch.multiple(exit_codes, has_other_ranks=lambda: True, exit_now=lambda code: None), \
+            patch.object(watchdog, "REPORTER_POLLS", 3):
+        exit_codes.run(fail, debug=False)
+        assert told in str(second.compare_logs()) and (told != "" or second.compare_logs() is None)
     first.close()
 
 
@@ -166,7 +165,7 @@ def test_an_engine_that_goes_does_not_wait_for_other_ranks() -> None:
     first = watch_of(0, 2, log_of("a"))
     first.start()
     with patch.object(first._thread, "join") as join:
-        first.end()
+        first.mark_finished()
     join.assert_not_called()
     first.close()
     first._thread.join(10)  # a busy machine may not have come to it
@@ -174,15 +173,15 @@ def test_an_engine_that_goes_does_not_wait_for_other_ranks() -> None:
 
 
 def test_the_boards_of_a_process_have_one_connection_also_after_an_error() -> None:
-    store, made = dist.HashStore(), list[dist.Store]()
+    shared, made = dist.HashStore(), list[dist.Store]()
 
     def clone(known: dist.Store) -> dist.Store:
-        made.append(dist.PrefixStore("", store))
+        made.append(dist.PrefixStore("", shared))
         return made[-1]
 
-    with patch.object(board.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
+    with patch.object(store.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
             patch.object(dist.Store, "clone", clone):
-        first, second = Board("a"), Board("b")
+        first, second = StoreKV("a"), StoreKV("b")
         first.write("key", 1)
         second.write("key", 2)
         assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 1
@@ -205,9 +204,9 @@ class Nothing:
 
 def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
     refused = RuntimeError("Too many open files\nC++ CapturedTraceback:")
-    with patch.object(watch, "broadcast_json", lambda name, world: name), \
-            patch.object(watch, "Board", side_effect=refused):
-        watch.watch_over(Nothing())
+    with patch.object(watchdog, "broadcast_json", lambda name, world: name), \
+            patch.object(watchdog, "StoreKV", side_effect=refused):
+        watchdog.start_watchdog(Nothing())
     assert capfd.readouterr().err == (
         "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second "
         "connection to the store where they met (Too many open files); see docs/launch.md\n")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.wholes import wholes
+from megatron.zero.update import gather_full_params
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import master
@@ -33,14 +33,15 @@ def _found(rank: int, world: int, stage: int, tp: int) -> dict[str, tuple[Tensor
     engine, found = engine_of(stage, tp), {}
     for bucket in engine.buckets:
         for group in range(2):
-            start, stop = bucket.layout.group_span(bucket.shard_group.rank, group)
+            start, stop = bucket.layout.group_range(bucket.shard_group.rank, group)
             own = master(bucket)[start:stop]
-            for whole in wholes(bucket, engine.groups.tp, group, own):
+            for whole in gather_full_params(bucket, engine.groups.tp, group, own):
                 values = whole.values.clone()
-                is_own = torch.equal(whole.own(), own[whole.part])
+                is_own = torch.equal(whole.local_values(), own[whole.local_range])
                 for tensor in whole.tensors:
                     tensor.mul_(2)
-                found[whole.name] = values, whole.joined, is_own and torch.equal(whole.own(), 2 * own[whole.part])
+                found[whole.name] = values, whole.num_fused, is_own and torch.equal(whole.local_values(),
+                                                                                    2 * own[whole.local_range])
     return found
 
 
@@ -61,10 +62,11 @@ def test_they_are_those_of_a_model_that_nobody_cut(ranks: int, stage: int, tp: i
 def _kinds(rank: int, world: int) -> list[Any]:
     engine, found = engine_of(3, 1), []
     for bucket in engine.buckets:
-        start, stop = bucket.layout.group_span(bucket.shard_group.rank, 0)
+        start, stop = bucket.layout.group_range(bucket.shard_group.rank, 0)
         for dtype in (torch.bfloat16, torch.float32):
-            bring = partial(wholes, bucket, engine.groups.tp, 0)
-            found += [(whole.values.dtype, whole.own().dtype) for whole in bring(torch.ones(stop - start, dtype=dtype))]
+            bring = partial(gather_full_params, bucket, engine.groups.tp, 0)
+            found += [(whole.values.dtype, whole.local_values().dtype)
+                      for whole in bring(torch.ones(stop - start, dtype=dtype))]
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.flags import parse_args
-from megatron.config.offload import OffloadConfig, idle
+from megatron.config.cli import parse_args
+from megatron.config.zero_config import OffloadConfig, unused_offload_settings
 from megatron.errors import ConfigError
 
 KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -37,7 +37,7 @@ def test_an_error_about_the_host_names_keys_alone(monkeypatch: pytest.MonkeyPatc
     def full(*_: Any) -> None:
         raise ConfigError("--offload-optimizer-device cpu: there is no room")
 
-    monkeypatch.setattr("megatron.zero.api.initialize.homes_of", full)
+    monkeypatch.setattr("megatron.zero.api.initialize.create_engine_storage", full)
     with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device cpu: there is no room$"):
         initialized()
 
@@ -78,7 +78,7 @@ UNREAD = [
 
 @pytest.mark.parametrize(("argv", "sentences"), UNREAD)
 def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: list[str], sentences: list[str]) -> None:
-    assert list(idle(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
+    assert list(unused_offload_settings(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
 
 
 READ_WITH = {"optimizer": {"none": 0, "cpu": 4, "nvme": 8}, "param": {"none": 0, "cpu": 1, "nvme": 5}}
@@ -98,7 +98,9 @@ def test_every_setting_of_a_section_is_read_or_named(kind: str, place: str) -> N
     names = [item.name for item in dataclasses.fields(OffloadConfig) if item.name.startswith(f"offload_{kind}_")
              and item.name != f"offload_{kind}_device"] + [*others] * (kind == "optimizer")
     needed = {f"offload_{kind}_device": place, **({f"offload_{kind}_nvme_path": "/x"} if place == "nvme" else {})}
-    said = [idle(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names]
+    said = [
+        unused_offload_settings(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names
+    ]
     assert len(names) - len([sentence for sentences in said for sentence in sentences]) == READ_WITH[kind][place]
 
 

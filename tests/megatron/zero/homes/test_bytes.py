@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import Nvme
-from megatron.zero.homes.parts import GRAIN
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import PRECISIONS, everywhere, train, batches
+from tests.megatron.zero.homes.test_equal import PRECISIONS, batches, everywhere, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
 
 NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}
@@ -41,7 +41,7 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
     train(engine, rows[2:])
     after = told(engine)
     seen = {home: {name: after[home][name] - before[home][name] for name in after[home]} for home in after}
-    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.comes_and_goes}
+    come_and_go = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded}
     root, last = come_and_go.get("root", 0), come_and_go.get("blocks.1", 0)
     everything = sum(bucket.layout.shard_numel for bucket in engine.buckets)
     sizes = Sizes(everything, sum(come_and_go.values()) - root, last, root)
@@ -50,8 +50,9 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
 
 
 def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
-    engine.homes.settle()
-    return {name: asdict(home.traffic) for name, home in vars(engine.homes).items() if isinstance(home, Nvme)}
+    engine.engine_storage.wait_for_writes()
+    return {name: asdict(home.traffic)
+            for name, home in vars(engine.engine_storage).items() if isinstance(home, NvmeStorage)}
 
 
 @pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
@@ -59,8 +60,8 @@ def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: in
     """Where a buffer for weights is smaller: a step writes whole parts, and reads nothing of them. A block has ten
     grains on one rank."""
     cell = {"zero_stage": 3, "bf16": True, "hidden_size": 40, "batch_size": 2, "stage3_max_reuse_distance": 0,
-            **everywhere(tmp_path, 3), "sub_group_size": of_step * GRAIN, "offload_optimizer_buffer_count": 9,
-            "offload_param_buffer_size": of_weights * GRAIN, "offload_param_buffer_count": 1}
+            **everywhere(tmp_path, 3), "sub_group_size": of_step * CHUNK_ALIGNMENT, "offload_optimizer_buffer_count": 9,
+            "offload_param_buffer_size": of_weights * CHUNK_ALIGNMENT, "offload_param_buffer_count": 1}
     engine = gpt2_engine(configure_gpt2(**cell), groups.build(1))
     rows = batches(2)
     train(engine, rows[:1])
@@ -68,7 +69,7 @@ def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: in
     before = told(engine)["params"]
     engine.step(2e-3)
     after = told(engine)["params"]
-    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.comes_and_goes)
+    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.params_are_sharded)
     engine.detach()
     assert [after[name] - before[name] for name in ("read_bytes", "written_bytes")] == [0, everything]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags import parse_args
-from megatron.plan.footprint import Run
-from megatron.plan.memory import peak
+from megatron.config.cli import parse_args
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.memory import peak_memory
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -74,7 +74,7 @@ def test_a_third_of_the_memory_is_enough(tmp_path: Path) -> None:
     code, said = run(SMALL, tmp_path / "small.jsonl")
     assert code == 0, said
     base = int(said.rsplit("VmData", 1)[1]) << 10
-    plain = peak(Run(parse_args([*SHAPE, *LARGE]), 1, "cpu")).total
+    plain = peak_memory(PlannedRun(parse_args([*SHAPE, *LARGE]), 1, "cpu")).total
     limit = base + plain // 3
 
     assert run(LARGE, tmp_path / "plain.jsonl")[0] == 0

@@ -14,19 +14,18 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
+from megatron.zero.backward import PassCoordinator
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hooks import Unit
-from megatron.zero.passes import Passes
-from megatron.zero.update import DelayedUpdate
+from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.late_wire import late_wire
 from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.homes.test_equal import ROWS, batches, train
@@ -69,13 +68,13 @@ def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None =
 def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float], list[float], bool]:
     """The last step's weights are published while those of the step before are still on their way."""
     rows = batches(STEPS)
-    with accelerator_side(), late_ferry(), late_wire():
+    with accelerator_side(), late_copy_streams(), late_wire():
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
-        assert isinstance(engine._step._update, DelayedUpdate)
+        assert isinstance(engine._optimizer_step._update, DelayedOptimizerUpdate)
         found = train(engine, rows)[::2]
-        engine.conclude()
+        engine.finish_step()
         same = all(map(torch.equal, weights(engine).values(), weights(exact).values()))
         engine.detach()
     return found, wanted, same
@@ -92,11 +91,11 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
     """What goes wrong where somebody needs the weights while an update is under way."""
     wrong = []
     rows = batches(8)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         for stage in (2, 3):
             engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
-            assert engine._step.has_update_under_way
+            assert engine._optimizer_step.has_delayed_update
             weight = engine.module.wpe.weight
             newest = safe_get_full_fp32_param(weight)
             with GatheredParameters(weight):  # those of the last step are lent
@@ -109,13 +108,13 @@ def finished(rank: int, world: int, folder: Path) -> list[str]:
             if bool((safe_get_full_fp32_param(weight) - 0.5).abs().max() > 0.01):
                 wrong.append("an edit")
             safe_set_full_fp32_param(weight, torch.full_like(newest, 0.25))
-            engine.conclude()
+            engine.finish_step()
             with GatheredParameters(weight):
                 if bool((weight - 0.25).abs().max() > 0.0):
                     wrong.append("a setter")
             train(engine, rows[5:6])
             loss = gpt2_loss(engine, rows[6].chunk(world)[rank]).mean()
-            engine.conclude()  # the weights change between a forward and its backward
+            engine.finish_step()  # the weights change between a forward and its backward
             try:
                 engine.backward(loss)
                 wrong.append("a backward of other weights")
@@ -133,7 +132,7 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(tmp_path: Path, w
 def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
     """What is not of the last step, of an engine that was just given one."""
     rows, wrong = batches(5), []
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world, zero_stage=stage, stage3_gather_16bit_weights_on_model_save=True)
                       for _ in range(2))
         for engine in (one, other):
@@ -199,32 +198,32 @@ def sums(tensor: bool) -> float:
 
 
 def test_a_rate_that_is_a_tensor_is_that_of_its_step() -> None:
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         assert sums(tensor=True) == pytest.approx(sums(tensor=False), rel=1e-6)  # of which one is fp32
 
 
 def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
     """And its evaluations do not."""
     beside: list[tuple[bool, bool]] = []
-    before_forward = Passes.before_forward
+    before_forward = PassCoordinator.before_forward
 
-    def noted(passes: Passes, unit: Unit) -> None:
+    def noted(passes: PassCoordinator, unit: Unit) -> None:
         before_forward(passes, unit)
         if unit.is_root and not passes.in_backward:
             update, = made
-            beside.append((torch.is_grad_enabled(), update.is_under_way))
+            beside.append((torch.is_grad_enabled(), update.is_running))
 
-    made: list[DelayedUpdate] = []
-    begin = DelayedUpdate.__init__
+    made: list[DelayedOptimizerUpdate] = []
+    begin = DelayedOptimizerUpdate.__init__
 
-    def kept(update: DelayedUpdate, *arguments: Any) -> None:
+    def kept(update: DelayedOptimizerUpdate, *arguments: Any) -> None:
         begin(update, *arguments)
         made.append(update)
 
     flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 " \
             "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
-    with accelerator_side(), late_ferry(), patch.object(Passes, "before_forward", noted), \
-            patch.object(DelayedUpdate, "__init__", kept):
+    with accelerator_side(), late_copy_streams(), patch.object(PassCoordinator, "before_forward", noted), \
+            patch.object(DelayedOptimizerUpdate, "__init__", kept):
         train_by_flags(flags.split())
     training, evaluating = ([is_beside for learns, is_beside in beside if learns is which] for which in (True, False))
     assert training == [False, True, True, False, True, True] and evaluating and not any(evaluating)
@@ -233,14 +232,14 @@ def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
 def resumed(rank: int, world: int, folder: Path) -> bool:
     """A save completes the update; what goes on from there, here or in a new run, is the same."""
     rows = batches(6)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world) for _ in range(2))
         train(one.core, rows[:3])
         one.save_checkpoint(str(folder), tag="three")
         other.load_checkpoint(str(folder), tag="three")
         here, there = (train(engine.core, rows[3:]) for engine in (one, other))
         for engine in (one, other):
-            engine.core.conclude()
+            engine.core.finish_step()
         same = here == there and all(map(torch.equal, weights(one.core).values(), weights(other.core).values()))
         for engine in (one, other):
             engine.destroy()
@@ -265,10 +264,10 @@ def broken(rank: int, world: int) -> list[str]:
     with accelerator_side():
         engine = built(world, zero_stage=1, **DELAYED)
         train(engine, rows[:1])
-        engine.conclude()
+        engine.finish_step()
         with patch.object(engine.rule, "step_many", side_effect=MemoryError("no room")):
             train(engine, rows[1:2])
-            wait([engine._step._update._under_way])
+            wait([engine._optimizer_step._update._running])
         for _ in range(2):
             try:
                 train(engine, rows[2:])

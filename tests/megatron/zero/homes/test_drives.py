@@ -12,8 +12,8 @@ from torch import nn
 from megatron.config.tree import Config
 from megatron.errors import StorageError
 from megatron.optim.adam import AdamW
-from megatron.zero.api.offload import Drives, expected_of_drives
-from megatron.zero.homes import preflight
+from megatron.zero.api.offload_plan import NvmeDirs, expected_nvme_usage
+from megatron.zero.offload import capacity_check
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.run import configure_gpt2
@@ -22,9 +22,9 @@ from tests.megatron.zero.run import configure_gpt2
 def test_two_folders_of_one_drive_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights").mkdir()
     apart = configured(tmp_path, offload_param_nvme_path=str(tmp_path / "weights"))
-    monkeypatch.setattr(preflight, "free_space", lambda path: 162_000)
+    monkeypatch.setattr(capacity_check, "free_space", lambda path: 162_000)
     assert "needs 121 kB" in told(apart)[0]
-    monkeypatch.setattr(preflight, "free_space", lambda path: 161_000)
+    monkeypatch.setattr(capacity_check, "free_space", lambda path: 161_000)
     with pytest.raises(StorageError, match="161 kB free, but this run needs 121 kB there and 40 kB in other folders"):
         told(apart)
 
@@ -35,11 +35,11 @@ def configured(folder: Path, **cell: Any) -> Config:
 
 def told(config: Config, kinds: tuple[str, ...] = ("optimizer", "param")) -> list[str]:
     """Of a model of 100 x 100 + 100 numbers."""
-    drives = Drives(config, groups.build(1))
+    drives = NvmeDirs(config, groups.build(1))
     try:
         for kind in kinds:
-            drives.folder(kind)
-        return drives.examine(expected_of_drives(config, AdamW(), nn.Linear(100, 100), 1))
+            drives.swap_dir(kind)
+        return drives.probe(expected_nvme_usage(config, AdamW(), nn.Linear(100, 100), 1))
     finally:
         drives.close()
 

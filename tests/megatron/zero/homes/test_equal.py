@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.homes.nvme import Nvme, NvmeShelf
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.kept import kept, work
@@ -75,7 +75,7 @@ def train(engine: ZeroEngine, rows: Tensor) -> list[float]:
     dp = engine.groups.dp
     for batch in rows:
         mine = batch.chunk(dp.size)[dp.rank]
-        for part in mine.chunk(engine.accumulation):
+        for part in mine.chunk(engine.accumulation_steps):
             loss = gpt2_loss(engine, part).mean()
             seen.append(engine.backward(loss).item())
             report = engine.step(2e-3)
@@ -86,7 +86,7 @@ def train(engine: ZeroEngine, rows: Tensor) -> list[float]:
 
 def outcome(engine: ZeroEngine, rows: Tensor) -> list[Any]:
     losses = train(engine, rows)
-    numbers = [kept(bucket, kind) for bucket in engine.buckets for kind in bucket.kept.kinds]
+    numbers = [kept(bucket, kind) for bucket in engine.buckets for kind in bucket.master_state.kinds]
     return [losses, engine.skipped_steps, numbers, [work(bucket) for bucket in engine.buckets]]
 
 
@@ -107,8 +107,8 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
         assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
         for name, home in homes(folder, cell["zero_stage"], number).items():
             engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-            assert isinstance(engine.homes.optimizer, Nvme) == name.startswith("nvme")
-            assert len({bucket.home for bucket in engine.buckets}) == 1 + ("share" in name)
+            assert isinstance(engine.engine_storage.optimizer, NvmeStorage) == name.startswith("nvme")
+            assert len({bucket.storage for bucket in engine.buckets}) == 1 + ("share" in name)
             if not alike(outcome(engine, rows), expected):
                 found.append(f"{name}: {cell}")
             engine.detach()
@@ -134,13 +134,13 @@ def check(folder: Path, world: int, numbers: slice) -> None:
 
 def test_one_part_that_is_not_written_back_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
-    store, calls = NvmeShelf.store, count()
+    store, calls = NvmeShard.start_write, count()
 
-    def store_most(shelf: NvmeShelf, *args: Any) -> None:
+    def store_most(shelf: NvmeShard, *args: Any) -> None:
         if next(calls) != 100:
             store(shelf, *args)
 
-    monkeypatch.setattr(NvmeShelf, "store", store_most)
+    monkeypatch.setattr(NvmeShard, "start_write", store_most)
     cell, rows, home = next(cells(1)), batches(STEPS), homes(tmp_path, 1, 0)["nvme"]
     plain, marred = (outcome(gpt2_engine(configure_gpt2(**cell, **more), groups.build(1)), rows) for more in ({}, home))
     assert next(calls) > 120 and not alike(plain, marred)

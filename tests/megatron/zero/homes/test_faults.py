@@ -17,7 +17,7 @@ import torch
 
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.api.engine import Engine
-from megatron.zero.homes.blockfile import BlockFile
+from megatron.zero.offload.direct_io import DirectIoFile
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
@@ -46,7 +46,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
     """In the middle of the file of the largest bucket: not what is in the buffers."""
     engine = on_drive(tmp_path)
-    engine.core.homes.settle()
+    engine.core.engine_storage.wait_for_writes()
     victim = max((path for path in files(tmp_path) if path.name.startswith(kind)), key=lambda path: path.stat().st_size)
     flip(victim, victim.stat().st_size // 2)
     with pytest.raises(StorageError, match=f"{victim.name}.* is not what was written"):
@@ -62,7 +62,7 @@ def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
 
 def test_two_files_exchanged_end_the_run(tmp_path: Path) -> None:
     engine = on_drive(tmp_path)
-    engine.core.homes.settle()
+    engine.core.engine_storage.wait_for_writes()
     one, other = [path for path in files(tmp_path) if "blocks" in path.name and path.name.startswith("optimizer")]
     content = one.read_bytes(), other.read_bytes()
     one.write_bytes(content[1])
@@ -77,15 +77,15 @@ def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, 
                                                                 code: int) -> None:
     """Found at the latest where the bytes are wanted again; a step that wrote a part of its state is no base."""
     engine = on_drive(tmp_path)
-    engine.core.homes.settle()
-    write = BlockFile.write
+    engine.core.engine_storage.wait_for_writes()
+    write = DirectIoFile.write
 
-    def fail(file: BlockFile, data: memoryview, at: int) -> None:
+    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
         if at:
             raise OSError(code, os.strerror(code))
         write(file, data, at)
 
-    monkeypatch.setattr(BlockFile, "write", fail)
+    monkeypatch.setattr(DirectIoFile, "write", fail)
     with pytest.raises(StorageError, match="cannot write tile"):
         train(engine.core, batches(2))
     monkeypatch.undo()
@@ -148,11 +148,12 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_setting(tmp_path: Pat
 
 def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
     engine = built(configured(tmp_path, fp16=True, initial_loss_scale=2.0 ** 40, zero_stage=2))
-    engine.core.homes.settle()
-    before = [vars(home.traffic).copy() for home in [engine.core.homes.optimizer]]  # type: ignore[attr-defined]
+    engine.core.engine_storage.wait_for_writes()
+    before = [vars(home.traffic).copy()
+              for home in [engine.core.engine_storage.optimizer]]  # type: ignore[attr-defined]
     train(engine.core, batches(3))
     assert engine.core.skipped_steps == 3
-    after = [vars(home.traffic) for home in [engine.core.homes.optimizer]]  # type: ignore[attr-defined]
+    after = [vars(home.traffic) for home in [engine.core.engine_storage.optimizer]]  # type: ignore[attr-defined]
     assert [one["written_bytes"] for one in after] == [one["written_bytes"] for one in before]
     assert torch.isfinite(engine.module.wte.weight).all()
     engine.destroy()
@@ -161,15 +162,15 @@ def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Put a number in, and that read from now on, and no other one, ends with an error."""
-    read, left = BlockFile.read, [-1]
+    read, left = DirectIoFile.read, [-1]
 
-    def fail(file: BlockFile, into: memoryview, at: int) -> None:
+    def fail(file: DirectIoFile, into: memoryview, at: int) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         read(file, into, at)
 
-    monkeypatch.setattr(BlockFile, "read", fail)
+    monkeypatch.setattr(DirectIoFile, "read", fail)
     yield left
 
 
@@ -183,7 +184,7 @@ def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: l
             try:
                 engine(rows[:, :-1], rows[:, 1:])
             except StorageError:
-                assert not all(bucket.is_here for bucket in engine.core.buckets)
+                assert not all(bucket.is_unsharded for bucket in engine.core.buckets)
             failing[0] = -1
             assert torch.equal(engine(rows[:, :-1], rows[:, 1:]), expected)
     engine.destroy()
@@ -210,7 +211,7 @@ def test_after_an_error_in_a_step_a_checkpoint_can_be_loaded(tmp_path: Path, fai
         assert train(engine.core, batches(4)[2:]) == expected
     engine.destroy()
     with pytest.raises(ConfigError, match="went with engine.destroy"):
-        engine.core.buckets[0].kept.read("weight", 0, torch.empty(8))
+        engine.core.buckets[0].master_state.read("weight", 0, torch.empty(8))
 
 
 def test_ranks_that_leave_at_once_leave_no_folder(tmp_path: Path) -> None:

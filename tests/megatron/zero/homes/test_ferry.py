@@ -11,14 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.zero.homes import streamed
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.host import Host, HostShelf
-from megatron.zero.homes.nvme import Nvme
-from megatron.zero.homes.streamed import Streamed
+from megatron.zero.offload import host
+from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
+from megatron.zero.offload.nvme import NvmeStorage
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import LateLane, late_ferry
+from tests.late_copy_streams import LateCopyStream, late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side
@@ -41,7 +40,7 @@ def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-HOMES = {"host": Host, "device": Streamed, "nvme": Nvme}
+HOMES = {"host": HostStorage, "device": StreamingHostStorage, "nvme": NvmeStorage}
 
 
 def cells(world: int) -> Iterator[dict[str, Any]]:
@@ -60,11 +59,12 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], ste
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
             assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
             for name, home in homes(folder, cell["zero_stage"], number).items():
-                with late_ferry():
+                with late_copy_streams():
                     engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-                    assert name == "params" or isinstance(engine.homes.optimizer, HOMES[name.partition(",")[0]])
+                    assert name == "params" or isinstance(engine.engine_storage.optimizer,
+                                                          HOMES[name.partition(",")[0]])
                     if "share" in name:
-                        assert len({bucket.home for bucket in engine.buckets}) == 2, name
+                        assert len({bucket.storage for bucket in engine.buckets}) == 2, name
                     if not alike(outcome(engine, rows), expected):
                         wrong.append(f"{name}: {cell}")
                     engine.detach()
@@ -90,16 +90,17 @@ def check(folder: Path, world: int, numbers: Sequence[int], steps: int) -> None:
 
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
-MODULES = ["bucket", "renewal", "turns", "update", "homes.descent", "homes.host", "homes.passing", "homes.streamed"]
+MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.host"]
 
 
-ONLY_MEMORY = {"FlatBucket.prefetch", "Descent.forget", "Streamed.walk", "_Sets.join"}
+ONLY_MEMORY = {"FlatBucket.prefetch", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
+               "StreamingHostStorage.iter_chunks", "_DeviceBufferRing.wait_on_device"}
 """There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
 
 
 def places() -> Iterator[Place]:
     for module in MODULES:
-        for place in waits(f"megatron.zero.{module}", {"join"} if module == "bucket" else {"join", "wait"}):
+        for place in waits(f"megatron.zero.{module}", {"wait_on_device", "wait_on_host"}):
             if place.function not in ONLY_MEMORY:
                 yield place
 
@@ -123,7 +124,7 @@ def life(cell: dict[str, Any]) -> list[Any]:
 
 
 def mutated(rank: int, world: int, folder: Path, place: Place) -> str:
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         wanted = lives(folder)
         try:
             with without(place):
@@ -139,7 +140,7 @@ def test_no_wait_can_be_left_out(place: Place, tmp_path: Path) -> None:
 
 
 def disordered(rank: int, world: int, folder: Path, what: str) -> str:
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         wanted = lives(folder)
         try:
             with ORDERS[what]():
@@ -148,11 +149,13 @@ def disordered(rank: int, world: int, folder: Path, what: str) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-ORDERS = {"a set comes before it has gone": lambda: patch.object(streamed._Set, "gone", property(
-              lambda self: (), lambda self, value: None), create=True),
-          "a part leaves before it came": lambda: patch.object(HostShelf, "_others", lambda *args: []),
-          "a sum goes up before it came": lambda: patch.object(Descent, "_came", property(
-              lambda self: None, lambda self, value: None), create=True)}
+ORDERS = {
+    "a set comes before it has gone": lambda: patch.object(
+        host._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None), create=True),
+    "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
+    "a sum goes up before it came": lambda: patch.object(
+        GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)
+}
 """Copies that begin too soon."""
 
 
@@ -164,7 +167,8 @@ def test_no_order_can_be_left_out(what: str, tmp_path: Path) -> None:
 
 def gathered_too_soon(rank: int, world: int, folder: Path) -> str:
     cell = {"zero_stage": 3, "batch_size": 1, "global_batch_size": 2, **homes(folder, 3, 0)["params"]}
-    with accelerator_side(), late_ferry(), patch.object(LateLane, "leading", lambda lane: nullcontext()):
+    with accelerator_side(), late_copy_streams(), patch.object(LateCopyStream, "collectives_after_copies",
+                                                               lambda lane: nullcontext()):
         try:
             outcome(gpt2_engine(configure_gpt2(**cell), groups.build(1)), batches(2)[:, :2])
         except Exception as error:

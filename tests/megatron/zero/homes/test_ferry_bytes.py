@@ -9,7 +9,7 @@ import pytest
 
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import batches, train
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
@@ -21,15 +21,15 @@ STATE = 3 * 4
 
 def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """Bytes up and down in one step, and this rank's parameters whose state is elsewhere, by bucket."""
-    with accelerator_side(), late_ferry() as ferry:
+    with accelerator_side(), late_copy_streams() as ferry:
         engine = gpt2_engine(configure_gpt2(**cell), groups.build(1))
         rows = batches(3)
         train(engine, rows[:2])
-        before = ferry.up.copied, ferry.down.copied
+        before = ferry.to_device.copied, ferry.to_host.copied
         train(engine, rows[2:])  # no step at which weights at work are compared with masters (1, 2, 4, ...)
-        after = ferry.up.copied, ferry.down.copied
+        after = ferry.to_device.copied, ferry.to_host.copied
         sizes = {bucket.name: bucket.layout.shard_numel for bucket in engine.buckets
-                 if bucket.home is engine.homes.optimizer}
+                 if bucket.storage is engine.engine_storage.optimizer}
         engine.detach()
     return after[0] - before[0], after[1] - before[1], sizes
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, outcome, train
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.homes.test_use import Change, built, edit, forget, load, put
@@ -27,7 +27,7 @@ def engine_at(cell: dict[str, Any], home: dict[str, Any]) -> Engine:
 def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[str]:
     """A run that is saved and goes on in another home, through all of them."""
     rows = batches(2 + 2 * 9)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         stayed = outcome(engine_at(cell, {}).core, rows)
         ways = [{}, *homes(folder / "drive", cell["zero_stage"], 0).values(), {}]
         losses: list[float] = []
@@ -52,7 +52,7 @@ def test_a_run_moves_through_all_homes(tmp_path: Path, cell: str) -> None:
 
 def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> list[str]:
     rows, ends = batches(5), {}
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         for name, home in {"stays": {}, **homes(folder, cell["zero_stage"], 0)}.items():
             engine = engine_at(cell, home)
             train(engine.core, rows[:2])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero.homes import memory
-from megatron.zero.homes.blockfile import PAGE
-from megatron.zero.homes.memory import aligned, numbers
+from megatron.zero.offload import direct_io
+from megatron.zero.offload.direct_io import PAGE_SIZE, page_aligned_bytes, page_aligned_zeros
 
 
 def is_mapped(address: int) -> bool:
@@ -45,32 +44,32 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     runtime = Cuda()
-    monkeypatch.setattr(memory, "_cudart", lambda: runtime)
-    monkeypatch.setattr(memory, "_TOLD", [])
-    monkeypatch.setattr(memory, "_forget_the_error", lambda: None)
-    monkeypatch.setattr(memory, "_current_device", lambda: 3)
-    monkeypatch.setattr(memory, "_wait_for", runtime.waited_for.append)
+    monkeypatch.setattr(direct_io, "_cudart", lambda: runtime)
+    monkeypatch.setattr(direct_io, "_PIN_WARNINGS", [])
+    monkeypatch.setattr(direct_io, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(direct_io, "_current_device", lambda: 3)
+    monkeypatch.setattr(direct_io, "_synchronize", runtime.waited_for.append)
     return runtime
 
 
-@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5, 3 << 20])
+@pytest.mark.parametrize("nbytes", [1, PAGE_SIZE - 1, PAGE_SIZE, 3 * PAGE_SIZE + 5, 3 << 20])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_buffer_begins_a_page_and_holds_what_is_put_there(nbytes, pinned, cuda):
-    buffer = aligned(nbytes, pinned=pinned)
-    assert (buffer.dtype, buffer.shape, buffer.data_ptr() % PAGE) == (torch.uint8, (nbytes,), 0)
+    buffer = page_aligned_bytes(nbytes, pinned=pinned)
+    assert (buffer.dtype, buffer.shape, buffer.data_ptr() % PAGE_SIZE) == (torch.uint8, (nbytes,), 0)
     assert not buffer.any(), "new memory is zero"
     buffer.fill_(7)
     assert int(buffer.sum(dtype=torch.int64)) == 7 * nbytes
 
 
 def test_nothing_needs_no_memory():
-    assert aligned(0, pinned=False).shape == (0,)
+    assert page_aligned_bytes(0, pinned=False).shape == (0,)
 
 
 def test_numbers_are_locked_as_long_as_somebody_has_them(cuda):
     """And CUDA is told before their memory goes; nothing is rounded up to a power of two."""
-    found = numbers(PAGE + 1, torch.bfloat16, pinned=True)
-    assert (found.dtype, len(found), cuda.locked) == (torch.bfloat16, PAGE + 1, {found.data_ptr(): 3 * PAGE})
+    found = page_aligned_zeros(PAGE_SIZE + 1, torch.bfloat16, pinned=True)
+    assert (found.dtype, len(found), cuda.locked) == (torch.bfloat16, PAGE_SIZE + 1, {found.data_ptr(): 3 * PAGE_SIZE})
     part = found[7:9]
     del found
     assert cuda.locked
@@ -80,7 +79,7 @@ def test_numbers_are_locked_as_long_as_somebody_has_them(cuda):
 
 
 def test_one_beside_another_is_let_go_as_well(cuda):
-    several = [numbers(PAGE, torch.uint8, pinned=True) for _ in range(8)]
+    several = [page_aligned_zeros(PAGE_SIZE, torch.uint8, pinned=True) for _ in range(8)]
     assert len(cuda.locked) == 8
     while several:
         del several[len(several) // 2]
@@ -90,8 +89,8 @@ def test_one_beside_another_is_let_go_as_well(cuda):
 def test_where_no_more_memory_can_be_locked_one_line_says_so(cuda, capfd):
     cuda.error = 800
     for _ in range(3):
-        buffer = aligned(PAGE, pinned=True)
-        assert (buffer.shape, buffer.data_ptr() % PAGE) == ((PAGE,), 0)
+        buffer = page_aligned_bytes(PAGE_SIZE, pinned=True)
+        assert (buffer.shape, buffer.data_ptr() % PAGE_SIZE) == ((PAGE_SIZE,), 0)
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert "cannot be page-locked (error 800: not permitted)" in said and "ulimit -l" in said
@@ -101,14 +100,14 @@ def test_memory_that_cannot_be_had_is_called_that(monkeypatch):
     def refuse(*args: Any, **named: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(memory, "_Mapping", refuse)
+    monkeypatch.setattr(direct_io, "_HostMapping", refuse)
     with pytest.raises(MemoryError, match="can't allocate memory: 8192 bytes"):
-        aligned(2 * PAGE, pinned=False)
+        page_aligned_bytes(2 * PAGE_SIZE, pinned=False)
 
 
 def test_a_forked_child_does_not_get_it():
     """Or its parent would have to copy every page that it writes from then on."""
-    buffer = aligned(3 << 20, pinned=False)
+    buffer = page_aligned_bytes(3 << 20, pinned=False)
     ranges = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(),
                         re.MULTILINE | re.DOTALL)
     flags = [flags.split() for begin, end, flags in ranges if int(begin, 16) <= buffer.data_ptr() < int(end, 16)]

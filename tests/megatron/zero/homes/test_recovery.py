@@ -15,13 +15,11 @@ import torch
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
-from megatron.zero.holders import holder_of
-from megatron.zero.homes.blockfile import BlockFile
-from megatron.zero.homes.nvme import Nvme, NvmeShelf
-from megatron.zero.placeholder import Placeholder
+from megatron.zero.offload.direct_io import DirectIoFile
+from megatron.zero.offload.nvme import NvmeShard, NvmeStorage
+from megatron.zero.partitioned_param import Placeholder, param_owner
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
@@ -33,15 +31,15 @@ from tests.megatron.zero.test_interrupted import Line, at_lines, interrupted
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Put a number in, and that write from now on, and all that follow, find the drive full; -1: there is room."""
-    write, left = BlockFile.write, [-1]
+    write, left = DirectIoFile.write, [-1]
 
-    def fail(file: BlockFile, data: memoryview, at: int) -> None:
+    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
         left[0] -= left[0] > 0
         if left[0] == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(file, data, at)
 
-    monkeypatch.setattr(BlockFile, "write", fail)
+    monkeypatch.setattr(DirectIoFile, "write", fail)
     yield left
 
 
@@ -70,7 +68,7 @@ def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path
                 train(engine.core, rows[:1])
         full[0] = -1
         engine.load_checkpoint(tmp_path / "saved")
-        engine.core.homes.settle()
+        engine.core.engine_storage.wait_for_writes()
         assert alike(outcome(engine.core, rows[2:]), expected)
     engine.destroy()
 
@@ -85,7 +83,7 @@ def test_a_load_that_fails_is_made_again(tmp_path: Path, full: list[int]) -> Non
     full[0] = 3
     with pytest.raises(StorageError):
         engine.load_checkpoint(tmp_path / "saved")
-        engine.core.homes.settle()
+        engine.core.engine_storage.wait_for_writes()
     with pytest.raises((StorageError, ConfigError)):
         train(engine.core, rows[:1])
     full[0] = -1
@@ -120,16 +118,16 @@ def edit(engine: Engine) -> None:
 
 def put(engine: Engine) -> None:
     for parameter in engine.module.parameters():
-        safe_set_full_fp32_param(parameter, torch.ones(zero.holders.shape_of(parameter)))
+        safe_set_full_fp32_param(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)))
 
 
 def put_moments(engine: Engine) -> None:
     for parameter in engine.module.parameters():
-        safe_set_full_optimizer_state(parameter, torch.ones(zero.holders.shape_of(parameter)), "exp_avg")
+        safe_set_full_optimizer_state(parameter, torch.ones(zero.partitioned_param.full_shape(parameter)), "exp_avg")
 
 
 def load(engine: Engine) -> None:
-    engine.load_module_state_dict({name: torch.ones(zero.holders.shape_of(parameter))
+    engine.load_module_state_dict({name: torch.ones(zero.partitioned_param.full_shape(parameter))
                                    for name, parameter in engine.module.named_parameters()}, strict=False)
 
 
@@ -142,24 +140,24 @@ def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch
     train(engine.core, rows[:2])
     engine.save_checkpoint(tmp_path / "saved")
     expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
-    read, broken, left = BlockFile.read, [], [0]
+    read, broken, left = DirectIoFile.read, [], [0]
     with monkeypatch.context() as patch:
-        patch.setattr(BlockFile, "read", lambda *arguments: left.__setitem__(0, left[0] + 1) or read(*arguments))
+        patch.setattr(DirectIoFile, "read", lambda *arguments: left.__setitem__(0, left[0] + 1) or read(*arguments))
         change(engine)
     engine.load_checkpoint(tmp_path / "saved")
     for number in (2, left[0] // 2, left[0]):
         left[0] = number
 
-        def fail(file: BlockFile, into: memoryview, at: int) -> None:
+        def fail(file: DirectIoFile, into: memoryview, at: int) -> None:
             left[0] -= 1
             if left[0] == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             read(file, into, at)
 
         with monkeypatch.context() as patch, pytest.raises(StorageError):
-            patch.setattr(BlockFile, "read", fail)
+            patch.setattr(DirectIoFile, "read", fail)
             change(engine)
-        broken.append(engine.core.state.changing)
+        broken.append(engine.core.state.unfinished_change)
         if broken[-1] is not None:  # otherwise nothing had been written of what is changed at a time
             for go_on in (lambda: train(engine.core, rows[:1]), lambda: engine.save_checkpoint(tmp_path / "bad")):
                 with pytest.raises(ConfigError, match="ended half way.*load"):
@@ -193,7 +191,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
         else:
             raise AssertionError("the drive was full")
     gc.collect()
-    if any(isinstance(parameter, Placeholder) and holder_of(parameter) is None for parameter in model.parameters()):
+    if any(isinstance(parameter, Placeholder) and param_owner(parameter) is None for parameter in model.parameters()):
         with pytest.raises(ConfigError, match="engine could not be built.*build the model anew"):
             build_engine(config, model, grid, torch.device("cpu"))
     built(config).destroy()
@@ -207,18 +205,19 @@ def test_ctrl_c_in_an_evaluation_that_reads_from_a_drive_harms_nothing(tmp_path:
     for one in (here, engine):
         train(one.core, rows[:2])
     expected = evaluated(here, rows[2])
-    functions = (NvmeShelf.open.__wrapped__, NvmeShelf.fetch, Nvme.a_set.__wrapped__, Nvme._take, Nvme._give)
+    functions = (NvmeShard.open.__wrapped__, NvmeShard.start_read, NvmeStorage.staging_buffers.__wrapped__,
+                 NvmeStorage._acquire_buffers, NvmeStorage._release_buffers)
     lines: dict[Line, int] = {}
     with at_lines(functions, lambda line: lines.update({line: lines.get(line, 0) + 1})):
         assert evaluated(engine, rows[2]) == expected
     assert len(lines) > 15
-    read = BlockFile.read
+    read = DirectIoFile.read
 
-    def late(file: BlockFile, data: memoryview, at: int) -> None:
+    def late(file: DirectIoFile, data: memoryview, at: int) -> None:
         time.sleep(0.003)
         read(file, data, at)
 
-    with patch.object(BlockFile, "read", late):
+    with patch.object(DirectIoFile, "read", late):
         for line, times in lines.items():
             for which in {1, times // 2 + 1, times}:
                 with interrupted(functions, line, which):

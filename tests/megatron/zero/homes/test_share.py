@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from megatron.config.tree import build_config
-from megatron.plan.footprint import Homes, Run
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
-from megatron.zero.homes.parts import Share
+from megatron.plan.footprint import PlannedRun, StatePlacement
+from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.offload.chunk_sizes import OffloadRatio
 from mpu import groups
-from tests.late_ferry import late_ferry
+from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.homes.test_equal import on_nvme
 from tests.megatron.zero.homes.test_use import built, configured
 from tests.wires import accelerator_side
@@ -23,8 +22,8 @@ SIZES = [39_000, *[7_000] * 12]
 
 @pytest.mark.parametrize("tenths", range(11))
 def test_whole_shelves_come_as_near_to_the_share_as_they_can(tenths: int) -> None:
-    share = Share(tenths / 10)
-    away = sum(size for size in SIZES if share.leaves(size))
+    share = OffloadRatio(tenths / 10)
+    away = sum(size for size in SIZES if share.offloads_next(size))
     assert abs(away - tenths / 10 * sum(SIZES)) <= 7_000 / 2
     if tenths in (0, 10):
         assert away == tenths // 10 * sum(SIZES)
@@ -42,8 +41,8 @@ def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> N
 
 
 def test_they_take_turns() -> None:
-    share = Share(0.5)
-    assert [share.leaves(10) for _ in range(6)] == [True, False] * 3
+    share = OffloadRatio(0.5)
+    assert [share.offloads_next(10) for _ in range(6)] == [True, False] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -56,10 +55,11 @@ def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: st
                            "zero_stage": stage,
                            "stage3_param_persistence_threshold": 100, "offload_optimizer_ratio": ratio, **where})
     grid = groups.build(1)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_copy_streams():
         core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
-        away = [bucket for bucket in core.buckets if bucket.home is core.homes.optimizer and bucket.home.is_elsewhere]
-        run = Run(config, 1, "cuda", Homes(optimizer=home))
-        assert [leaves for _, leaves in run.leaving] == [bucket in away for bucket in core.buckets]
-        assert run.away_numel == sum(bucket.layout.shard_numel for bucket in away)
+        away = [bucket for bucket in core.buckets
+                if bucket.storage is core.engine_storage.optimizer and bucket.storage.is_offloaded]
+        run = PlannedRun(config, 1, "cuda", StatePlacement(optimizer=home))
+        assert [leaves for _, leaves in run.bucket_offload] == [bucket in away for bucket in core.buckets]
+        assert run.offloaded_numel == sum(bucket.layout.shard_numel for bucket in away)
         core.detach()

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.homes import swapfolder
-from megatron.zero.homes.swapfolder import SwapFolder, close_all, tidy
+from megatron.zero.offload import swap_dir
+from megatron.zero.offload.swap_dir import SwapDir, close_all_swap_dirs, remove_stale_swap_dirs
 
 FLAG = "--offload-optimizer-nvme-path"
 
 HOLDER = """
 import os, sys
-from megatron.zero.homes.swapfolder import SwapFolder
-with SwapFolder(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
-    os.write(folder.create("state"), b"x" * int(sys.argv[4]))
+from megatron.zero.offload.swap_dir import SwapDir
+with SwapDir(sys.argv[1], sys.argv[2], int(sys.argv[3]), flag="--f") as folder:
+    os.write(folder.create_file("state"), b"x" * int(sys.argv[4]))
     print(folder.path, flush=True)
     sys.stdin.read()
 """
@@ -52,10 +52,10 @@ def left_by_a_killed_one(root: Path, name: str, size: int = 10_000) -> Path:
 
 
 def test_a_folder_and_its_files_are_nobody_elses_and_go_when_it_is_closed(tmp_path):
-    with SwapFolder(tmp_path, "run", 3, flag=FLAG) as folder:
+    with SwapDir(tmp_path, "run", 3, flag=FLAG) as folder:
         assert folder.path == tmp_path / "run-rank3"
         assert folder.path.stat().st_mode & 0o777 == 0o700
-        descriptor = folder.create("state")
+        descriptor = folder.create_file("state")
         assert os.fstat(descriptor).st_mode & 0o777 == 0o600
         os.close(descriptor)
         assert [path.name for path in folder.path.iterdir()] == ["state.tiles"]
@@ -64,40 +64,41 @@ def test_a_folder_and_its_files_are_nobody_elses_and_go_when_it_is_closed(tmp_pa
 
 
 def test_a_folder_goes_with_its_object(tmp_path):
-    folder = SwapFolder(tmp_path, "run", 0, flag=FLAG)
-    os.close(folder.create("state"))
+    folder = SwapDir(tmp_path, "run", 0, flag=FLAG)
+    os.close(folder.create_file("state"))
     del folder
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ends_without_atexit_close_all(tmp_path):
-    folders = [SwapFolder(tmp_path, "run", rank, flag=FLAG) for rank in range(2)]
-    close_all()
+    folders = [SwapDir(tmp_path, "run", rank, flag=FLAG) for rank in range(2)]
+    close_all_swap_dirs()
     assert list(tmp_path.iterdir()) == []
     assert folders[0].close() is None
 
 
 def test_what_uses_the_files_is_stopped_first(tmp_path):
-    folder = SwapFolder(tmp_path, "run", 0, flag=FLAG)
-    os.close(folder.create("state"))
+    folder = SwapDir(tmp_path, "run", 0, flag=FLAG)
+    os.close(folder.create_file("state"))
     seen: list[tuple[float, bool]] = []
     path = folder.path / "state.tiles"
     for _ in range(3):
-        folder.before_it_goes(lambda patience: seen.append((patience, path.exists())) is not None)
+        folder.add_stop_callback(lambda patience: seen.append((patience, path.exists())) is not None)
     folder.close()
-    assert seen == [(swapfolder.PATIENCE, True), (0, True), (0, True)], "one that hangs is waited for, not all"
+    assert seen == [(swap_dir.CLOSE_TIMEOUT_SECONDS, True), (0, True),
+                    (0, True)], "one that hangs is waited for, not all"
 
 
 def test_a_name_that_a_living_process_has_is_left_alone_and_the_next_one_taken(tmp_path):
     with holder(tmp_path) as process:
-        with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:
+        with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:
             assert folder.path.name == "run-rank0-2"
-            with SwapFolder(tmp_path, "run", 0, flag=FLAG) as third:
+            with SwapDir(tmp_path, "run", 0, flag=FLAG) as third:
                 assert third.path.name == "run-rank0-3"
         assert (tmp_path / "run-rank0" / "state.tiles").read_bytes() == b"x" * 10_000
         process.kill()
         process.wait()
-        with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:  # the next start of the same run
+        with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:  # the next start of the same run
             assert folder.path.name == "run-rank0"
             assert list(folder.path.iterdir()) == []
     assert list(tmp_path.iterdir()) == []
@@ -113,7 +114,7 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_its_name(tmp_path)
         assert b"\n" in {process.stdout.readline(), process.stdout.readline()}
         process.kill()
         process.wait()
-        with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:
+        with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:
             assert folder.path.name == "run-rank0"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -124,13 +125,13 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_its_name(tmp_path)
 IN_MULTIPROCESSING = """
 import multiprocessing, os, sys
 from pathlib import Path
-from megatron.zero.homes.swapfolder import SwapFolder
+from megatron.zero.offload.swap_dir import SwapDir
 
 KEPT = []
 
 def work(root, rank):
-    KEPT.append(SwapFolder(root, "run", rank, flag="--f"))
-    os.close(KEPT[-1].create("state"))
+    KEPT.append(SwapDir(root, "run", rank, flag="--f"))
+    os.close(KEPT[-1].create_file("state"))
 
 def look(root):
     print(*sorted(path.name for path in Path(root).iterdir()), flush=True)
@@ -168,9 +169,9 @@ def test_without_locks_only_a_new_folder_is_taken(tmp_path, monkeypatch, number)
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     stale = left_by_a_killed_one(tmp_path, "run-rank0")
-    with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:
+    with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:
         assert folder.path.name == "run-rank0-2"
-    tidy(tmp_path, "run", ())
+    remove_stale_swap_dirs(tmp_path, "run", ())
     assert list(tmp_path.iterdir()) == [stale]
 
 
@@ -183,8 +184,8 @@ def test_a_folder_removed_between_its_opening_and_its_lock_is_not_used(tmp_path,
         flock(descriptor, flags)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:
-        os.close(folder.create("state"))
+    with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:
+        os.close(folder.create_file("state"))
         assert (folder.path / "state.tiles").exists()
 
 
@@ -198,7 +199,7 @@ def test_nothing_but_a_folder_is_accepted_in_its_place(tmp_path, kind):
     else:
         place.symlink_to(elsewhere if kind == "link to a folder" else tmp_path / "nowhere")
     with pytest.raises(StorageError, match=f"{place}: expected a swap folder, found a file or a symbolic link"):
-        SwapFolder(tmp_path, "run", 0, flag=FLAG)
+        SwapDir(tmp_path, "run", 0, flag=FLAG)
     assert (elsewhere / "precious.tiles").read_text() == "mine"
 
 
@@ -212,29 +213,29 @@ def test_a_folder_with_other_content_is_no_swap_folder(tmp_path, kind):
     else:
         (place / "thesis.tex").write_text("mine")
     with pytest.raises(StorageError, match="expected a swap folder, found (weights.tiles|thesis.tex) in it"):
-        SwapFolder(tmp_path, "run", 0, flag=FLAG)
+        SwapDir(tmp_path, "run", 0, flag=FLAG)
     assert len(list(place.iterdir())) == 2
-    tidy(tmp_path, "run", ())
+    remove_stale_swap_dirs(tmp_path, "run", ())
     assert len(list(place.iterdir())) == 2
 
 
 def test_a_file_is_never_made_over_something(tmp_path):
-    with SwapFolder(tmp_path, "run", 0, flag=FLAG) as folder:
+    with SwapDir(tmp_path, "run", 0, flag=FLAG) as folder:
         target = tmp_path / "precious"
         target.write_text("mine")
         (folder.path / "state.tiles").symlink_to(target)
         with pytest.raises(FileExistsError):
-            folder.create("state")
+            folder.create_file("state")
         (folder.path / "state.tiles").unlink()
     assert target.read_text() == "mine"
 
 
 def test_a_folder_that_is_not_there_is_the_settings_fault(tmp_path):
     with pytest.raises(ConfigError, match=f"{FLAG} {tmp_path}/nowhere: there is no such folder"):
-        SwapFolder(tmp_path / "nowhere", "run", 0, flag=FLAG)
+        SwapDir(tmp_path / "nowhere", "run", 0, flag=FLAG)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=f"{FLAG} {tmp_path}/file: expected a folder, found a file"):
-        SwapFolder(tmp_path / "file", "run", 0, flag=FLAG)
+        SwapDir(tmp_path / "file", "run", 0, flag=FLAG)
 
 
 @pytest.mark.parametrize("number, remedy", [
@@ -247,13 +248,13 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_flag(tmp_path, monkey
 
     monkeypatch.setattr(os, "mkdir", refuse)  # root may write anywhere
     with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write there: {remedy}"):
-        SwapFolder(tmp_path, "run", 0, flag=FLAG)
+        SwapDir(tmp_path, "run", 0, flag=FLAG)
 
 
 def test_a_file_system_that_keeps_no_files_is_told_as_such():
     with pytest.raises(StorageError, match=f"{FLAG} /proc: cannot write there: its file system takes no new files; "
                                            "choose a folder on a drive"):
-        SwapFolder("/proc", "run", 0, flag=FLAG)
+        SwapDir("/proc", "run", 0, flag=FLAG)
 
 
 def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
@@ -266,7 +267,7 @@ def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
     with ExitStack() as living:
         living.enter_context(holder(tmp_path, rank=8))
         living.enter_context(holder(tmp_path, "third"))
-        tidy(tmp_path, "run", range(2), said.append)
+        remove_stale_swap_dirs(tmp_path, "run", range(2), said.append)
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "older-rank0", "older-rank5", "other-rank0", "run-rank0", "run-rank1", "run-rank8", "runner-rank0",
             "third-rank0"]
@@ -278,4 +279,4 @@ def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
 def test_another_users_folder_is_somebody_elses(tmp_path, monkeypatch):
     place = left_by_a_killed_one(tmp_path, "run-rank0")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert swapfolder._take(place, fresh=False) is None
+    assert swap_dir._open_and_lock(place, is_new=False) is None

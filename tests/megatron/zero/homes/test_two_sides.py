@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from megatron.config.tree import Config
 from megatron.optim.adam import AdamW
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import utils
-from megatron.zero.api import offload, update
+from megatron.zero.api import offload_plan
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
-from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.parts import GRAIN
+from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
+from megatron.zero.offload.copy_streams import GradOffloader
+from megatron.zero.offload.direct_io import page_aligned_zeros
 from mpu import groups
 from mpu.grads import row_norms
 from mpu.groups import SOLO
@@ -38,12 +37,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
 RULES = ("adamw", "lamb", "lion", "nadam")
 
 REASONS = {
-    "megatron/zero/verdict.py:HostCopy.values: tolist":
+    "megatron/zero/step_result.py:HostScalars.values: tolist":
         "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
-    "megatron/zero/homes/shelf.py:Shelf.write: copy_ from device to host":
+    "megatron/zero/offload/storage.py:StoredShard.write: copy_ from device to host":
         "updated on the device, and at work from a drive: its tiles are written from the host",
-    "megatron/zero/update.py:Update._of_slots: to the device": "Lamb's sums over ranks, by the wire of the device",
-    "megatron/zero/update.py:Update._of_slots: to the host": "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the device":
+        "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/update.py:OptimizerUpdate._reduce_slot_values: to the host":
+        "Lamb's sums over ranks, by the wire of the device",
 }
 """What may make somebody wait in a forward, a backward or a step."""
 
@@ -71,7 +72,7 @@ def built(config: Config) -> Engine:
 
 def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
     """Of a step."""
-    for number, part in enumerate(rows.chunk(engine.core.accumulation)):
+    for number, part in enumerate(rows.chunk(engine.core.accumulation_steps)):
         if number:
             engine.step()
         engine.backward(engine(part[:, :-1], part[:, 1:], grad_scale=engine.core.backward_scale).mean())
@@ -85,7 +86,7 @@ def step(engine: Engine, rows: Tensor) -> None:
 def life(engine: Engine, rows: Tensor, sides: Sides, folder: Path) -> list[str]:
     """All that is done with an engine; returns what made somebody wait in passes and a step."""
     step(engine, rows)
-    step(engine, rows)  # in these two the engine compares what it has with what it was (roster.py)
+    step(engine, rows)  # in these two the engine compares what it has with what it was (units.py)
     with sides.watched() as waits:
         step(engine, rows)
     with torch.no_grad():
@@ -141,7 +142,7 @@ def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
         try:
             with two_sides() as sides:
                 engine = built(configure_gpt2(**case))
-                rows = torch.randint(64, (2 * engine.core.accumulation, 9), device=DEVICE)
+                rows = torch.randint(64, (2 * engine.core.accumulation_steps, 9), device=DEVICE)
                 waits = {*life(engine, rows, sides, folder / "saved")} - REASONS.keys()
             found += [f"{case}: {wait}" for wait in sorted(waits)]
         except Exception as error:
@@ -168,11 +169,11 @@ def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
 def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "SECONDS", 0.0)
+    monkeypatch.setattr(offload_plan, "TRIAL_SECONDS", 0.0)
     with two_sides() as sides, sides.watched() as waits:
-        ferry = offload.ferry_for(DEVICE)
+        ferry = offload_plan.create_copy_streams(DEVICE)
         assert ferry is not None
-        update.trial(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, part=GRAIN)
+        offload_plan.time_both_sides(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, chunk=CHUNK_ALIGNMENT)
     assert waits == []
 
 
@@ -209,10 +210,10 @@ def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, 
 
 
 def waits_of_a_hidden_copy(rank: int, world: int, folder: Path) -> list[str]:
-    def norms_of_what_went_down(descent: Descent, out: Tensor) -> None:
+    def norms_of_what_went_down(descent: GradOffloader, out: Tensor) -> None:
         out.copy_(row_norms(descent.sums))
 
-    with patch.object(Descent, "row_norms", norms_of_what_went_down):
+    with patch.object(GradOffloader, "row_norms", norms_of_what_went_down):
         return lives(rank, world, folder, slice(0, 1))
 
 
@@ -248,7 +249,7 @@ MIXED = {
     "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
     "an operation that writes": lambda here, there: torch.add(here, here, out=there),
     "numpy": lambda here, there: here.numpy(),
-    "what the host allotted": lambda here, there: here + numbers(4, torch.float32, pinned=False),
+    "what the host allotted": lambda here, there: here + page_aligned_zeros(4, torch.float32, pinned=False),
     **{f"argument {number} of Adam's kernel": lambda here, there, number=number: adam(number) for number in range(6)},
 }
 
@@ -307,14 +308,14 @@ def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
 
 
 def test_the_ferry_goes_its_way_only(sides: Sides) -> None:
-    ferry, here, there = offload.ferry_for(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
+    ferry, here, there = offload_plan.create_copy_streams(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
     assert ferry is not None
     with sides.watched() as waits:
-        ferry.up.copy(here, there)
-        ferry.down.copy(there, here)
+        ferry.to_device.copy(here, there)
+        ferry.to_host.copy(there, here)
     assert waits == []
     with pytest.raises(MixedSides):
-        ferry.up.copy(there, here)
+        ferry.to_device.copy(there, here)
 
 
 def test_memory_that_is_used_anew_is_where_its_new_tensor_is(sides: Sides) -> None:

@@ -15,13 +15,12 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.optim.adam import AdamW
-from megatron.optim.rule import Span, StepScalars
-from megatron.train.build import engine as build_engine
-from megatron.train.build import model as build_model
+from megatron.optim.rule import StepScalars, UpdateSegment
+from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
+from megatron.zero.api.checkpoint_io import gather_full_state_dict
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import whole_weights
-from megatron.zero.homes.nvme import Nvme
+from megatron.zero.offload.nvme import NvmeStorage
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
@@ -92,14 +91,14 @@ def load(engine: Engine) -> None:
 
 
 def forget(engine: Engine) -> None:
-    engine.core.forget_optimizer_steps()
+    engine.core.reset_optimizer_state()
 
 
 def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> bool:
     ends = []
     for home in (None, folder):
         engine = built(configured(home, **cell))
-        assert isinstance(engine.core.homes.optimizer, Nvme) == (home is not None)
+        assert isinstance(engine.core.engine_storage.optimizer, NvmeStorage) == (home is not None)
         train(engine.core, batches(2))
         change(engine)
         ends.append(outcome(engine.core, batches(5)[2:]))
@@ -128,7 +127,7 @@ def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None
     assert before is not None and after is not None
     used = after - before
     everything = 12 * sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
-    assert used.seconds > 0 and used.read_bytes > 0 and used.written_bytes > everything, "weights go there, too"
+    assert used.wait_seconds > 0 and used.read_bytes > 0 and used.written_bytes > everything, "weights go there, too"
     engine.destroy()
 
 
@@ -186,7 +185,7 @@ def frozen(rank: int, world: int, folder: Path) -> bool:
         for weight in model.blocks[0].parameters():
             weight.requires_grad_(False)
         engine = build_engine(config, model, grid, torch.device("cpu"))
-        ends.append([train(engine.core, batches(4)), [*whole_weights(engine.core).values()]])
+        ends.append([train(engine.core, batches(4)), [*gather_full_state_dict(engine.core).values()]])
         engine.save_checkpoint(folder / f"saved {home is None}")
         again = build_model(config, grid)
         for weight in again.blocks[0].parameters():
@@ -209,11 +208,12 @@ def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
 
     step_many = AdamW.step_many
 
-    def update_and_write(rule: AdamW, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+    def update_and_write(rule: AdamW, spans: Sequence[UpdateSegment], hyper: Mapping[str, Any],
+                         at: StepScalars) -> bool:
         step_many(rule, spans, hyper, at)
         for span in spans:
-            if span.narrow is not None:
-                span.narrow.copy_(span.master)
+            if span.lp_out is not None:
+                span.lp_out.copy_(span.master)
         return True
 
     expected = outcome(built(configured(None, bf16=True)).core, batches(3))

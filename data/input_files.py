@@ -1,0 +1,248 @@
+"""The text files behind the paths that a user gives, and the check that shards of a webtext stage are unchanged.
+
+A name gives the kind: `.jsonl` (`.ndjson`, `.json`) or `.txt`, each also with `.gz`, `.xz`, `.zst`. A folder stands for
+the files of these kinds below it, sorted by path; `FoundFiles.left_out` summarizes the others. A stage's folder stands
+for the shards listed in its `stage.json`, whose SHA-256 is checked before use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from data.compressed import COMPRESSED_SUFFIXES, strip_compression_suffix
+from data.storage import READ_BYTES, DataError, escape_to_one_line
+
+STAGE_FILE = "stage.json"
+SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
+WORK_FOLDER = ".work"
+"""Exists in a stage's folder until the stage is complete."""
+SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
+"""Path of a shard relative to its stage's folder."""
+
+
+def check_stage_shards(paths: Iterable[str | os.PathLike[str]], workers: int = 1) -> None:
+    """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
+    outputs = cache(_recorded_sha256)
+    expected = {}
+    for path in map(Path, paths):
+        if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe can be read only once
+            place = Path(os.path.abspath(path))
+            known = outputs(place.parent).get(place.name) or outputs(place.parent.parent).get(
+                f"{place.parent.name}/{place.name}")
+            if known is not None:
+                expected[str(path)] = known
+    check_sha256(expected, workers)
+
+
+def check_sha256(expected: Mapping[str, str], workers: int = 1) -> None:
+    """Check the SHA-256 of each path; raises DataError."""
+    try:
+        for (path, wanted), found in zip(expected.items(), checksum_in_threads(sha256_file, list(expected), workers)):
+            if found != wanted:
+                raise DataError(f"{path}: expected content with the sha256 {wanted} ({STAGE_FILE}), found {found}: "
+                                "changed or damaged since it was written; remove the folder of that stage and run its "
+                                "command again")
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot read: {error.strerror or error}") from error
+
+
+def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str], workers: int) -> Iterator[str]:
+    """Checksums in order; an OSError names its file. Threads are enough, since reading and hashing release the GIL."""
+    def checksum_of(path: str) -> str:
+        try:
+            return checksum(path)
+        except OSError as error:  # read errors carry no file name
+            error.filename = path
+            raise
+
+    with ThreadPoolExecutor(max(1, min(workers, len(paths))), "checksum") as pool:
+        try:
+            yield from pool.map(checksum_of, paths)
+        finally:
+            pool.shutdown(cancel_futures=True)  # the first mismatch ends the check
+
+
+def sha256_file(path: str) -> str:
+    whole, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            whole.update(buffer[:count])
+    return whole.hexdigest()
+
+
+def _recorded_sha256(folder: Path) -> Mapping[str, str]:
+    return {name: shard.sha256 for name, shard in (read_shard_records(folder) or {}).items()}
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Size and checksum when it was written."""
+
+    size: int | None
+    sha256: str
+
+
+def read_shard_records(folder: Path) -> dict[str, ShardRecord] | None:
+    """Name -> record, from a stage's `stage.json`; None if the folder has none."""
+    try:
+        record: Any = json.loads((folder / STAGE_FILE).read_bytes())
+        return {str(output["name"]): ShardRecord(output.get("bytes"), str(output["sha256"]))
+                for output in record["outputs"]}
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, AttributeError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
+
+
+def shards_of_folder(folder: Path) -> dict[str, ShardRecord] | None:
+    """Path -> record of the shards that a folder stands for: a stage's, or one part of a split. Checks that they are
+    complete. None for any other folder."""
+    shards = read_shard_records(folder)
+    if shards is None:
+        if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
+            raise DataError(f"{folder}: this stage is not complete; run its command again first")
+        here = Path(os.path.abspath(folder))
+        above = read_shard_records(here.parent) or {}
+        shards = {name.partition("/")[2]: shard for name, shard in above.items() if name.startswith(f"{here.name}/")}
+        if not shards:
+            return None
+    found = {str(folder / name): shard for name, shard in shards.items()}
+    check_shards_complete(folder, found)
+    return found
+
+
+def check_shards_complete(folder: Path, shards: Mapping[str, ShardRecord]) -> None:
+    """Raise unless every shard exists with its size, and no unlisted shard does."""
+    for path, shard in shards.items():
+        size = os.path.getsize(path) if os.path.isfile(path) else None
+        if size is None or shard.size not in (None, size):
+            raise DataError(f"{path}: expected {shard.size} bytes ({STAGE_FILE}), found "
+                            f"{'no file' if size is None else size}; remove the folder and run its command again")
+    for place in {folder, *(Path(path).parent for path in shards)}:
+        for name in sorted(os.listdir(place)):
+            if SHARD_PATTERN.fullmatch(name) and str(place / name) not in shards:
+                raise DataError(f"{place / name}: is not one of the shards that {STAGE_FILE} lists; if it is yours, "
+                                "move it out of the folder of that stage; else remove it")
+
+
+JSON_LINES, PLAIN_TEXT = "jsonl", "text"
+KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
+FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")
+"""Without .json: settings and corpus facts use that suffix."""
+
+CACHE_SUFFIX = ".cache"
+"""Suffix of the folder beside a source that caches its corpus (sources.py)."""
+
+STAGE_OWN_FILES = (STAGE_FILE, "dropped.jsonl")
+
+NAMES_SHOWN = 3
+
+OWN_CACHE_PATTERN = re.compile(
+    r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
+    r"\..*\.(?:tmp|writing)|\.lock")
+"""This program's cache files and their locks; the cache may be a folder of text (--data-cache-path)."""
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What a file holds according to its name; None if unknown."""
+    return KIND_OF_SUFFIX.get(Path(strip_compression_suffix(os.fspath(path))).suffix)
+
+
+@dataclass
+class FoundFiles:
+    """The files found, and what was left out."""
+
+    files: list[str] = field(default_factory=list)
+    hidden: int = 0
+    """Names that begin with a dot; the content of such folders is not counted."""
+    unknown: list[str] = field(default_factory=list)
+    pipes: list[str] = field(default_factory=list)
+    """Also sockets and devices."""
+    link_loops: list[str] = field(default_factory=list)
+    """Symbolic links to a folder that contains them."""
+
+    not_of_stage: list[str] = field(default_factory=list)
+    """Files in a stage's folder that do not belong to it."""
+
+    @property
+    def left_out(self) -> str:
+        """A summary of what was left out; "" for nothing."""
+        parts = [f"{self.hidden} hidden"] if self.hidden else []
+        for names, one, several in (
+                (self.unknown, "1 of unknown kind", "of unknown kind"), (self.pipes, "a pipe", "pipes"),
+                (self.not_of_stage, "1 not of the stage", "not of the stage"),
+                (self.link_loops, "1 link to a folder around it", "links to a folder around them")):
+            if names:
+                more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+                count = one if len(names) == 1 else f"{len(names)} {several}"
+                parts.append(f"{count} ({escape_to_one_line(', '.join(names[:NAMES_SHOWN]))}{more})")
+        return f"left out: {', '.join(parts)}" if parts else ""
+
+
+def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> FoundFiles:
+    """The files that `inputs` stand for, in order; within a folder sorted by path. Nothing is read."""
+    found = FoundFiles()
+    for given in inputs:
+        name = os.fspath(given)
+        if not os.path.isdir(name):
+            found.files.append(name)
+            continue
+        before, shards_of = len(found.files), cache(shards_of_folder)
+        is_stage = shards_of(Path(name)) is not None
+        for path in sorted(walk_files(Path(name), found, _is_own_cache)):
+            folders = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
+            shards = next((shards for shards in map(shards_of, folders) if shards is not None), None)
+            if shards is not None and str(path) not in shards:
+                if path.name not in STAGE_OWN_FILES:
+                    found.not_of_stage.append(str(path))
+                continue
+            wanted = Path(strip_compression_suffix(path.name)).suffix in suffixes
+            (found.files if wanted else found.unknown).append(str(path))
+        if len(found.files) == before and is_stage:
+            raise DataError(f"{name}: this stage kept no document")
+        if len(found.files) == before:
+            raise DataError(f"{name}: this folder holds no file of text ({' '.join(suffixes)}, each also with "
+                            f"{' '.join(COMPRESSED_SUFFIXES)})" + (f"; {found.left_out}" if found.left_out else ""))
+    return found
+
+
+def walk_files(folder: Path, found: FoundFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
+               parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+    """Every file below a folder; follows symbolic links, but not into loops."""
+    try:
+        status = folder.stat()
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot read: {error.strerror or error}") from error
+    here = (status.st_dev, status.st_ino)
+    if here in parents:
+        found.link_loops.append(str(folder))
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        if skip(entry):
+            continue
+        if entry.name.startswith("."):
+            found.hidden += 1
+        elif entry.is_dir():
+            yield from walk_files(path, found, skip, (*parents, here))
+        elif entry.is_file() or not path.exists():  # opening a dangling link reports the error
+            yield path
+        else:
+            found.pipes.append(entry.path)
+
+
+def _is_own_cache(entry: os.DirEntry[str]) -> bool:
+    """Whether it is our cache beside the text, not the user's text."""
+    if entry.is_dir():
+        return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
+    return OWN_CACHE_PATTERN.fullmatch(entry.name) is not None

@@ -1,0 +1,313 @@
+"""One document and its JSON line, the lines of shards, and counts of documents kept and dropped.
+
+A line holds `text`, then `url` and `meta` where present: UTF-8, one "\\n" at the end. `parse_json_line` reads any JSON
+object with a text in it; a `DocumentError` says what is wrong. With `repair` it mends invalid UTF-8, lone surrogates,
+control characters, duplicate keys and non-JSON numbers, and names each repair. Documents are numbered from 0 through
+all shards. Documents in = kept + dropped, always.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.storage import DataError, parse_error_text
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and its origin."""
+
+    text: str
+    url: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        """The document as a line of a shard."""
+        value: dict[str, Any] = {"text": self.text}
+        if self.url is not None:
+            value["url"] = self.url
+        if self.meta:
+            value["meta"] = self.meta
+        return _ENCODER.encode(value).encode("utf-8") + b"\n"
+
+
+@dataclass(frozen=True)
+class DroppedDocument:
+    """A stage drops the document. Reasons are few and fixed, since they are counted."""
+
+    reason: str
+
+
+DocumentFunction = Callable[[Document], "Document | DroppedDocument"]
+"""The function of a map stage."""
+
+
+class DocumentError(Exception):
+    """A line that holds no document: `reason` is a short category to count, the message has details."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class JsonKeys:
+    """The keys of text and URL in the objects of a source."""
+
+    text: str = "text"
+    url: str = "url"
+
+
+SHARD_KEYS = JsonKeys()
+MAX_JSON_DEPTH = 100
+"""Deeper JSON is refused, since stages recurse into it."""
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse_shard_line(line: bytes, location: str) -> Document:
+    """Parse a line of a shard; `location` (file and line) begins the error."""
+    try:
+        return parse_json_line(line)[0]
+    except DocumentError as fault:
+        raise DataError(f"{location}: {fault}") from fault
+
+
+def parse_json_line(line: bytes, keys: JsonKeys = SHARD_KEYS, repair: bool = False) -> tuple[Document, tuple[str, ...]]:
+    """(document, names of the repairs made); raises DocumentError."""
+    repairs: list[str] = []
+    value = _load_json(decode_utf8(line, repairs if repair else None), repairs if repair else None)
+    if not isinstance(value, dict):
+        raise DocumentError("not an object", f"expected a JSON object, found {_json_type_name(value)}")
+    if line.count(b"[") + line.count(b"{") > MAX_JSON_DEPTH and _json_depth(value) > MAX_JSON_DEPTH:
+        raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
+    if _ESCAPED_SURROGATE.search(line):  # only an escape can put one into a string
+        value = _repair_surrogates(value, repairs if repair else None)
+    if keys.text not in value:
+        found = ", ".join(map(repr, value)) or "no keys"
+        raise DocumentError("no text", f"no key {keys.text!r}; found {found} (see --text-key)")
+    text, url = value.pop(keys.text), value.pop(keys.url, None)
+    if not isinstance(text, str):
+        raise DocumentError("wrong type", f"key {keys.text!r}: expected text, found {_json_type_name(text)}")
+    if not isinstance(url, str | None):
+        if not repair:
+            raise DocumentError("wrong type", f"key {keys.url!r}: expected text, found {_json_type_name(url)}")
+        repairs.append("wrong type")
+        url = None
+    inner = value.get("meta")
+    meta = inner if len(value) == 1 and isinstance(inner, dict) else value
+    return Document(text, url, meta), tuple(dict.fromkeys(repairs))
+
+
+def decode_utf8(raw: bytes, repairs: list[str] | None) -> str:
+    """Decode UTF-8; invalid bytes become U+FFFD if repairs are allowed, else DocumentError."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if repairs is None:
+            raise DocumentError("not UTF-8",
+                                f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
+        repairs.append("not UTF-8")
+        return raw.decode("utf-8", "replace")
+
+
+def _load_json(text: str, repairs: list[str] | None) -> Any:
+    """Strict JSON: no duplicate keys, no NaN, no number beyond a double."""
+    def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            repair_or_raise("duplicate key", f"key {twice!r} appears twice")
+        return value
+
+    def parse_number(spelling: str) -> float | None:
+        value = float(spelling)
+        if not math.isfinite(value):
+            repair_or_raise("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
+            return None
+        return value
+
+    def repair_or_raise(reason: str, message: str) -> None:
+        if repairs is None:
+            raise DocumentError(reason, message)
+        repairs.append(reason)
+
+    def load(strict: bool) -> Any:
+        return json.loads(text, object_pairs_hook=check_keys, parse_float=parse_number, parse_constant=parse_number,
+                          strict=strict)
+
+    try:
+        try:
+            return load(strict=True)
+        except json.JSONDecodeError as error:
+            if repairs is None or not error.msg.startswith("Invalid control character"):
+                raise
+            repairs.append("control character")
+            return load(strict=False)
+    except json.JSONDecodeError as error:
+        raise DocumentError("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or nesting too deep
+        raise DocumentError("not JSON", f"not JSON we can read: {parse_error_text(error)}") from error
+
+
+def _json_depth(value: Any) -> int:
+    """Nesting depth of lists and objects, at most MAX_JSON_DEPTH + 1."""
+    level, depth = [value], 0
+    while level and depth <= MAX_JSON_DEPTH:
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level, depth = inner, depth + 1
+    return depth
+
+
+def _repair_surrogates(value: Any, repairs: list[str] | None) -> Any:
+    """`value` with lone surrogates in strings replaced."""
+    if isinstance(value, str):
+        lone = _SURROGATE.search(value)
+        if lone is None:
+            return value
+        if repairs is None:
+            raise DocumentError("lone surrogate",
+                                f"lone surrogate U+{ord(lone[0]):04X} at character {lone.start() + 1} of a string")
+        repairs.append("lone surrogate")
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_repair_surrogates(item, repairs) for item in value]
+    if isinstance(value, dict):
+        return {_repair_surrogates(key, repairs): _repair_surrogates(item, repairs) for key, item in value.items()}
+    return value
+
+
+def _json_type_name(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+@dataclass
+class DocumentCounts:
+    """Counts that add up over documents, shards and machines."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    documents_kept: int = 0
+    bytes_kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Documents by reason."""
+    dropped_bytes: Counter[str] = field(default_factory=Counter)
+    repaired: Counter[str] = field(default_factory=Counter)
+    """Documents repaired while reading, by fault; whether kept or dropped later."""
+    sizes: Counter[int] = field(default_factory=Counter)
+    """Kept documents by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes."""
+
+    def add_kept(self, size_in: int, size_out: int) -> None:
+        self.documents_in += 1
+        self.bytes_in += size_in
+        self.documents_kept += 1
+        self.bytes_kept += size_out
+        self.sizes[size_out.bit_length()] += 1
+
+    def add_dropped(self, reason: str, size_in: int) -> None:
+        self.documents_in += 1
+        self.bytes_in += size_in
+        self.dropped[reason] += 1
+        self.dropped_bytes[reason] += size_in
+
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
+        return DocumentCounts(self.documents_in + other.documents_in, self.bytes_in + other.bytes_in,
+                              self.documents_kept + other.documents_kept, self.bytes_kept + other.bytes_kept,
+                              self.dropped + other.dropped, self.dropped_bytes + other.dropped_bytes,
+                              self.repaired + other.repaired, self.sizes + other.sizes)
+
+    def followed_by(self, later: DocumentCounts) -> DocumentCounts:
+        """These counts combined with those of a later pass over the kept documents."""
+        return DocumentCounts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
+                              self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
+                              later.sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Equal counts give equal JSON, in any order of addition."""
+        return {
+            "in": {"documents": self.documents_in, "bytes": self.bytes_in},
+            "kept": {"documents": self.documents_kept, "bytes": self.bytes_kept},
+            "dropped": {reason: {"documents": self.dropped[reason], "bytes": self.dropped_bytes[reason]}
+                        for reason in sorted(self.dropped)},
+            "repaired": {reason: self.repaired[reason] for reason in sorted(self.repaired)},
+            "sizes": {str(power): self.sizes[power] for power in sorted(self.sizes)},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DocumentCounts:
+        """The inverse of `to_json`; KeyError or TypeError for anything else."""
+        dropped = value["dropped"]
+        return cls(value["in"]["documents"], value["in"]["bytes"], value["kept"]["documents"], value["kept"]["bytes"],
+                   Counter({reason: tally["documents"] for reason, tally in dropped.items()}),
+                   Counter({reason: tally["bytes"] for reason, tally in dropped.items()}),
+                   Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}))
+
+
+RANGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LineRange:
+    """The lines of a file that begin in [start, stop)."""
+
+    path: str
+    start: int
+    stop: int
+
+
+def whole_file(path: Path) -> LineRange:
+    """All lines of a file."""
+    try:
+        return LineRange(str(path), 0, path.stat().st_size)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def split_into_ranges(path: Path, size: int = RANGE_BYTES) -> list[LineRange]:
+    """Ranges of about `size` bytes that together hold every line once."""
+    stop = whole_file(path).stop
+    return [LineRange(str(path), start, min(start + size, stop)) for start in range(0, stop, size)]
+
+
+def read_lines(line_range: LineRange) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line; adds a missing newline at the end of the file."""
+    with open(line_range.path, "rb") as file:
+        offset = line_range.start
+        if offset:  # a line across `start` belongs to the previous range
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while offset < line_range.stop and (line := file.readline()):
+            yield offset, line if line.endswith(b"\n") else line + b"\n"
+            offset += len(line)
+
+
+def parse_document_at(path: str, offset: int, line: bytes) -> Document:
+    """The document in a line; the error names its position."""
+    return parse_shard_line(line, f"{path} (byte {offset})")
+
+
+def read_shard_lines(path: Path) -> Iterator[bytes]:
+    """Every line of a shard."""
+    return (line for _, line in read_lines(whole_file(path)))
+
+
+def shard_name(number: int) -> str:
+    return f"part-{number:05d}.jsonl"
+
+
+def machine_share(count: int, index: int, machines: int) -> range:
+    """The consecutive shards, of `count`, that machine `index` (from 0) processes."""
+    return range(count * index // machines, count * (index + 1) // machines)

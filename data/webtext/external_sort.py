@@ -1,0 +1,183 @@
+"""External sort: rows of 64-bit numbers (`RowSorter`) and lines by key (`LineBuckets`), in bounded memory.
+
+Both spill to unnamed temporary files, which vanish with the process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.storage import write_errors_for
+
+Rows = NDArray[np.uint64]
+"""[rows, numbers]."""
+
+
+class RowSorter:
+    """Takes rows in any order and returns them sorted. Merge sort: each full buffer becomes a sorted run in a file.
+    Merging holds a block of every run, and emits all rows up to the smallest last row of these blocks. Memory does not
+    depend on the distribution of rows, such as many equal ones."""
+
+    def __init__(self, folder: Path, width: int, memory: int) -> None:
+        self._folder, self._width = folder, width
+        self._capacity = max(1, memory // (32 * width))  # rows; sorting needs twice as much again
+        self._buffered: list[Rows] = []
+        self._buffered_rows = 0
+        self._runs: list[tuple[int, int]] = []  # (first row, end row) in the file
+        self._file = _unnamed_file(folder, self)
+
+    def add(self, rows: Rows) -> None:
+        for start in range(0, len(rows), self._capacity):
+            part = rows[start:start + self._capacity]
+            if self._buffered_rows + len(part) > self._capacity:
+                self._spill()
+            self._buffered.append(part)
+            self._buffered_rows += len(part)
+
+    def add_each(self, rows: Iterable[Sequence[int]]) -> None:
+        """Add rows one by one."""
+        iterator = iter(rows)
+        while part := list(islice(iterator, 1024)):
+            self.add(np.array(part, np.uint64))
+
+    def sorted(self) -> Iterator[Rows]:
+        """All rows in order, in blocks."""
+        if self._runs:
+            self._spill()
+            yield from self._merged()
+        elif self._buffered:
+            yield _sort(np.concatenate(self._buffered))
+
+    def _spill(self) -> None:
+        first = self._runs[-1][1] if self._runs else 0
+        self._runs.append((first, first + self._buffered_rows))
+        with write_errors_for(self._folder):
+            self._file.seek(first * self._width * 8)
+            self._file.write(_sort(np.concatenate(self._buffered)).data)
+        self._buffered, self._buffered_rows = [], 0
+
+    def _merged(self) -> Iterator[Rows]:
+        rows_per_run = max(1, self._capacity // len(self._runs))
+        cursors = [first for first, _ in self._runs]
+        buffered = [np.empty((0, self._width), np.uint64) for _ in self._runs]
+        while True:
+            # Refill every block each time; otherwise the emptiest one slows down all.
+            for number, (_, stop) in enumerate(self._runs):
+                count = min(rows_per_run - len(buffered[number]), stop - cursors[number])
+                if count > 0:
+                    buffered[number] = np.concatenate([buffered[number], self._read(cursors[number], count)])
+                    cursors[number] += count
+            # Rows still in the file come after the last row held of their run.
+            lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(buffered, cursors, self._runs) if cursor < stop]
+            if not lasts:
+                break
+            bound = min(lasts)
+            cuts = [_rows_up_to(held, bound) for held in buffered]
+            yield _sort(np.concatenate([held[:cut] for held, cut in zip(buffered, cuts)]))
+            buffered = [held[cut:] for held, cut in zip(buffered, cuts)]
+        yield _sort(np.concatenate(buffered))
+
+    def _read(self, first: int, count: int) -> Rows:
+        self._file.seek(first * self._width * 8)
+        raw = self._file.read(count * self._width * 8)
+        return np.frombuffer(raw, np.uint64).reshape(count, self._width)
+
+
+def _unnamed_file(folder: Path, owner: object) -> IO[bytes]:
+    """A temporary file that is closed, and so deleted, with its owner."""
+    with write_errors_for(folder):
+        file = tempfile.TemporaryFile(dir=folder)
+    weakref.finalize(owner, file.close)
+    return file
+
+
+def iterate_rows(blocks: Iterable[Rows]) -> Iterator[list[int]]:
+    """Rows one by one as Python integers, which need ten times the memory, so not all at once."""
+    for block in blocks:
+        for start in range(0, len(block), 1024):
+            yield from block[start:start + 1024].tolist()
+
+
+def pairs_with_equal_keys(blocks: Iterable[Rows], max_earlier: int) -> Iterator[Rows]:
+    """Sorted rows (key ..., document) -> pairs (document, earlier one with its key), with the first `max_earlier` only.
+    """
+    head: Rows | None = None  # first rows of the last key so far
+    for block in blocks:
+        old = 0 if head is None else len(head)
+        rows = block if head is None else np.concatenate([head, block])
+        starts = np.flatnonzero(np.append(True, (rows[1:, :-1] != rows[:-1, :-1]).any(axis=1)))
+        start = np.repeat(starts, np.diff(starts, append=len(rows)))
+        later = np.arange(old, len(rows))
+        for place in range(max_earlier):
+            later = later[later - start[later] > place]
+            if not len(later):
+                break
+            yield np.stack([rows[later, -1], rows[start[later] + place, -1]], axis=1)
+        head = rows[starts[-1]:starts[-1] + max_earlier]
+
+
+def _sort(rows: Rows) -> Rows:
+    return rows[np.lexsort(rows.T[::-1])]
+
+
+def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
+    """Number of sorted rows that are not after `last`."""
+    low, high = 0, len(rows)  # rows before low are smaller; rows from low to high are equal in the columns so far
+    for column, number in zip(np.ascontiguousarray(rows.T), last):
+        column = column[low:high]
+        low, high = (low + int(np.searchsorted(column, number, side)) for side in ("left", "right"))
+    return high
+
+
+class LineBuckets:
+    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
+    buckets as chains of segments, so any number of buckets needs one open file."""
+
+    def __init__(self, folder: Path, buckets: int, memory: int) -> None:
+        self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
+        self._buffered = [bytearray() for _ in range(buckets)]
+        self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
+        self._end = 0
+        self._file = _unnamed_file(folder, self)
+
+    def add(self, bucket: int, key: int, line: bytes) -> None:
+        held = self._buffered[bucket]
+        held += key.to_bytes(8, "little")
+        held += len(line).to_bytes(8, "little")
+        held += line
+        if len(held) >= self._bucket_bytes:
+            self._spill(bucket)
+
+    def lines(self, bucket: int) -> Iterator[bytes]:
+        """The sorted lines of a bucket, which is loaded into memory."""
+        self._spill(bucket)
+        raw = bytearray()
+        for offset, size in self._chains[bucket]:
+            self._file.seek(offset)
+            raw += self._file.read(size)
+        places, at = [], 0
+        while at < len(raw):
+            key, size = int.from_bytes(raw[at:at + 8], "little"), int.from_bytes(raw[at + 8:at + 16], "little")
+            places.append((key, at + 16, size))
+            at += 16 + size
+        for _, start, size in sorted(places):
+            yield bytes(raw[start:start + size])
+
+    def _spill(self, bucket: int) -> None:
+        held = self._buffered[bucket]
+        if not held:
+            return
+        with write_errors_for(self._folder):
+            self._file.seek(self._end)
+            self._file.write(held)
+        self._chains[bucket].append((self._end, len(held)))
+        self._end += len(held)
+        self._buffered[bucket] = bytearray()

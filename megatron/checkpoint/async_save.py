@@ -1,0 +1,224 @@
+"""Asynchronous save: copy the state to the host, then write it from a thread. The protocol is writer.py's.
+
+    start           snapshot this rank's share and start the first job in a thread              all ranks
+    poll            after each step: if all ranks have done their job, start the next            all ranks
+    wait_for_save   the same, but wait for the thread                                            all ranks
+
+`progress` rides on the step's all-reduce, so no step waits for a save. A job's error on one rank is raised on all ranks
+at the next poll. At most one save per engine; a program that exits normally completes its save first. Memory: one
+(pinned) host copy of this rank's share, reused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.safetensors_io import FileTensor
+from megatron.checkpoint.writer import SaveJob, SaveReport, SaveSteps, advance_save
+from megatron.distributed import exit_codes
+from megatron.errors import ConfigError, PeerError, TrainerError
+from mpu.groups import Group
+
+COPY_ALIGNMENT = 64
+"""Alignment in bytes of each tensor in the copy: one cache line."""
+
+
+class HostSnapshot:
+    """A (pinned) host buffer, as large as the largest state copied so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy_tensors(self, items: list[FileTensor]) -> list[FileTensor]:
+        """`items` with their current data, valid until the next call."""
+        sizes = [-(-item.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT for item in items]
+        if self._buffer.numel() < sum(sizes):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_cuda)
+        held, start = [], 0
+        for item, size in zip(items, sizes, strict=True):
+            copy = self._buffer[start:start + item.nbytes].view(item.dtype).view(item.shape)
+            copy.copy_(item.load().view(item.shape), non_blocking=True)
+            held.append(replace(item, load=partial(torch.Tensor.detach, copy)))
+            start += size
+        if self._on_cuda:
+            torch.cuda.current_stream().synchronize()
+        return held
+
+
+class AsyncSaver:
+    """Runs at most one save at a time. Every rank of `world` makes the same calls in the same order."""
+
+    def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None,
+                 owner: str = "") -> None:
+        """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
+        whose saves these are, equal on all ranks; not the run id, which a resumed engine shares."""
+        self.world, self.owner, self.root = world, owner, Path()
+        self._before_collective, self._pid, self._name = before_collective, os.getpid(), ""
+        self._save: tuple[SaveSteps, Callable[[SaveReport], None]] | None = None
+        self._job: Future[Any] = Future()
+        self._is_committing = False  # the job is the last one
+        self._deferred_error: TrainerError | None = None
+
+    @property
+    def has_pending_save(self) -> bool:
+        """Whether a save is in progress; equal on all ranks."""
+        return self._save is not None
+
+    def belongs_to(self, world: Group) -> bool:
+        """Whether these ranks can complete the pending save: same ranks, same process group, same process."""
+        # a recreated process group with the same ranks has other names
+        names = (self.world.name, self.world.control_name)
+        return (self.world, names) == (world, (world.name, world.control_name)) and not world.is_destroyed and \
+            self._pid == os.getpid()
+
+    def start(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None], root: Path = Path(),
+              tag: str = "a checkpoint") -> None:
+        """Start a save of `tag` into `root`; `on_complete` is called when it is complete."""
+        assert not self.has_pending_save, "wait for the save under way first"
+        self._job, self.root, self._name = _run_in_thread(next(steps)), root, f"{tag} of {root}"
+        self._is_committing = False
+        self._set_pending(steps, on_complete)
+
+    def _set_pending(self, steps: SaveSteps, on_complete: Callable[[SaveReport], None]) -> None:
+        self._save = steps, on_complete
+        _PENDING_SAVES.append(self)
+        atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
+
+    def _take_pending(self) -> tuple[SaveSteps, Callable[[SaveReport], None]]:
+        """Clear and return the pending save."""
+        assert self._save is not None
+        taken, self._save = self._save, None
+        _PENDING_SAVES.remove(self)
+        atexit.unregister(self._finish_at_exit)
+        return taken
+
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
+        if not self.has_pending_save:
+            return ()
+        done = self._job.done()
+        return float(done and self._job.exception() is not None), float(done)
+
+    def poll(self, progress: Sequence[float]) -> None:
+        """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
+        sum over the ranks at an earlier time; a save that has advanced since is handled."""
+        self._raise_deferred_error()
+        if self.has_pending_save and progress and (progress[0] or progress[1] == self.world.size):
+            self._advance()
+
+    def wait_for_save(self) -> None:
+        """Return when no save is under way."""
+        self._raise_deferred_error()
+        while self.has_pending_save:
+            self._advance()
+
+    def finish_for_other_engine(self) -> None:
+        """Complete the save on behalf of another engine. An error is deferred to this saver's next call, or to exit."""
+        try:
+            self.wait_for_save()
+        except PeerError:
+            raise
+        except TrainerError as error:
+            self._deferred_error = error
+            atexit.register(self._finish_at_exit)
+
+    def _raise_deferred_error(self) -> None:
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
+            atexit.unregister(self._finish_at_exit)
+            raise error
+
+    def _advance(self) -> None:
+        """Wait for this rank's job, agree with the other ranks, then start the next job or end the save. Collective."""
+        self._before_collective("a save in the background")
+        steps, then = self._take_pending()  # an error below leaves no save pending
+        try:
+            self._job = _run_in_thread(advance_save(steps, self._job.result, self.world))
+        except StopIteration as end:
+            then(end.value)
+        else:
+            self._is_committing = True
+            self._set_pending(steps, then)
+
+    def abandon(self) -> bool:
+        """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
+        completed. No communication."""
+        if not self.has_pending_save:
+            return False
+        steps, _ = self._take_pending()
+        self._job.add_done_callback(lambda job: steps.close())  # the staging folder stays locked until the job ends
+        return self._is_committing and self._job.exception() is None
+
+    def _finish_at_exit(self) -> None:
+        if os.getpid() != self._pid:  # in a forked child
+            return
+        uncaught = getattr(sys, "last_value", None)  # the uncaught exception of the program
+        if isinstance(uncaught, KeyboardInterrupt if self.world.is_solo else BaseException):
+            print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
+                  "before; a load takes the one before it", file=sys.stderr)
+            return
+        try:
+            if self.world.is_destroyed:
+                raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
+            self._before_collective("the end of its program, with a save to complete")
+            self.wait_for_save()
+        except BaseException as error:  # at exit the error can only be printed
+            failure = exit_codes.exit_reason_of(error)
+            exit_codes.write_error(f"{self._name}, which was being written in the background, is not complete: "
+                                   f"{failure.text}")
+            exit_codes.exit_now(failure.code)
+
+
+_PENDING_SAVES: list[AsyncSaver] = []
+"""Pending saves of this process."""
+
+
+def pending_saves_in(root: Path) -> list[str]:
+    """Owners of this process's pending saves into `root`."""
+    return [save.owner for save in _PENDING_SAVES if _is_same_folder(save.root, root)]
+
+
+def wait_for_earlier_saves(owners: Sequence[str], world: Group) -> None:
+    """Complete the pending saves of these owners. Collective."""
+    saves = {save.owner: save for save in _PENDING_SAVES if save.belongs_to(world)}
+    for owner in owners:
+        if owner in saves:
+            saves[owner].finish_for_other_engine()
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _run_in_thread(job: SaveJob) -> Future[Any]:
+    """Run the job in a daemon thread, which does not delay an exit after a failure."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="save", daemon=True).start()
+    except RuntimeError:  # no new threads during interpreter shutdown
+        work()
+    return future

@@ -1,0 +1,213 @@
+"""python -m megatron.checkpoint list|verify|digest|merge|convert DIR[:TAG] [--tag TAG]
+
+DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` cover all of them, and the others the
+one that a load uses: what `latest` names, otherwise the newest.
+`convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt, Megatron-LM's folder of
+mp_rank_XX or one state dict of such a model, it writes a save root of ours (start from it with --load OUTPUT
+--finetune). With `--dtype int8` it writes any of these as a save root of ours with int8 weights, for
+`python -m megatron.generate --load OUTPUT`.
+`list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.storage import escape_to_one_line
+from megatron.checkpoint.convert.detect_format import describe_format, no_checkpoint_message
+from megatron.checkpoint.manifest import LATEST, CommitRecord, Manifest
+from megatron.checkpoint.resolve_tag import (all_tags, dangling, latest_file_warning, latest_tag, load_candidates,
+                                             parse_checkpoint_path, unreadable_tags)
+from megatron.checkpoint.tags import check_sizes, check_tag_exists, complete_manifests, tag_names, verify_tag
+from megatron.config.cli_help import CommandArgumentParser
+from megatron.config.run_config import refuse_checkpoint_key
+from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.reader import Checkpoint
+
+
+def list_tags(root: Path, tag: str | None) -> None:
+    """Print one line per complete tag, by step: name, iteration, layout, bytes and parent tag. `latest` marks the tag
+    that a load uses, `other branch` tags that are neither its ancestors nor its descendants, `damaged` tags with a
+    missing file or one of the wrong size. Warns for each damaged or unreadable tag; raises if that is the tag a load
+    uses."""
+    manifests = complete_manifests(root)
+    records = {manifest.tag: manifest.commit_record for manifest in manifests}
+    manifests = manifests if tag is None else [check_sizes(root, check_tag_exists(root, tag))]
+    if not manifests and describe_format(root):  # another program's checkpoint, not a damaged one
+        raise CheckpointError(no_checkpoint_message(root))
+    damaged = unreadable_tags(root, check_sizes) if tag is None else {}
+    latest = latest_tag(root)
+    chosen, *others = load_candidates(root) if manifests or latest is not None else [""]
+    for manifest in manifests:
+        print(_tag_line(manifest) + _branch_text(manifest.commit_record, records, records.get(chosen))
+              + "  damaged" * (manifest.tag in damaged) + "  latest" * (manifest.tag == latest))
+    sys.stdout.flush()
+    listed = [manifest.tag for manifest in manifests]
+    for name, error in damaged.items():
+        print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in listed),
+              file=sys.stderr)
+    if tag is not None:
+        return
+    if not chosen:
+        raise CheckpointError(no_checkpoint_message(root) + dangling(root))
+    if chosen in damaged:
+        good = [name for name in (*others, *reversed(listed)) if name not in damaged]
+        advice = "no tag here is complete" if not good else (
+            f"name another tag ({root}:{good[0]}), which `{COMMAND} verify` checks to the last byte, or put a copy of "
+            f"{chosen} in its place")
+        raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
+                              f"which cannot be read: a load of {root} ends with this error too; {advice}")
+    if latest is None and (warning := latest_file_warning(root, chosen)):
+        print(escape_to_one_line(warning), file=sys.stderr)
+
+
+def _tag_line(manifest: Manifest) -> str:
+    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+    return escape_to_one_line(
+        f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_total_bytes(manifest)} bytes")
+
+
+def _branch_text(record: CommitRecord, records: Mapping[str, CommitRecord], used: CommitRecord | None) -> str:
+    """The parent tag, and whether the tag is on another branch than `used`, which a load uses."""
+    text = ""
+    if record.history:
+        parent = record.history[-1]
+        there = parent.tag in records and records[parent.tag].as_ancestor == parent
+        text = f"  after {parent.tag}" + ("" if there else " (deleted or replaced)")
+    is_other = used is not None and not used.descends_from(record) and not record.descends_from(used)
+    return text + ("  other branch" if is_other else "")
+
+
+def _total_bytes(manifest: Manifest) -> int:
+    return manifest.nbytes if manifest.has_rank_manifests else sum(entry.size for entry in manifest.files.values())
+
+
+def verify_tags(root: Path, tag: str | None) -> None:
+    """Check every tag, then raise for the first damaged one."""
+    damaged: list[CheckpointError] = []
+    names = [check_tag_exists(root, tag)] if tag is not None else list(
+        dict.fromkeys([*all_tags(root), *unreadable_tags(root)]))
+    for name in names:
+        try:
+            manifest = verify_tag(root, name)
+            print(f"{name}: ok, {len(manifest.files)} files, {_total_bytes(manifest)} bytes", flush=True)
+        except CheckpointError as error:
+            damaged.append(error)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more damaged tags)" if len(damaged) > 1 else ""
+        raise CheckpointError(f"{damaged[0]}{more}")
+
+
+def print_digest(root: Path, tag: str | None) -> None:
+    from megatron.checkpoint.reader import digest_lines, open_checkpoint
+
+    for line in digest_lines(open_checkpoint(root, tag, int8=True)):
+        print(line, flush=True)
+
+
+def merge_weights(root: Path, tag: str | None, output: Path) -> None:
+    from megatron.checkpoint.reader import open_checkpoint, write_fp32_weights
+
+    checkpoint = open_checkpoint(root, tag)
+    _print_quantised_note(checkpoint)
+    print(f"{output}: weights of {checkpoint.tag} as fp32, {write_fp32_weights(checkpoint, output)} bytes")
+
+
+def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
+    """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
+    from megatron.checkpoint.convert.huggingface import export_huggingface
+    from megatron.checkpoint.convert.import_weights import import_weights, open_external_checkpoint, quantise_weights
+    from megatron.checkpoint.reader import open_checkpoint
+
+    output = options.output
+    if tag is not None or tag_names(source):
+        checkpoint = open_checkpoint(source, tag)
+        _print_quantised_note(checkpoint)
+        if options.dtype is None:
+            for path in export_huggingface(checkpoint, output, print_line=lambda line: print(f"note: {line}")):
+                print(f"{path}: {path.stat().st_size} bytes")
+            return
+        report = quantise_weights(checkpoint, output)
+    else:
+        found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
+                                         options.checkpoint_version)
+        if options.dtype is None:
+            for note in found.notes:
+                print(f"note: {found.where}: {note}")
+            report, shape = import_weights(found, output), found.model
+            print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
+                  f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
+                  f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
+                  f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
+                  "--finetune")
+            return
+        report = quantise_weights(found, output)
+    print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
+
+
+def _print_quantised_note(checkpoint: Checkpoint) -> None:
+    """Note that the output holds the exact masters of a run that trained with quantised weights."""
+    if "quantisation" in checkpoint.shared_state.get("engine", {}):
+        print(f"note: {checkpoint.tag} was quantised in training, and these are its exact masters: megatron.generate, "
+              "evaluate and serve load the weights that it had at work, with --dtype int8 on its own grid")
+
+
+COMMAND = "python -m megatron.checkpoint"
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = CommandArgumentParser(COMMAND, __doc__ or "")
+    parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
+    parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",
+                        help="save root, or the folder of one tag; convert: also what another program saved")
+    parser.add_argument("--tag", metavar="TAG", help="the same as DIR:TAG")
+    parser.add_argument("--output", type=Path, metavar="PATH",
+                        help="merge: the safetensors file to write; convert: the folder")
+    parser.add_argument("--vocab-size", type=int, metavar="N",
+                        help="convert from nanoGPT and Megatron-LM: tokens, without the rows that pad the table")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N",
+                        help="convert from Megatron-LM: where its file does not say")
+    parser.add_argument("--checkpoint-version", type=float, metavar="V",
+                        help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
+    parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
+    parser.add_argument("--checkpoint-key", type=refuse_checkpoint_key, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if (options.command in ("merge", "convert")) != (options.output is not None):
+        parser.error("--output PATH belongs to merge and convert, and they need it")
+    if options.dtype is not None and options.command != "convert":
+        parser.error("--dtype belongs to convert")
+    root, tag = parse_checkpoint_path(options.dir)
+    if tag is not None and options.tag not in (None, tag):
+        parser.error(f"{options.dir} is tag {tag}, and --tag says {options.tag}")
+    options.dir, options.tag = root, options.tag if tag is None else tag
+    return options
+
+
+def run_command(arguments: list[str]) -> None:
+    options = parse_arguments(arguments)
+    if options.command == "merge":
+        merge_weights(options.dir, options.tag, options.output)
+    elif options.command == "convert":
+        convert(options.dir, options.tag, options)
+    elif options.command == "list":
+        list_tags(options.dir, options.tag)
+    else:
+        (verify_tags if options.command == "verify" else print_digest)(options.dir, options.tag)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        run_command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # exit_codes.py ends a command whose reader has seen enough
+    except (TrainerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error) or EXIT_STORAGE
+    return 0

@@ -1,0 +1,185 @@
+"""The run's tokenizer as files that transformers' AutoTokenizer loads, or the reason why that is not possible.
+
+    GPT-2's BPE      vocab.json and merges.txt
+    bytes            tokenizer.json: byte-level BPE without merges
+    characters       tokenizer.json: word level, one character per word
+    SentencePiece    tokenizer.json: BPE with byte fallback, if the model does not change the text; else tokenizer.model
+
+Encoding and decoding match ours; `<|endoftext|>` in a text is text. Exception: U+2581 is read as a space.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.default_corpus import DEFAULT_FOLDER
+from data.format import TokenizerFacts
+from data.gpt2_bpe import byte_alphabet, parse_merges, read_merges_and_vocabulary
+from data.storage import DataError
+from data.tokenizer import build
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT_CHARACTER, read_flag_file, read_flag_text
+from megatron.config.tree import ModelConfig
+
+DEFAULT_TOKENIZER_TYPE = "GPT2BPETokenizer"
+SPACE = "\u2581"
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
+"""SentencePiece piece types: learned, user-defined (never split), unused."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    eod: int | None = None
+    note: str | None = None
+    """Why AutoTokenizer cannot load the files."""
+
+
+def build_tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None
+                          ) -> TokenizerFiles:
+    """`section` is the saved data configuration; `known` is the tokenizer that the checkpoint records, if any."""
+    kind = section["tokenizer_type"] or DEFAULT_TOKENIZER_TYPE
+    path = section["tokenizer_path"] or section["vocab_file"]
+    if kind == "SentencePieceTokenizer" and path is None and "default" in section["train_data"]:
+        path = str(DEFAULT_FOLDER / "tokenizer.model")
+    try:
+        ours = build(kind, section["vocab_file"], section["merge_file"], path)
+        if ours.vocab_size > model.known_vocab_size:
+            return TokenizerFiles(note=f"no tokenizer files: {ours.name} has {ours.vocab_size} tokens, and the model "
+                                       f"{model.known_vocab_size}: it was trained with another one")
+        if known is not None and known != ours.facts:
+            return TokenizerFiles(note=f"no tokenizer files: the model was trained with {known.description}, and its "
+                                       f"files make {ours.facts.description}")
+        return FILE_BUILDERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
+    except (DataError, ImportError) as error:
+        return TokenizerFiles(note=f"no tokenizer files: {error}; copy the tokenizer beside the model yourself")
+
+
+def _gpt2_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    merges, vocabulary = read_merges_and_vocabulary(section["vocab_file"], section["merge_file"])
+    if vocabulary is None:
+        vocabulary = {token: i for i, token in enumerate([*parse_merges(merges, "vocab.bpe"), END_OF_TEXT])}
+    return TokenizerFiles({"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": merges.encode(),
+                           **_tokenizer_config("GPT2Tokenizer", length)}, eod)
+
+
+def _byte_level_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    vocabulary = byte_alphabet()
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return _fast_tokenizer_files({"type": "BPE", "vocab": vocabulary, "merges": []}, eod, length, pre_tokenizer=step,
+                                 decoder=step)
+
+
+def _character_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    characters = sorted(set(read_flag_text(section["vocab_file"], "--vocab-file")))
+    if REPLACEMENT_CHARACTER in characters:  # it would mean two tokens
+        return TokenizerFiles(eod=eod, note="no tokenizer files: the vocabulary holds U+FFFD, which also stands for "
+                                            "every unknown character")
+    vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT_CHARACTER])}
+    return _fast_tokenizer_files({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT_CHARACTER},
+                                 eod, length, pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"},
+                                                             "behavior": "Isolated", "invert": False},
+                                 decoder={"type": "Fuse"})
+
+
+def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    proto = read_flag_file(str(path), "--tokenizer-path")
+    pieces, learned, plain = _read_model(proto)
+    if not plain:
+        return TokenizerFiles({"tokenizer.model": proto}, eod,
+                              "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
+                              "is not BPE with byte fallback): load it with the sentencepiece package")
+    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    return _fast_tokenizer_files(
+        {"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned),
+         "byte_fallback": True, "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        decoder={"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                                                  {"type": "ByteFallback"}, {"type": "Fuse"}]})
+
+
+def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
+    """(pieces with scores, learned pieces, whether it is BPE with byte fallback that leaves the text unchanged)."""
+    model = parse_protobuf(proto)
+    pieces = [parse_protobuf(piece) for piece in model.get(1, [])]
+    trainer, normalizer = parse_protobuf(model.get(2, [b""])[0]), parse_protobuf(model.get(3, [b""])[0])
+
+    def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
+        return record.get(number, [default])[-1]
+
+    plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1 and setting(normalizer, 1, b"") == b"identity"
+             and setting(normalizer, 3, 1) == 0 and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
+             and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    names = [setting(piece, 1, b"").decode() for piece in pieces]
+    learned = {name for name, piece in zip(names, pieces, strict=True) if setting(piece, 3, NORMAL) == NORMAL}
+    return [(name, setting(piece, 2, 0.0)) for name, piece in zip(names, pieces, strict=True)], learned, plain
+
+
+def _merges(pieces: list[tuple[str, float]], learned: set[str]) -> list[list[str]]:
+    """Merge pairs in SentencePiece's order, by the score of the result. Bytes, `<unk>` and end-of-document are neither
+    results nor parts of a merge."""
+    place = {piece: i for i, (piece, _) in enumerate(pieces)}
+    found = [(-score, place[piece[:cut]], place[piece[cut:]], piece[:cut], piece[cut:])
+             for piece, score in pieces if piece in learned for cut in range(1, len(piece))
+             if piece[:cut] in learned and piece[cut:] in learned]
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _fast_tokenizer_files(model: Mapping[str, Any], eod: int, length: int, **parts: Any) -> TokenizerFiles:
+    end = {"id": eod, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+           "normalized": False, "special": True}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+             "pre_tokenizer": None, "post_processor": None, "decoder": None, **parts, "model": model}
+    return TokenizerFiles({"tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+                           **_tokenizer_config("PreTrainedTokenizerFast", length)}, eod)
+
+
+def _tokenizer_config(kind: str, length: int) -> dict[str, bytes]:
+    """tokenizer_config.json. `split_special_tokens`: the text "<|endoftext|>" does not end a document."""
+    settings = {"tokenizer_class": kind, "model_max_length": length, "add_prefix_space": False,
+                "clean_up_tokenization_spaces": False, "split_special_tokens": True,
+                **{f"{role}_token": END_OF_TEXT for role in ("bos", "eos", "unk")}}
+    return {"tokenizer_config.json": json.dumps(settings, indent=1).encode()}
+
+
+FILE_BUILDERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
+    "GPT2BPETokenizer": _gpt2_files, "ByteLevelTokenizer": _byte_level_files,
+    "CharacterLevelTokenizer": _character_files, "SentencePieceTokenizer": _sentencepiece_files}
+
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+
+
+def parse_protobuf(data: bytes) -> dict[int, list[Any]]:
+    """Decode a protocol buffer without its schema: field number -> integers, 32-bit floats and bytes, in order."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _parse_varint(data, at)
+        value: Any
+        if key & 7 == VARINT:
+            value, at = _parse_varint(data, at)
+        elif key & 7 == BYTES:
+            length, at = _parse_varint(data, at)
+            value, at = data[at:at + length], at + length
+        elif key & 7 == FIXED32:
+            value, at = struct.unpack_from("<f", data, at)[0], at + 4
+        elif key & 7 == FIXED64:
+            value, at = data[at:at + 8], at + 8
+        else:
+            raise DataError(f"not a protocol buffer: wire type {key & 7} at byte {at}")
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise DataError("not a protocol buffer: it ends within a number")

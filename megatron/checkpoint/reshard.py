@@ -1,0 +1,123 @@
+"""Index arithmetic for resharding: local element <-> logical element under tensor parallelism, and element ->
+data-parallel shard.
+
+A *logical* tensor is what one process without tensor parallelism or padding would hold. Cut along `dim` with stride s
+over tp ranks it is a row of equal blocks, one for each index of the dimensions before `dim` and each of the s parts.
+Flattened, rank r holds elements [r * local, (r + 1) * local) of every block, so a cut is two numbers (`TPSliceMap`).
+Padding is at the end of each block, on the last ranks.
+
+    qkv weight [3 * 4, h], stride 3, tp 2:   block q   block k   block v      local = 2 * h
+                                             0 0 1 1   0 0 1 1   0 0 1 1      logical = 4 * h   (digits: owner of a row)
+
+A rank's local tensors lie in a flat buffer, cut into equal shards, one per data-parallel rank (`DPSharding`). No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorSegment:
+    """`count` elements that are contiguous in both the local tensor of `tp_rank` and the logical tensor."""
+
+    tp_rank: int
+    local_start: int
+    logical_start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TPSliceMap:
+    """Block lengths of one tensor: `local_block` elements on each rank out of `logical_block`."""
+
+    local_block: int
+    logical_block: int
+
+    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[TensorSegment]:
+        """Segments of [start, stop) of rank `tp_rank`'s flattened local tensor, in order; padding is in no segment."""
+        if self.local_block == 0 or self.logical_block == 0:
+            return
+        for block in range(start // self.local_block, -(-stop // self.local_block)):
+            low, high = max(start, block * self.local_block), min(stop, (block + 1) * self.local_block)
+            shift = tp_rank * self.local_block - block * self.local_block
+            first, last = low + shift, min(high + shift, self.logical_block)
+            if first < last:
+                yield TensorSegment(tp_rank, low, block * self.logical_block + first, last - first)
+
+    def to_local(self, start: int, stop: int) -> Iterator[TensorSegment]:
+        """Segments of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
+        while start < stop:
+            block, within = divmod(start, self.logical_block)
+            tp_rank, beyond = divmod(within, self.local_block)
+            count = min(stop - start, self.logical_block - within, self.local_block - beyond)
+            yield TensorSegment(tp_rank, block * self.local_block + beyond, start, count)
+            start += count
+
+
+@dataclass(frozen=True)
+class TPSharding:
+    """How one tensor is split over tensor-parallel ranks: mpu's Partition with the local shape and the number of ranks.
+    """
+
+    local_shape: tuple[int, ...]
+    dim: int | None
+    """None: replicated on every rank (stride is 1, size None, tp_size 1)."""
+    stride: int
+    size: int | None
+    """Unpadded logical length along `dim`; None without padding."""
+    tp_size: int
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The unpadded logical shape."""
+        if self.dim is None:
+            return self.local_shape
+        length = self.local_shape[self.dim] * self.tp_size if self.size is None else self.size
+        return self.local_shape[:self.dim] + (length,) + self.local_shape[self.dim + 1:]
+
+    @property
+    def slice_map(self) -> TPSliceMap:
+        if self.dim is None:
+            return TPSliceMap(prod(self.local_shape), prod(self.local_shape))
+        inner = prod(self.local_shape[self.dim + 1:])
+        local = self.local_shape[self.dim] // self.stride * inner
+        return TPSliceMap(local, local * self.tp_size if self.size is None else self.size * inner)
+
+    def check(self) -> None:
+        """Raise unless such a sharding can exist."""
+        if self.dim is None:
+            good = (self.stride, self.size, self.tp_size) == (1, None, 1)
+        else:
+            good = self.tp_size >= 1 and self.dim < len(self.local_shape) and self.stride >= 1 \
+                and self.local_shape[self.dim] % self.stride == 0 \
+                and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
+        if not good:
+            raise CheckpointError(f"no such cut: {self}")
+
+
+@dataclass(frozen=True)
+class DPSharding:
+    """Position of a flattened local tensor in a flat buffer that is split into shards of `shard_size` elements."""
+
+    start: int
+    shard_size: int
+
+    def piece_in_shard(self, shard: int, numel: int) -> tuple[int, int] | None:
+        """(offset, count) of the elements of a tensor of `numel` elements in the shard; None if there are none."""
+        low = max(shard * self.shard_size - self.start, 0)
+        high = min((shard + 1) * self.shard_size - self.start, numel)
+        return (low, high - low) if low < high else None
+
+    def locate(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Elements [start, stop) in order, as (shard, offset of its piece, start within the piece, count)."""
+        while start < stop:
+            shard = (self.start + start) // self.shard_size
+            offset = max(shard * self.shard_size - self.start, 0)
+            count = min(stop, (shard + 1) * self.shard_size - self.start) - start
+            yield shard, offset, start - offset, count
+            start += count

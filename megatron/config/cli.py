@@ -1,0 +1,250 @@
+"""Parse the command line into a Config. The only module that builds the trainer's argparse parser.
+
+Precedence: explicit flags and the keys of `--deepspeed-config` (which must agree), then the preset, then the field's
+default. Dashes and underscores in flag names are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from data.cli import normalize_flag_names, suggest_spelling
+from megatron.config import cli_help, ds_json
+from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames
+from megatron.config.ds_json import value_text
+from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
+from megatron.config.schema import field_name, flag_name, plain_type, setting_of
+from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
+from megatron.errors import ConfigError
+from megatron.package import DISTRIBUTION, __version__
+
+YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+"""Values that may follow a switch, as in other programs."""
+
+OPTIMIZER_DEVICE, CPU_OPTIMIZER_TEXT = (
+    "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device")
+
+
+class TrainerArgumentParser(argparse.ArgumentParser):
+    """argparse that raises ConfigErrors, so that a usage error prints one line like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)
+        raise ConfigError(f"{message}; `--help-all` lists every flag")
+
+
+class _PrintTextAction(argparse.Action):
+    """Print a text and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        text: Callable[[], str] = self.const
+        print(text(), flush=True)
+        sys.exit(0)
+
+
+def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Collection[str] = ()) -> Config:
+    """The Config that these flags describe; ConfigError names every flag that is wrong. `world_size` is used to solve
+    the batch sizes of a `--deepspeed_config`. `other_options` are the options of another command (planner, tuner) that
+    these flags were given to."""
+    parser = build_parser()
+    arguments, problems = normalise_switches(parser, normalize_flag_names(argv))
+    ours, foreign_errors, notes = cli_help.answer_foreign_flags(arguments, starts_ranks=not other_options)
+    problems += foreign_errors
+    given = argparse.Namespace()
+    try:
+        given, unknown = parser.parse_known_args(ours)
+        problems += [*_unknown_flag_errors(parser, unknown, arguments, other_options), *_conflict_errors(parser, ours)]
+    except ConfigError as error:  # collected: one message names everything that is wrong
+        problems.append(str(error))
+    ErrorList(problems).raise_if_any()
+    values = vars(given)
+    preset = PRESETS[values.pop("preset")] if "preset" in values else {}
+    preset = {**_fields_of_huggingface_folder(values),
+              **preset}  # a preset that contradicts the folder is refused when the folder is read
+    for said in ("deepspeed", "dry_run"):  # no part of the configuration
+        values.pop(said, None)
+    flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
+    collector, by_name = ErrorCollector(), OPTIMIZER_DEVICE in values or not values.get("cpu_optimizer")
+    with FlagToKeyNames({} if by_name else {flag_name(OPTIMIZER_DEVICE): CPU_OPTIMIZER_TEXT}).translate_errors():
+        config = _build_from_flags(values, preset, world_size, collector)
+        collector.add_errors(run_errors(config))
+        collector.raise_if_any()
+    unread = (f" note: {line}"
+              for line in unused_settings(config, flags, {*flags, *map(field_name, config.key_names.keys_of_given)}))
+    return replace(config, notes=(*notes, *config.save.notes(), *unread, *config.notes))
+
+
+def _build_from_flags(values: dict[str, Any], preset: dict[str, Any], world_size: int,
+                      collector: ErrorCollector) -> Config:
+    """The Config of the flags and the JSON file they name. `--cpu-optimizer` yields to a file that says more."""
+    source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
+    if on_host:
+        preset = {**preset, OPTIMIZER_DEVICE: "cpu"}
+    config = build_config({**preset, **values}, collector) if source is None else ds_json.build_ds_config(
+        source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
+        collector=collector)
+    if on_host and config.offload.offload_optimizer_device == "none":
+        collector.add_errors(["--cpu-optimizer keeps the optimizer's state on the host, but "
+                              f"{flag_name(OPTIMIZER_DEVICE)} is none: give one of them"])
+    return config
+
+
+def is_dry_run(argv: Sequence[str]) -> bool:
+    """Whether --dry-run is given: plan the run, do not start it."""
+    return "--dry-run" in normalise_switches(build_parser(), normalize_flag_names(argv))[0]
+
+
+def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Model fields of the `--load-hf` folder, and tokenizer fields unless flags give them. Empty if the folder is gone
+    and the run resumes with --load."""
+    folder = values.get("load_hf")
+    if folder is None or ("load" in values and not Path(folder).exists()):
+        return {}
+    own = {"tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"} & values.keys()
+    return {**read_model_fields(folder), **({} if own else read_tokenizer_fields(folder))}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = TrainerArgumentParser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False,
+                                   argument_default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=cli_help.short_help)
+    parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=cli_help.full_help)
+    parser.add_argument("--version", action=_PrintTextAction, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
+    parser.add_argument("--preset", type=_choice_of("--preset", tuple(PRESETS)))
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--cpu-optimizer", "--optimizer-cpu-offload", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
+    parser.add_argument("--deepspeed-config", "--deepscale-config")
+    parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
+    for section in SECTIONS.values():
+        hints = typing.get_type_hints(section)
+        for item in fields(section):
+            _add_flag(parser, item, plain_type(hints[item.name])[0])
+    return parser
+
+
+def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> None:
+    flag = flag_name(item.name)
+    names = [flag, *(f"--{alias}" for alias in setting_of(item).aliases)]
+    if kind is bool:
+        action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
+        parser.add_argument(*names, dest=item.name, action=action)
+    elif typing.get_origin(kind) is tuple:
+        parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
+    else:
+        is_choice = typing.get_origin(kind) is Literal
+        refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
+        convert = _choice_of(flag, typing.get_args(kind), refused) if is_choice else \
+            kind if kind is str else _number(flag, kind)
+        parser.add_argument(*names, dest=item.name, type=convert)
+
+
+class _TupleAction(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _number(flag: str, kind: type) -> Callable[[str], Any]:
+    """Parser of a number; an integer may be in scientific notation (5e8)."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = float(text)
+            if kind is int and not value.is_integer():
+                raise ValueError
+            return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
+        except ValueError:
+            raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
+
+    return convert
+
+
+def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] = {}) -> Callable[[str], str]:
+    """Parser of a choice; `refused` explains values that users may expect."""
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, choices)
+            raise ConfigError(f"{flag} is {text}: expected {', '.join(choices[:-1])} or {choices[-1]}"
+                              + (f"; {why}" if why else ""))
+        return text
+
+    return convert
+
+
+def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(arguments with `--compile=False` written as --no-compile, and so on; an error text for each other value of a
+    switch)."""
+    actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
+    kept, sentences = [], []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if not equals or name not in actions:
+            kept.append(word)
+            continue
+        opposite = _negated_flag(name, actions[name])
+        if value.lower() in YES:
+            kept.append(name)
+        elif value.lower() in NO:
+            kept += [opposite] if opposite else []
+        elif name == "--deepspeed":
+            sentences.append(f"{word}: use --deepspeed --deepspeed_config {value}")
+        else:
+            sentences.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
+    return kept, sentences
+
+
+def _negated_flag(name: str, action: argparse.Action) -> str:
+    """The flag that turns a switch off; "" if there is none."""
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return ""
+    return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+
+
+def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str], arguments: Sequence[str],
+                         other_options: Collection[str]) -> list[str]:
+    """An error text for each unknown flag and for each switch with a value; else for the first stray argument."""
+    known = {option: action for action in parser._actions for option in action.option_strings}
+    valued = [(before, word) for before, word in zip(arguments, arguments[1:])
+              if before in known and known[before].nargs == 0 and word.lower() in YES | NO]
+    sentences = [f"unexpected argument {word}: {before} takes no value; "
+                 + (f"give {before} alone" if word.lower() in YES else
+                    f"give {opposite}" if (opposite := _negated_flag(before, known[before])) else f"leave {before} out")
+                 for before, word in valued]
+    for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
+        hint = suggest_spelling(flag, {*known, *other_options}) or "`--help-all` lists every flag"
+        sentences.append(f"unknown flag {flag}: {hint}")
+    return sentences or [_unexpected_argument_error(word, arguments) for word in unknown[:1]]
+
+
+def _conflict_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
+    """An error text for each setting whose aliases were given different values. Of one name the last value wins, since
+    users append flags to a script's."""
+    known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
+    said: list[str] = []
+    for word in arguments:
+        if word.startswith("--"):
+            said, action = [], known.get(word.partition("=")[0])
+            if action is not None:
+                typed.setdefault(action.dest, {})[word.partition("=")[0].replace("--no-", "--")] = said
+        said.append(word)
+    for field, names in typed.items():
+        if len(names) > 1:
+            values = {name: getattr(parser.parse_known_args(said)[0], field) for name, said in names.items()}
+            (first, value), *others = values.items()
+            yield from (f"{first} is {value_text(value)}, but {name} is {value_text(other)}: they set the same option; "
+                        "give only one of them" for name, other in others if other != value)
+
+
+def _unexpected_argument_error(word: str, arguments: Sequence[str]) -> str:
+    before = arguments[arguments.index(word) - 1] if arguments.index(word) else ""
+    if before == "--deepspeed":
+        return f"unexpected argument {word}: use --deepspeed --deepspeed_config {word}"
+    return f"unexpected argument {word}: flags begin with --; `--help` lists those of a first run"

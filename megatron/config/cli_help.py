@@ -1,0 +1,275 @@
+"""Help texts of the command line, the argument parser of all commands, and answers to flags of other programs.
+
+Flags of other programs with the same meaning are aliases, declared with their field. The others are accepted where they
+change nothing, or refused with the flag to use instead; only exact names are answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, Literal, NoReturn
+
+from data.cli import StrictArgumentParser, command_name
+from megatron.config.model_config import PRESETS
+from megatron.config.run_config import NOT_SIGNED_MESSAGE
+from megatron.config.schema import flag_name, plain_type, setting_of
+from megatron.config.tree import SECTIONS
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ForeignFlag:
+    """A flag of another program: what to use instead."""
+
+    answer: str
+    accepted_values: tuple[str, ...] = ()
+    """Values that are accepted without effect; "" is a switch, "*" any value."""
+    prints_note: bool = False
+    """It has an effect in the other program, so an accepted value prints a note."""
+    is_alias: bool = False
+    """Other values go to the field that declares this name as an alias."""
+
+
+_ON_VALUES = ("", "True", "true")
+_MODEL = "leave it out: the model is GPT-2: learned positions, LayerNorm, GELU and tied embeddings"
+_PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
+_SEQUENCE = "sequences are not split over ranks; use --checkpoint-activations or --zero-stage to save memory"
+_KERNELS = "torch chooses the kernels, and --compile fuses the rest"
+_RANKS = "gpus num-gpus nproc-per-node world-size"
+
+
+def _foreign_flags(rows: Mapping[str, ForeignFlag | str]) -> dict[str, ForeignFlag]:
+    """Split keys with several names; a plain text refuses every value."""
+    return {name: row if isinstance(row, ForeignFlag) else ForeignFlag(row) for names, row in rows.items()
+            for name in names.split()}
+
+
+FOREIGN_FLAGS = _foreign_flags({
+    # precision and devices
+    "dtype precision mixed-precision": ForeignFlag("use --bf16 or --fp16; fp32 is the default",
+                                                   ("float32", "fp32", "no")),
+    "device use-cpu no-cuda": "leave it out: GPUs are used if there are any; CUDA_VISIBLE_DEVICES= trains on the CPU",
+    _RANKS: "start one process per GPU: python -m megatron.launch --nproc-per-node N pretrain_gpt2.py ...",
+    # length and batches
+    "epochs num-epochs num-train-epochs": "use --train-iters STEPS; the data is repeated as often as that needs",
+    "gradient-accumulation-steps": ForeignFlag(
+        "use --global-batch-size, which is --batch-size x data parallel size x accumulation", ("1",)),
+    "train-samples lr-decay-samples lr-warmup-samples": "lengths are counted in optimizer steps: use --train-iters, "
+    "--lr-decay-iters, --lr-warmup-iters",
+    "rampup-batch-size": "the batch size is constant: use --global-batch-size",
+    "per-device-eval-batch-size": "leave it out: evaluation uses --batch-size",
+    # learning rate and optimizer
+    "lr-scheduler-type lr-scheduler lr-schedule": "use --lr-decay-style constant, linear, cosine, inverse-square-root "
+    "or WSD",
+    "decay-lr": ForeignFlag("use --lr-decay-style; constant does not decay", _ON_VALUES),
+    "weight-decay-incr-style start-weight-decay end-weight-decay": ForeignFlag(
+        "weight decay is constant: use --weight-decay", ("constant",)),
+    "optim": ForeignFlag("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
+    # model
+    "dropout": "use --attention-dropout and --hidden-dropout",
+    "bias": ForeignFlag("leave it out: layers have biases, as in GPT-2", _ON_VALUES),
+    "model model-name-or-path config-name": "use --load-hf FOLDER for weights, or --preset for a shape; nothing is "
+    "downloaded",
+    "tokenizer-name tokenizer-model": "use --tokenizer-type, and --tokenizer-path for its file",
+    "init-from": ForeignFlag("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", ("scratch",)),
+    "swiglu squared-relu use-rotary-position-embeddings rotary-percent rotary-base disable-bias-linear kv-channels "
+    "untie-embeddings-and-output-weights group-query-attention num-query-groups qk-layernorm": _MODEL,
+    "model-type": ForeignFlag(_MODEL, ("gpt2",)),
+    "normalization": ForeignFlag(_MODEL, ("LayerNorm",)),
+    "position-embedding-type": ForeignFlag(_MODEL, ("learned_absolute",)),
+    # parallelism and memory
+    "ddp-impl": ForeignFlag("leave it out: gradients are summed as --zero-stage says", ("local", "torch")),
+    "pipeline-model-parallel-size": ForeignFlag(_PIPELINE, ("1",)),
+    "num-layers-per-virtual-pipeline-stage": _PIPELINE,
+    "context-parallel-size": ForeignFlag(_SEQUENCE, ("1",)),
+    "sequence-parallel": _SEQUENCE,
+    "expert-model-parallel-size num-experts": ForeignFlag("there are no experts in this model", ("1",)),
+    "use-torch-fsdp2 fsdp": "use --zero-stage 3",
+    "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also "
+    "reduces over ranks in fp32",
+    "recompute-activations recompute-granularity recompute-method recompute-num-layers": "use "
+    "--checkpoint-activations, with --checkpoint-num-layers N for longer chunks",
+    "cpu-offload offload zero-cpu-offload fsdp-cpu-offload": "use --offload-optimizer-device cpu, and "
+    "--offload-param-device cpu at stage 3",
+    "offload-optimizer": "use --offload-optimizer-device cpu or nvme",
+    "offload-param offload-params cpu-offload-param cpu-offload-params": "use --offload-param-device cpu or nvme, at "
+    "--zero-stage 3",
+    "remote-device": ForeignFlag("use --offload-param-device cpu or nvme", ("none",), is_alias=True),
+    "nvme-path": "use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters",
+    "cpu-torch-adam use-torch-optimizer-for-cpu-offload": ForeignFlag("the same optimizer runs on every device",
+                                                                      _ON_VALUES),
+    "overlap-cpu-optimizer-d2h-h2d": ForeignFlag("copies always run beside the update", _ON_VALUES),
+    "cpu-offload-use-pin-memory pin-cpu-grads pin-cpu-params": ForeignFlag(
+        "use --offload-optimizer-pin-memory, which is on by default", _ON_VALUES),
+    "no-pin-cpu-grads no-pin-cpu-params": "use --no-offload-optimizer-pin-memory",
+    "split-transformers": ForeignFlag("a block is gathered as a whole; use --memory-centric-tiled-linear for layers "
+                                      "that are too large", _ON_VALUES, prints_note=True),
+    "scattered-embeddings": ForeignFlag("use --partition-activations to split activations over tensor parallel ranks",
+                                        _ON_VALUES, prints_note=True),
+    "distributed-timeout-minutes": "use --distributed-timeout-seconds",
+    # kernels
+    "use-mcore-models use-cpu-initialization": ForeignFlag("there is one model; its weights start the same anywhere",
+                                                           _ON_VALUES),
+    "attention-backend transformer-impl": ForeignFlag(_KERNELS, ("*",), prints_note=True),
+    "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
+    "no-gradient-accumulation-fusion attention-softmax-in-fp32": ForeignFlag(_KERNELS, _ON_VALUES, prints_note=True),
+    # data, checkpoints, logs
+    "cache-dir": ForeignFlag("nothing is downloaded; sample indices are kept in --data-cache-path", ("*",),
+                             prints_note=True),
+    "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
+    "dataloader-type": ForeignFlag("leave it out: each epoch is shuffled by --seed", ("single", "cyclic")),
+    "data-impl": ForeignFlag("leave it out: corpora are always read where they are", ("mmap",)),
+    "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
+    "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
+    "resume-from-checkpoint": "use --load FOLDER",
+    "checkpoint-key": NOT_SIGNED_MESSAGE,
+    "ckpt-format": ForeignFlag("there is one format, which any number of ranks loads", ("torch_dist",),
+                               prints_note=True),
+    "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
+    "save-strategy always-save-checkpoint": "use --save-interval STEPS",
+    "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",
+    "do-train": ForeignFlag("leave it out: the program trains, unless --skip-train is given", _ON_VALUES),
+    "logging-strategy": "use --log-interval STEPS",
+    "report-to": ForeignFlag("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", ("none",)),
+    "wandb-log": "use --wandb-project NAME",
+    "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
+    "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
+    "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
+        ForeignFlag("leave it out: what it asks for always happens", _ON_VALUES),
+    "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1",))})
+"""Flag without dashes, in lower case -> its answer."""
+
+_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})
+"""Entries that differ for the planner and the tuner."""
+
+
+def answer_foreign_flags(arguments: Sequence[str], *,
+                         starts_ranks: bool = True) -> tuple[list[str], list[str], list[str]]:
+    """(arguments without foreign flags, error texts for those that cannot be ignored, notes on ignored ones)."""
+    table = FOREIGN_FLAGS if starts_ranks else FOREIGN_FLAGS | _PLANNER_FLAGS
+    kept, sentences, notes, index = [], [], [], 0
+    while index < len(arguments):
+        name, equals, value = arguments[index].partition("=")
+        known = table.get(name[2:].lower()) if name.startswith("--") else None
+        index += 1
+        if known is None:
+            kept.append(arguments[index - 1])
+            continue
+        if not equals:
+            following = arguments[index] if index < len(arguments) else "--"
+            value = "" if following.startswith("--") else following
+            index += bool(value)
+        if value in known.accepted_values or value and "*" in known.accepted_values:
+            notes += [f" note: {name} has no effect: {known.answer}"] if known.prints_note else []
+        elif known.is_alias and value:
+            kept += [name.lower(), value]
+        else:
+            sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
+    return kept, sentences, notes
+
+
+WIDTH, COLUMN = 100, 34
+
+EXAMPLES = """\
+Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a run on two GPUs:
+
+  {program} --preset tiny --mock-data --train-iters 50
+  {launch} --preset 124M --bf16 \\
+      --zero-stage 2 --train-data corpus.jsonl --save runs/gpt2 --load runs/gpt2
+"""
+COMMON_FLAGS = {
+    "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
+    "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it"}
+RARE_FLAGS = {"--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the "
+              "options of `python -m megatron.plan` as well", "--[no-]cpu-optimizer": "accepted for old scripts: "
+              "--offload-optimizer-device cpu, unless the JSON file says nvme [also --optimizer-cpu-offload]",
+              "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
+
+
+class CommandArgumentParser(StrictArgumentParser):
+    """The parser of `python -m megatron.NAME`; usage errors are ConfigErrors, so they print one line."""
+
+    def __init__(self, module: str, description: str, examples: str = "", **more: Any) -> None:
+        """`module` is the command's module form; help and examples show the command as typed."""
+        program = command_name(module)
+        super().__init__(program, description.replace(module, program), epilog=examples.replace(module, program),
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _usage_lines() -> list[str]:
+    """Usage and examples, as typed in a clone or for an installed package."""
+    program = command_name("python pretrain_gpt2.py")
+    launch = ("gpt2-launch --nproc-per-node 2 -m pretrain_gpt2" if program == "gpt2-train" else
+              "python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py")
+    return [f"usage: {program} [FLAGS]", "", EXAMPLES.format(program=program, launch=launch)]
+
+
+def short_help() -> str:
+    """The flags of a first run."""
+    lines = _usage_lines()
+    for flag, text in COMMON_FLAGS.items():
+        lines += _help_entry(flag, text)
+    for section in SECTIONS.values():
+        for item, hint in _fields_with_types(section):
+            if setting_of(item).in_short_help:
+                lines += _help_entry(_flag_usage(item, hint), _short_text(item))
+    return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
+
+
+def full_help() -> str:
+    """Every flag, by topic."""
+    lines = [*_usage_lines(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
+    for flag, text in {**COMMON_FLAGS, **RARE_FLAGS}.items():
+        lines += _help_entry(flag, text)
+    for name, section in SECTIONS.items():
+        lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
+        for item, hint in _fields_with_types(section):
+            lines += _help_entry(_flag_usage(item, hint, switches=True), _full_text(item, hint))
+    return "\n".join(lines)
+
+
+def _fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
+    hints = typing.get_type_hints(section)
+    return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
+
+
+def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
+    """The flag and its value placeholder."""
+    flag = flag_name(item.name)
+    if hint is bool:
+        return flag if item.name.startswith("no_") or not switches else f"--[no-]{flag[2:]}"
+    if typing.get_origin(hint) is tuple:
+        return f"{flag} {setting_of(item).metavar or 'PATH'} ..."
+    if hint in (int, float):
+        return f"{flag} {'N' if hint is int else 'X'}"
+    return f"{flag} {setting_of(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
+
+
+def _short_text(item: Field[Any]) -> str:
+    shown = item.default not in (None, False, ()) and "(default" not in setting_of(item).help
+    return setting_of(item).help + (f" (default: {item.default})" if shown else "")
+
+
+def _full_text(item: Field[Any], hint: Any) -> str:
+    declared_setting = setting_of(item)
+    text = declared_setting.help + (f"; one of {', '.join(typing.get_args(hint))}"
+                                    if typing.get_origin(hint) is Literal else "")
+    default = {True: "on"}.get(item.default, item.default) if isinstance(item.default, bool) else item.default
+    shown = item.default not in (None, False, ()) and "(default" not in text
+    aliases = [f"--{alias}" for alias in declared_setting.aliases if "contigious" not in alias]
+    return text + (f" (default: {default})" if shown else "") + (f" [also {', '.join(aliases)}]" if aliases else "")
+
+
+def _help_entry(flag: str, text: str) -> list[str]:
+    """A flag and its text in two columns."""
+    lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
+    if len(flag) + 4 > COLUMN:
+        return [f"  {flag}", *(" " * COLUMN + line for line in lines)]
+    return [f"  {flag}".ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]

@@ -1,0 +1,140 @@
+"""Collect configuration errors, so that one run reports all of them, and name settings as the user wrote them.
+
+Checks run from keys to single values to combinations. A setting that an earlier check complained about is doubtful:
+later errors about it may only follow from that and are dropped. `FlagToKeyNames` rewrites flags in a message to the
+keys of the JSON file that set them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.schema import flag_name
+from megatron.errors import ConfigError, TrainerError, format_listed_error
+
+_FLAG = r"--[a-z][\w-]*"
+NAME_PREFIX_END = "\0"
+"""Ends a name that joins the next word of the message: "optimizer.params." and a parameter."""
+
+
+def flags_in(message: str) -> set[str]:
+    """The flags in a message; --no-compile counts as --compile."""
+    return {re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, message)}
+
+
+@dataclass(frozen=True)
+class FlagToKeyNames:
+    """Rewrites flags in messages to the keys of the JSON file that set them."""
+
+    keys_of_given: Mapping[str, str] = field(default_factory=dict)
+    """Flag -> the key that was given in its place."""
+    keys_of_others: Mapping[str, str] = field(default_factory=dict)
+    """Flag that neither the file nor the command line set -> its key."""
+    has_only_keys: bool = False
+    """The reader knows keys only (an engine without a command line)."""
+    file: str = ""
+    """Name of the file."""
+
+    def translate(self, message: str) -> str:
+        """The message with keys in place of flags, if any of these came from the file."""
+        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(
+                {*re.findall(_FLAG, message), *flags_in(message)}):
+            return message
+        names = {**self.keys_of_others, **self.keys_of_given}
+        names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
+        said = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
+        return said.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
+
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Translate the message of a TrainerError in the block."""
+        try:
+            yield
+        except TrainerError as error:
+            error.args = (self.translate(str(error)),)
+            raise
+
+
+MAX_SHOWN_ERRORS = 40
+"""Errors shown in one message."""
+
+
+class ConfigErrors(ConfigError):
+    """Several errors in one, each on its own line."""
+
+    def __init__(self, sentences: Sequence[str], name: str = "") -> None:
+        self.sentences = tuple(dict.fromkeys(sentences))
+        count, few = len(self.sentences), self.sentences[:MAX_SHOWN_ERRORS]
+        head = f"{count} errors, of which the first {len(few)} are" if count > len(few) else f"{count} errors"
+        text = few[0] if count == 1 else "\n".join([f"{head}:", *map(format_listed_error, range(1, count + 1), few)])
+        super().__init__((f"{name}: " if name else "") + text)
+
+
+def error_sentences(error: ConfigError) -> tuple[str, ...]:
+    return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
+
+
+class ErrorList(list[str]):
+    """Error texts, until `raise_if_any` raises them as one error."""
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.append(message)
+
+    def require_range(self, section: Any, names: str, low: float, high: float = math.inf, *,
+                      open_low: bool = False) -> None:
+        """Require that every named field that is set is finite and in [low, high], or (low, high] with `open_low`."""
+        for name in names.split():
+            value = getattr(section, name)
+            if value is None:
+                continue
+            inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+            bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+            self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
+
+    def raise_if_any(self, name: str = "") -> None:
+        if self:
+            raise ConfigErrors(self, name)
+
+
+class ErrorCollector:
+    """Errors found so far, and the settings that they concern."""
+
+    def __init__(self) -> None:
+        self.key_names = FlagToKeyNames()
+        """Translates the errors added from now on."""
+        self.has_errors = False
+        self._sentences: list[str] = []
+        self._doubtful: set[str] = set()
+        self._file = ""
+
+    def ignore_later_errors_of(self, flags: Iterable[str]) -> None:
+        self._doubtful.update(*map(flags_in, flags))
+
+    def add_errors(self, sentences: Iterable[str], file: str = "") -> None:
+        """Add one check's errors, which name flags; with `file` they already name its keys."""
+        new_sentences = [sentence for sentence in sentences if self._doubtful.isdisjoint(flags_in(sentence))]
+        translated = new_sentences if file else list(map(self.key_names.translate, new_sentences))
+        if file and new_sentences or translated != new_sentences:
+            self._file = file or self.key_names.file
+        self._sentences += translated
+        self.ignore_later_errors_of(new_sentences)
+        self.has_errors = bool(self._sentences)
+
+    @contextmanager
+    def collecting_errors(self) -> Iterator[None]:
+        """Collect a ConfigError of the block and continue after it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add_errors(error_sentences(error))
+
+    def raise_if_any(self) -> None:
+        """Raise the collected errors as one."""
+        if self._sentences:
+            raise ConfigErrors(self._sentences, self._file)

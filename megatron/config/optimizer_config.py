@@ -1,0 +1,364 @@
+"""Sections `optim` and `schedule`: the optimizers with their parameters, and the learning rate schedule. No torch.
+
+Every optimizer has `lr`, nearly all `weight_decay`. Other parameters are fields with a flag (--adam-beta1) or extra
+ones given as --optimizer-params NAME=VALUE; names and defaults are those of torch.optim and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron.config.config_errors import ErrorList
+from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, one_of,
+                                    require, setting)
+from megatron.errors import ConfigError
+
+OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
+                        "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
+
+AUTO_STEPS = "auto"
+"""Value of a number of steps that is determined during the run."""
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """The parameters of one optimizer."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> its field names, separated by spaces."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Parameter without a field -> default, whose type is the parameter's."""
+    torch_name: str = ""
+    """The class in torch.optim, if there is one."""
+    has_weight_decay: bool = True
+    """Whether it takes `weight_decay`."""
+    lr: float = 1e-3
+    """DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr)."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return ("lr", *(["weight_decay"] if self.has_weight_decay else []), *self.fields, *self.extra)
+
+
+_ADAM_FIELDS = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
+_ONE_BIT_FIELDS = {**_ADAM_FIELDS, "freeze_step": "onebit_freeze_step"}
+_LAMB_EXTRA = {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}
+
+OPTIMIZERS: dict[str, OptimizerParams] = {
+    "adam": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"},
+                            {"amsgrad": False, "bias_correction": True}, "Adam"),
+    "adamw": OptimizerParams({**_ADAM_FIELDS, "adam_w_mode": "adam_w_mode"},
+                             {"amsgrad": False, "bias_correction": True}, "AdamW"),
+    "sgd": OptimizerParams({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
+    "lamb": OptimizerParams(_ADAM_FIELDS, _LAMB_EXTRA),
+    "lion": OptimizerParams({}, {"betas": (0.9, 0.99)}),
+    "adagrad": OptimizerParams({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0},
+                               "Adagrad", lr=1e-2),
+    "rmsprop": OptimizerParams({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False},
+                               "RMSprop", lr=1e-2),
+    "nadam": OptimizerParams(_ADAM_FIELDS, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam", lr=2e-3),
+    "radam": OptimizerParams(_ADAM_FIELDS, {"decoupled_weight_decay": False}, "RAdam"),
+    "adamax": OptimizerParams(_ADAM_FIELDS, {}, "Adamax", lr=2e-3),
+    "adadelta": OptimizerParams({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
+    "asgd": OptimizerParams({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
+    "rprop": OptimizerParams({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)},
+                             "Rprop", has_weight_decay=False, lr=1e-2),
+    "onebit_adam": OptimizerParams(_ONE_BIT_FIELDS, {"bias_correction": True}),
+    "onebit_lamb": OptimizerParams(_ONE_BIT_FIELDS, {**_LAMB_EXTRA, "coeff_beta": 0.9, "factor_max": 4.0,
+                                                     "factor_min": 0.5, "factor_threshold": 0.1}),
+    "muon": OptimizerParams(_ADAM_FIELDS,
+                            {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
+                             "split_qkv": True, "muon_lr": None, "adam_lr": None})}
+
+TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}
+"""Extra parameter of type text -> its choices."""
+
+ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
+"""Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    low: float = 0.0
+    high: float = math.inf
+    excludes_low: bool = False
+    excludes_high: bool = False
+
+    def contains(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.excludes_low) and \
+            (number < self.high or number == self.high and not self.excludes_high)
+
+    def __str__(self) -> str:
+        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
+
+
+_POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
+EXTRA_RANGES: dict[str, NumberRange] = {
+    **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
+    **dict.fromkeys(("min_coeff", "factor_min", "factor_threshold", "eps", "lr_decay", "initial_accumulator_value",
+                     "momentum_decay", "lambd", "t0"), NumberRange()),
+    **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
+    **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
+    **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99)}
+"""Extra parameter -> its range, which holds for each number of a pair."""
+ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
+"""Pairs of extra parameters; the first must not be above the second."""
+OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
+"""Switches that only some optimizers have; false is accepted by all."""
+
+
+DEEPSPEED_TYPES = {
+    "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
+    "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
+    "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
+    "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
+    "OneBitLamb": "onebit_lamb", "Muon": "muon",
+}
+"""optimizer.type of a DeepSpeed file -> --optimizer"""
+REFUSED_TYPES = {
+    **dict.fromkeys(("muadam", "muadamw", "musgd"),
+                    "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
+    "adafactor": "it keeps a row and a column of a matrix in the place of its second moment, and states here have the "
+                 "shape of their weights; use AdamW, or Muon",
+    "zerooneadam": "0/1 Adam was retired; use OneBitAdam (onebit_adam)",
+    "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
+}
+"""Types of DeepSpeed that we do not support, in lower case -> reason."""
+
+
+def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
+    """The converted value; ValueError says what is wrong."""
+    takes = OPTIMIZERS[optimizer]
+    if name in takes.fields:
+        flags = " and ".join(f"--{field.replace('_', '-')}" for field in takes.fields[name].split())
+        raise ValueError(f"{name} has a flag of its own: give {flags}")
+    if name not in takes.extra:
+        raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
+                         f"{', '.join(takes.extra) or 'none'}")
+    number = _convert_extra_param(name, value, takes.extra[name])
+    numbers = number if isinstance(number, tuple) else () if number is None else (number,)
+    if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
+    return number
+
+
+def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
+    """Errors of extra parameters that contradict each other."""
+    for low, high in ORDERED_EXTRAS:
+        if low in own and own[low] > own[high]:
+            yield f"{low} {own[low]:g} is above {high} {own[high]:g}: it is the lower bound"
+    if "etas" in own and not own["etas"][0] < 1 < own["etas"][1]:
+        yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
+    if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
+        yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
+
+
+def _convert_extra_param(name: str, value: Any, default: Any) -> Any:
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} is {value!r}: expected true or false")
+    if isinstance(default, int):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} is {value!r}: expected a whole number")
+    if isinstance(default, str):
+        if value in TEXT_CHOICES[name]:
+            return value
+        raise ValueError(f"{name} is {value!r}: expected {' or '.join(TEXT_CHOICES[name])}")
+    if default is None and value is None:
+        return None
+    if isinstance(default, float | None):
+        if _is_number(value):
+            return float(value)
+        raise ValueError(f"{name} is {value!r}: expected a number")
+    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
+        return float(value[0]), float(value[1])
+    raise ValueError(f"{name} is {value!r}: expected a list of two numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms."""
+
+    optimizer: OptimizerName = setting("adam", "adam and adamw are both AdamW", json=JsonKey(
+        "optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given], refused=REFUSED_TYPES))
+    weight_decay: float = setting(
+        0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
+        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax",
+                                "beta1")
+    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2")
+    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
+    adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
+    sgd_momentum: float = setting(0.9, "momentum of sgd")
+    onebit_freeze_step: str = setting(
+        "100000", "steps after which the variance of onebit_adam and onebit_lamb is frozen: the momentum then travels "
+        "at one bit a number; auto: once the variance has settled", metavar="N|auto",
+        json=JsonKey("optimizer.params.freeze_step", COUNT, is_independent=False))
+    optimizer_params: tuple[str, ...] = setting(
+        (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
+                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0))
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "weight_decay clip_grad", 0)
+        problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
+        problems.require_range(self, "adam_eps", 0, open_low=True)
+        freeze = self.onebit_freeze_step
+        problems.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
+                         f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
+        problems.require(self.optimizer in OPTIMIZERS,
+                         f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        problems.raise_if_any()
+        require(self.adam_w_mode or self.optimizer != "adamw",
+                "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
+        require(self.adam_w_mode or self.optimizer not in ONE_BIT_OPTIMIZERS,
+                f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be "
+                "added to a momentum that travels at one bit; leave it out")
+        own = self._parse_optimizer_params()
+        for sentence in ordering_errors({**OPTIMIZERS[self.optimizer].extra, **own}):
+            raise ConfigError(f"--optimizer-params {sentence}")
+        require(not own.get("amsgrad") or own.get("bias_correction", True),
+                f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
+        if self.optimizer == "muon":
+            require(self.adam_w_mode, "--no-adam-w-mode and --optimizer muon exclude each other: its decay is "
+                    "decoupled from the gradient, which is made orthogonal; leave it out")
+
+    @property
+    def freeze_step(self) -> int | None:
+        """Steps before the variance is frozen; None: determined during the run."""
+        return None if self.onebit_freeze_step == AUTO_STEPS else int(self.onebit_freeze_step)
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """Hyper-parameters under torch.optim's names, without the learning rate."""
+        params = OPTIMIZERS[self.optimizer]
+        named = {name: tuple(getattr(self, field) for field in fields.split())
+                 for name, fields in params.fields.items()}
+        hyper = {name: values if len(values) > 1 else values[0] for name, values in named.items()}
+        hyper |= {"weight_decay": self.weight_decay} if params.has_weight_decay else {}
+        hyper.pop("adam_w_mode", None)  # selects the Adam variant
+        return {**hyper, **params.extra, **self._parse_optimizer_params()}
+
+    def _parse_optimizer_params(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for text in self.optimizer_params:
+            name, equals, value = text.partition("=")
+            require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
+            require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            if name in OPTIMIZER_SWITCHES and name not in OPTIMIZERS[self.optimizer].extra and value == "false":
+                continue
+            try:
+                is_text = isinstance(OPTIMIZERS[self.optimizer].extra.get(name), str)
+                found[name] = parse_extra_param(self.optimizer, name,
+                                                value.strip('"') if is_text else json.loads(value))
+            except json.JSONDecodeError:
+                raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
+            except ValueError as error:
+                raise ConfigError(f"--optimizer-params {error}") from None
+        return found
+
+
+SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
+                   "OneCycle": "one-cycle", "LRRangeTest": "range-test"}
+"""scheduler.type -> --lr-decay-style"""
+_SCHEDULER_PARAMS = "scheduler.params."
+DEFAULT_WARMUP_FRACTION = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate: warm up, then decay until --lr-decay-iters."""
+
+    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", in_short_help=True, json=(
+        JsonKey("optimizer.params.lr", NUMBER),
+        JsonKey("scheduler.params.warmup_max_lr", NUMBER,
+                help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
+        JsonKey(_SCHEDULER_PARAMS + "cycle_max_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`")))
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", json=(
+        JsonKey(_SCHEDULER_PARAMS + "cos_min_ratio", FRACTION, is_independent=False, default="0.0001",
+                help="of `WarmupCosineLR`, as a share of the peak"),
+        JsonKey(_SCHEDULER_PARAMS + "cycle_min_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`"),
+        JsonKey(_SCHEDULER_PARAMS + "lr_range_test_min_lr", NUMBER, is_independent=False, default="0.001",
+                help="of `LRRangeTest`: the first rate")))
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
+                            "range-test", "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
+                                JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False,
+                                        default="", help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; "
+                                        "`WarmupCosineLR`: cosine; `OneCycle`: one-cycle; `LRRangeTest`: range-test"),
+                                JsonKey(_SCHEDULER_PARAMS + "lr_range_test_staircase", BOOLEAN, is_independent=False,
+                                        default="false", help="of `LRRangeTest`: range-test-stairs")))
+    lr_decay_iters: int | None = setting(
+        None, "step at which --min-lr is reached (default: --train-iters)", json=(
+            JsonKey(_SCHEDULER_PARAMS + "total_num_steps", COUNT, is_independent=False, nullable=True,
+                    help="of `WarmupDecayLR` and `WarmupCosineLR`"),
+            JsonKey(_SCHEDULER_PARAMS + "cycle_second_step_size", COUNT, is_independent=False, nullable=True,
+                    help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
+            JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_size", COUNT, is_independent=False, default="2000",
+                    help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
+    warmup: float | None = setting(
+        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio")
+    lr_warmup_iters: int | None = setting(
+        None, "steps spent warming up, in place of --warmup", "warmup-iters",
+        "warmup-steps", json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps", COUNT_FROM_0,
+                                      is_independent=False, default="1000", help="of the warm-up schedules"),
+                              JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size", COUNT, is_independent=False,
+                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")))
+    warmup_type: Literal["linear", "log"] = setting(
+        "linear", "shape of the warm-up; log rises fast at first",
+        json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "exponential", "WSD: shape of the decay")
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters")
+    cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
+                                 "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
+                                 json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate", NUMBER_FROM_0, is_independent=False,
+                                               default="0", help="of `OneCycle`, per `decay_step_size` steps"),
+                                       JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate", NUMBER,
+                                               is_independent=False, default="1", help="of `LRRangeTest`")))
+    cycle_momentum: bool = setting(False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
+                                   json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum", is_independent=False,
+                                                default="true", help="DeepSpeed's default for `OneCycle`"))
+    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
+                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
+    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle",
+                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
+    cycle_mom_growth: float = setting(
+        0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
+        json=JsonKey(_SCHEDULER_PARAMS + "decay_mom_rate", NUMBER_FROM_0, is_independent=False, default="0",
+                     help="of `OneCycle`, per `decay_step_size` steps"))
+    override_lr_scheduler: bool = setting(False, "on resume, use these flags and not the checkpoint's schedule")
+    use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
+                                                "use-checkpoint-opt-param-scheduler")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "lr min_lr", 0)
+        problems.require_range(self, "warmup", 0, 1)
+        problems.require_range(self, "lr_warmup_iters", 0)
+        problems.require_range(self, "lr_decay_iters lr_wsd_decay_iters", 1)
+        problems.require_range(self, "cycle_decay cycle_mom_growth", 0)
+        problems.require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
+        problems.raise_if_any()
+        require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")
+        require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
+
+    @property
+    def cycled_momentum(self) -> tuple[float, float, float] | None:
+        """(lowest beta1, highest beta1, growth after the cycle) if the schedule changes beta1; else None."""
+        moves = self.cycle_momentum and self.lr_decay_style == "one-cycle"
+        return (self.cycle_min_mom, self.cycle_max_mom, self.cycle_mom_growth) if moves else None

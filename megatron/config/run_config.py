@@ -1,0 +1,224 @@
+"""Sections `save`, `log`, `profile` and `autotuning`: checkpoints, what a run prints and records, profiling, the
+tuner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, NoReturn
+
+from megatron.config.config_errors import ErrorList
+from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, flag_name, require, setting
+from megatron.errors import ConfigError
+
+NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
+
+
+def refuse_checkpoint_key(file: str) -> NoReturn:
+    """Refuse the retired flag of the commands that read checkpoints."""
+    raise ConfigError(f"--checkpoint-key {file} is not a flag here: {NOT_SIGNED_MESSAGE}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """Checkpoints: where they are written and read, and what of them."""
+
+    save: str | None = setting(None, "folder to write checkpoints to", in_short_help=True)
+    load: str | None = setting(None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an "
+                               "empty --save", in_short_help=True)
+    ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
+    load_hf: str | None = setting(
+        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", in_short_help=True)
+    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
+                                 in_short_help=True)
+    async_save: bool = setting(False, "train on while a copy of the state is written")
+    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
+    keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
+    no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")
+    no_save_rng: bool = setting(False, "leave the random number state out of checkpoints")
+    no_load_optim: bool = setting(False, "do not load the optimizer state")
+    no_load_rng: bool = setting(False, "do not load the random number state")
+    finetune: bool = setting(False, "load the weights only, and start at iteration 0")
+    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; the loss scale starts anew")
+    resume_fallback: bool = setting(
+        False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
+    resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "save_interval ckpt_step", 0)
+        problems.require_range(self, "keep_last keep_every", 1)
+        problems.raise_if_any()
+        require(self.keep_every is None or self.keep_last is not None,
+                "--keep-every needs --keep-last: without it every checkpoint is kept")
+        for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
+            require(
+                getattr(self, name) is None or getattr(self, name) is False or self.load is not None,
+                f"{flag_name(name)} needs --load: there is nothing to load",
+            )
+
+    def notes(self) -> Iterator[str]:
+        """Notes on flags without effect, which scripts of DeepSpeed's examples give on their first run."""
+        for name in ("no_load_optim", "no_load_rng"):
+            if getattr(self, name) and self.load is None:
+                yield f" note: {flag_name(name)} has no effect: without --load there is nothing to load"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run prints, and where it records it."""
+
+    log_interval: int | None = setting(
+        None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
+        "least ten lines)", "logging-steps", in_short_help=True,
+        json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, flag_wins=True, help="a flag wins over it"))
+    metrics_file: str | None = setting(None, "append one JSON object per step to this file", in_short_help=True)
+    tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
+                                          "logging-dir", in_short_help=True,
+                                          json=JsonKey("tensorboard.enabled", BOOLEAN, is_independent=False))
+    csv_dir: str | None = setting(None, "append steps and evaluations to two tables in this folder",
+                                  json=JsonKey("csv_monitor.enabled", BOOLEAN, is_independent=False))
+    wandb_project: str | None = setting(
+        None, "send scalars to this project of Weights & Biases, with the package wandb", metavar="NAME",
+        json=JsonKey("wandb.enabled", BOOLEAN, is_independent=False))
+    wandb_group: str | None = setting(None, "group of the run in its project", metavar="NAME",
+                                      json=JsonKey("wandb.group", is_independent=False))
+    wandb_team: str | None = setting(None, "whose project it is (default: the user's own)", "wandb-entity",
+                                     metavar="NAME", json=JsonKey("wandb.team", is_independent=False))
+    peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)")
+    sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off")
+    sample_prompt: str = setting("The", "prompt of the text sample at the end", metavar="TEXT")
+    verbose: bool = setting(False, "print the whole configuration at the start")
+    debug: bool = setting(False, "print tracebacks")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "log_interval sample_tokens", 0)
+        problems.require_range(self, "peak_tflops", 0, open_low=True)
+        for name in ("wandb_group", "wandb_team"):
+            problems.require(getattr(self, name) is None or self.wandb_project is not None,
+                             f"{flag_name(name)} needs --wandb-project")
+        problems.raise_if_any()
+
+
+def check_wandb(flag: str) -> None:
+    """Raise a ConfigError if the wandb package is missing. Does not import it."""
+    if find_spec("wandb") is None:
+        raise ConfigError(f"{flag} needs the package wandb, which is not installed: pip install wandb, or leave "
+                          f"{flag} out")
+
+
+_FLOPS_PROFILER = "flops_profiler."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """The flops profiler counts and times one training step module by module; a trace says what ran when
+    (docs/profiler.md, docs/trace.md)."""
+
+    flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module",
+                                   json=_FLOPS_PROFILER + "enabled")
+    flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_FLOPS_PROFILER + "profile_step")
+    flops_profiler_module_depth: int = setting(-1, "how deep into the modules the sums over classes go; -1: to the "
+                                               "innermost", json=_FLOPS_PROFILER + "module_depth")
+    flops_profiler_top_modules: int = setting(1, "how many classes are named at each depth",
+                                              json=_FLOPS_PROFILER + "top_modules")
+    flops_profiler_detailed: bool = setting(True, "print every module", json=_FLOPS_PROFILER + "detailed")
+    flops_profiler_output_file: str | None = setting(
+        None, "write the profile to this file; its ending says as what: .json, .html, or else text",
+        json=_FLOPS_PROFILER + "output_file", is_location=True)
+
+    profile_steps: str | None = setting(
+        None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, memory over time, and a line that says where "
+              "the time went", metavar="FIRST:LAST")
+    profile_rank: int = setting(0, "the rank that is traced", metavar="RANK")
+    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", is_location=True)
+
+    @property
+    def traced_steps(self) -> range | None:
+        """The traced steps, both ends included; None without a trace."""
+        if self.profile_steps is None:
+            return None
+        first, last = map(int, self.profile_steps.split(":"))
+        return range(first, last + 1)
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        asked = self.profile_steps
+        is_range = asked is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", asked) is not None and bool(self.traced_steps)
+        problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST of steps from 1 on, in their order: "
+                                   "write 10:12, say, for steps 10 to 12")
+        problems.require_range(self, "profile_rank", 0)
+        problems.require_range(self, "flops_profiler_step flops_profiler_top_modules", 1)
+        problems.require_range(self, "flops_profiler_module_depth", -1)
+        problems.raise_if_any()
+
+    def notes(self, train_iters: int | None = None) -> list[str]:
+        """Notes on settings that are on but have no effect."""
+        late = {}
+        if self.flops_profiler:
+            late[f"--flops-profiler-step {self.flops_profiler_step}"] = self.flops_profiler_step
+        if self.traced_steps is not None:
+            late[f"--profile-steps {self.profile_steps}"] = self.traced_steps[0]
+        return [f" note: {flag} does not come: --train-iters {train_iters} ends the run before it"
+                for flag, first in late.items() if train_iters is not None and first > train_iters]
+
+
+_AUTOTUNING = "autotuning."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutotuningConfig:
+    """The search for the fastest settings of a machine, by `python -m megatron.tune` (docs/tune.md). Training itself
+    tunes nothing."""
+
+    autotuning: bool = setting(False, "accepted; python -m megatron.tune with the same flags is what tunes",
+                               json=_AUTOTUNING + "enabled")
+    autotuning_fast: bool = setting(
+        True, "leave sizes of buckets as they are (--no-autotuning-fast: try some)", json=_AUTOTUNING + "fast")
+    autotuning_results_dir: str = setting(
+        "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
+    autotuning_exps_dir: str = setting(
+        "autotuning_exps", "folder of what each trial wrote", json=_AUTOTUNING + "exps_dir")
+    autotuning_overwrite: bool = setting(False, "begin anew where there are trials already, instead of going on",
+                                         json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
+    autotuning_metric: Literal["throughput", "latency", "flops"] = setting(
+        "throughput", "what the results are told in; the batch of a step is given, so that their order is the same",
+        json=_AUTOTUNING + "metric")
+    autotuning_start_profile_step: int = setting(3, "the first step of a trial that counts, from 1",
+                                                 json=_AUTOTUNING + "start_profile_step")
+    autotuning_end_profile_step: int = setting(5, "the last one, after which the trial ends",
+                                               json=_AUTOTUNING + "end_profile_step")
+    autotuning_tuner_type: Literal["model_based", "gridsearch", "random"] = setting(
+        "model_based", "what is tried next: what looks fastest by prediction and trials; the predicted order; any",
+        json=JsonKey(_AUTOTUNING + "tuner_type", help="DeepSpeed's default is gridsearch"))
+    autotuning_tuner_early_stopping: int = setting(
+        12, "end after so many trials that were no faster; 0: do not",
+        json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"))
+    autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials")
+    autotuning_num_tuning_micro_batch_sizes: int = setting(
+        5, "micro-batches that are tried of each choice of the rest, those of the best predicted time",
+        json=JsonKey(_AUTOTUNING + "num_tuning_micro_batch_sizes", help="DeepSpeed's default is 3"))
+    autotuning_max_train_batch_size: int | None = setting(
+        None, "samples of a step, where --global-batch-size does not say (default: those of the flags)",
+        json=_AUTOTUNING + "max_train_batch_size")
+    autotuning_mp_size: int | None = setting(
+        None, "tensor parallel size (default: all that divide ranks and model are tried)",
+        json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"))
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "autotuning_start_profile_step autotuning_tuner_num_trials "
+                                     "autotuning_num_tuning_micro_batch_sizes", 1)
+        problems.require_range(self, "autotuning_max_train_batch_size autotuning_mp_size", 1)
+        problems.require_range(self, "autotuning_tuner_early_stopping", 0)
+        problems.raise_if_any()
+        require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
+                f"--autotuning-end-profile-step {self.autotuning_end_profile_step} is before "
+                f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")
+
+    def notes(self) -> list[str]:
+        return [" note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"] * \
+            self.autotuning

@@ -1,0 +1,236 @@
+"""Declare a configuration field: one line gives its default, help text, flag aliases and DeepSpeed JSON keys.
+
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
+                               json=JsonKey("gradient_clipping", NUMBER_FROM_0))
+
+The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the
+reference pages are derived from these declarations. A `JsonType` says which JSON values a key accepts and converts
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from typing import Any, Literal
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class JsonType:
+    """A type of JSON value; `convert` returns the Python value or raises ValueError if it is not `expected`."""
+
+    expected: str
+    convert: Callable[[Any], Any]
+    choices: tuple[str, ...] = ()
+    """The allowed texts of a choice."""
+
+
+def _boolean(value: Any) -> bool:
+    """Accepts 1 and 0, as DeepSpeed does."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
+        raise ValueError
+    if math.isnan(value):
+        raise ValueError
+    return float(value)
+
+
+def _integer(value: Any) -> int:
+    """Accepts 5e8, not 1.5."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not _number(value).is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError
+    return _number(value[0]), _number(value[1])
+
+
+def _in_range(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        number = convert(value)
+        if not low <= number <= high:
+            raise ValueError
+        return number
+
+    return checked
+
+
+_BIT_NAMES = ("start_bits", "target_bits")
+
+
+def _weight_group(value: Any) -> tuple[int, int, int]:
+    """(start_bits, target_bits, quantization_period) of the one group of modules."""
+    (group,) = value.values() if isinstance(value, dict) and len(value) == 1 else ({},)
+    if not isinstance(group, dict) or group.get("modules", ["*"]) not in (["*"], "*") or \
+            set(group) - {"params", "modules", "related_modules"} or group.get("related_modules") or \
+            not isinstance(group.get("params"), dict) or set(group["params"]) - {*_BIT_NAMES, "quantization_period"}:
+        raise ValueError
+    start, target, period = (_integer(group["params"].get(name, default))
+                             for name, default in (*zip(_BIT_NAMES, (16, 8)), ("quantization_period", 1)))
+    return start, target, max(period, 1) if start == target else period  # the period is unused then; 0 is common
+
+
+def one_of(*words: str) -> JsonType:
+    """One of these texts, case-insensitive."""
+    known = {word.lower(): word for word in words}
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in known:
+            raise ValueError
+        return known[value.lower()]
+
+    return JsonType(" or ".join(f'"{word}"' for word in words), convert, words)
+
+
+BOOLEAN = JsonType("true or false", _boolean)
+TEXT = JsonType("a text that is not empty", _text)
+ANY_TEXT = JsonType("a text", lambda value: value if value == "" else _text(value))
+NUMBER = JsonType("a number", _number)
+NUMBER_FROM_0 = JsonType("a number of at least 0", _in_range(0, _number))
+FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
+INTEGER = JsonType("an integer", _integer)
+COUNT = JsonType("an integer of at least 1", _in_range(1, _integer))
+COUNT_FROM_0 = JsonType("an integer of at least 0", _in_range(0, _integer))
+COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0",
+                                lambda value: 0 if value is None else COUNT_FROM_0.convert(value))
+ANY = JsonType("anything", lambda value: value)
+EXPONENT = JsonType("an integer from 0 to 64", _in_range(0, _integer, 64))
+PAIR = JsonType("a list of two numbers", _pair)
+
+WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
+                        '["*"], as all weights have the same bits', _weight_group)
+"""compression_training's groups of modules; here all modules must have the same bits."""
+SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)
+"""A section that older files write as a switch."""
+
+JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
+"""Default JSON type of a Python type."""
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, shortened if long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class JsonKey:
+    """A DeepSpeed key that has an effect here."""
+
+    path: str
+    """Dotted path. A trailing dot names a section in which the key has the field's name."""
+    json_type: JsonType | None = None
+    """None: derived from the field's type; nullable if the field may be None."""
+    convert: Callable[[Any], Any] = lambda value: value
+    """The key's value -> the field's."""
+    nullable: bool = False
+    """null counts as absent."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Lower-case text that DeepSpeed accepts and we do not -> reason."""
+    is_independent: bool = True
+    """False: the field's value depends on further keys (ds_cross_keys.py)."""
+    flag_wins: bool = False
+    """A flag with another value wins, with a note; for other keys that is an error."""
+    default: str | None = None
+    """Default shown on the reference page, if it is not the field's."""
+    help: str = ""
+    """Text on the reference page in addition to the field's help."""
+    field: str = ""
+    """The field it sets; filled in by ds_keys.py."""
+
+    @property
+    def known_json_type(self) -> JsonType:
+        assert self.json_type is not None, "the table fills in the kind"
+        return self.json_type
+
+
+@dataclass(frozen=True)
+class FieldSetting:
+    """What a field's declaration says beside its default."""
+
+    help: str
+    aliases: tuple[str, ...] = ()
+    keys: tuple[JsonKey, ...] = ()
+    metavar: str | None = None
+    in_short_help: bool = False
+    """Listed by `--help`; the others are listed by `--help-all` only."""
+    is_location: bool = False
+    """A path, which may differ between nodes: ranks compare only whether it is given, and what they find there."""
+
+
+def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
+            metavar: str | None = None, in_short_help: bool = False, is_location: bool = False) -> Any:
+    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it."""
+    keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
+    return field(default=default,
+                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location)})
+
+
+def setting_of(item: Field[Any]) -> FieldSetting:
+    found: FieldSetting = item.metadata["setting"]
+    return found
+
+
+def location_presence(value: Any) -> str:
+    """What ranks compare of a path: their control flow depends on whether it is given."""
+    return "given" if value else "not given"
+
+
+def plain_type(hint: Any) -> tuple[Any, bool]:
+    """(type without `| None`, whether it had one)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        options = [member for member in typing.get_args(hint) if member is not type(None)]
+        return options[0], True
+    return hint, False
+
+
+def json_type_of(hint: Any) -> JsonType:
+    """The JSON type of a field with this (plain) type."""
+    if typing.get_origin(hint) is Literal:
+        return one_of(*typing.get_args(hint))
+    return JSON_TYPE_OF[hint]
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def field_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def flags_have(names: Sequence[str]) -> str:
+    """The beginning of a sentence about these fields: "--a has" or "--a and --b have"."""
+    *most, last = map(flag_name, names)
+    return f"{', '.join(most)} and {last} have" if most else f"{last} has"
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

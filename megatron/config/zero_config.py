@@ -1,0 +1,313 @@
+"""Sections `parallel`, `precision`, `zero`, `offload` and `recompute`: parallel sizes, working precision, ZeRO
+partitioning, offload to host or NVMe, and activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron.config.config_errors import ErrorList
+from megatron.config.schema import EXPONENT, NUMBER_FROM_0, JsonKey, flag_name, flags_have, one_of, require, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
+
+    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", in_short_help=True)
+    distributed_backend: Literal["nccl", "gloo"] | None = setting(
+        None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
+    distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
+    startup_timeout_seconds: float | None = setting(
+        None, "the same until all ranks have taken a step: meeting, indexing the corpus, loading, compiling (default: "
+        "three times as long)")
+    local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "model_parallel_size", 1)
+        problems.require_range(self, "distributed_timeout_seconds startup_timeout_seconds", 0, open_low=True)
+        problems.raise_if_any()
+
+    @property
+    def startup_limit(self) -> float:
+        """Timeout until all ranks have completed a step, in seconds."""
+        given = self.startup_timeout_seconds
+        return 3 * self.distributed_timeout_seconds if given is None else given
+
+
+def data_parallel_size(world_size: int, tp: int) -> int:
+    """The number of ranks per data parallel group; ConfigError if it is not an integer."""
+    require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
+            f"{world_size} is not divisible by {tp}")
+    return world_size // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The working precision of weights and activations. Master weights and moments are always fp32."""
+
+    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", in_short_help=True)
+    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", in_short_help=True)
+    loss_scale: float | None = setting(None, "fp16: fixed loss scale (default: dynamic)", json=JsonKey(
+        "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"))
+    initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", json=JsonKey(
+        "fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16", help="as the exponent of 2"))
+    loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.")
+    hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
+    min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
+                               json="fp16.min_loss_scale")
+    max_skipped_in_a_row: int | None = setting(
+        None, "bf16, fp32: steps in a row that may be skipped for a gradient that is not finite before the run ends "
+        "(default: none of the first 10 steps, then 3); without effect in fp16, where the loss scale decides")
+    auto_cast: bool = setting(
+        False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
+    matmul_precision: Literal["highest", "high", "medium"] | None = setting(
+        None, "products of fp32 matrices: highest is fp32, high TF32, medium bf16, where the device has them (default: "
+              "high on a GPU, highest on a CPU)")
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
+        json=JsonKey("communication_data_type", one_of("fp32", "fp16", "bf16"), nullable=True,
+                     refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
+    fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
+        problems.require_range(self, "loss_scale_window hysteresis", 1)
+        problems.require_range(self, "max_skipped_in_a_row", 0)
+        problems.raise_if_any()
+        require(
+            not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
+        )
+        require(
+            self.loss_scale is None or self.fp16,
+            f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
+        )
+        require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
+                f"--fp32-allreduce and --communication-data-type {self.communication_data_type} contradict each other: "
+                "give one of them")
+        require(self.fp16 or not self.auto_cast, "--auto-cast needs --fp16: it casts inputs to fp16")
+        require(self.min_scale <= self.initial_loss_scale,
+                f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
+
+    @property
+    def communication(self) -> Literal["fp32", "fp16", "bf16"] | None:
+        """Precision in which gradients are sent; None: that in which they are accumulated."""
+        return "fp32" if self.fp32_allreduce else self.communication_data_type
+
+    @property
+    def name(self) -> Literal["fp32", "fp16", "bf16"]:
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+
+_ZERO_OPTIMIZATION = "zero_optimization."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
+
+    zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
+                              "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", in_short_help=True)
+    contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
+                                         "zero-contiguous-gradients", "zero-contigious-gradients",
+                                         json=_ZERO_OPTIMIZATION)
+    overlap_comm: bool = setting(
+        True, "overlap communication with computation", "overlap-grad-reduce", "overlap-param-gather",
+        json=JsonKey(_ZERO_OPTIMIZATION, nullable=True, help="DeepSpeed's default: at stage 3 only"))
+    reduce_scatter: bool = setting(True, "reduce gradients to their owner only (--no-reduce-scatter: to all ranks)",
+                                   "zero-reduce-scatter", json=_ZERO_OPTIMIZATION)
+    prescale_gradients: bool = setting(
+        False, "divide gradients by the data parallel size before they are reduced, not after",
+        json="prescale_gradients")
+    gradient_predivide_factor: float = setting(
+        1.0, "divide gradients by this before they are reduced, and by the rest of the data parallel size after",
+        json="gradient_predivide_factor")
+    reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time on CPU (on GPUs: a block)",
+                                      "zero-reduce-bucket-size", json=_ZERO_OPTIMIZATION)
+    allgather_partitions: bool = setting(
+        True, "accepted; each device has one way to collect updated weights", json=_ZERO_OPTIMIZATION)
+    allgather_bucket_size: int = setting(500_000_000, "weights collected at a time on CPU (on GPUs: a block)",
+                                         "zero-allgather-bucket-size", json=_ZERO_OPTIMIZATION)
+    load_from_fp32_weights: bool = setting(
+        True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
+        json=_ZERO_OPTIMIZATION)
+    ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_ZERO_OPTIMIZATION)
+    round_robin_gradients: bool = setting(False, "spread copies of gradients to the host over the ranks",
+                                          json=_ZERO_OPTIMIZATION)
+    sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_ZERO_OPTIMIZATION)
+    stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
+                                              json=_ZERO_OPTIMIZATION)
+    stage3_max_reuse_distance: int = setting(
+        0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
+        json=JsonKey(_ZERO_OPTIMIZATION, help="DeepSpeed's default, 1e9, keeps smaller models whole"))
+    stage3_prefetch_bucket_size: int = setting(
+        50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION)
+    stage3_param_persistence_threshold: int = setting(
+        100_000, "never partition a parameter of fewer elements", json=_ZERO_OPTIMIZATION)
+    stage3_gather_16bit_weights_on_model_save: bool = setting(
+        False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION)
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+        problems.require_range(self, "gradient_predivide_factor", 0, 2.0**64, open_low=True)
+        problems.require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
+        problems.require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
+        problems.require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
+        problems.raise_if_any()
+        require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
+                f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
+                f"{self.gradient_predivide_factor:g}: give one of them")
+
+
+_OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where the ranks' shards are kept when not in use: on the device, the host or NVMe."""
+
+    offload_optimizer_device: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where master weights and moments are kept", json=_OFFLOAD_OPTIMIZER + "device")
+    offload_optimizer_nvme_path: str | None = setting(
+        None, "folder on the NVMe drive", json=_OFFLOAD_OPTIMIZER + "nvme_path", is_location=True)
+    offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
+                                                  json=_OFFLOAD_OPTIMIZER + "buffer_count")
+    offload_optimizer_pin_memory: bool = setting(
+        True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
+        json=_OFFLOAD_OPTIMIZER + "pin_memory")
+    offload_optimizer_pipeline_read: bool = setting(True, "read the next tile while this one is updated",
+                                                    json=_OFFLOAD_OPTIMIZER + "pipeline_read")
+    offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
+                                                     json=_OFFLOAD_OPTIMIZER + "pipeline_write")
+    offload_optimizer_ratio: float = setting(
+        1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
+        "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio")
+    offload_update: Literal["auto", "host", "device"] = setting(
+        "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
+        "auto measures both", json=_OFFLOAD_OPTIMIZER + "update")
+    delayed_param_update: bool = setting(
+        False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
+        "faster, and inexact", json=_OFFLOAD_OPTIMIZER + "delayed_param_update")
+    offload_param_device: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where parameters are kept; stage 3 only", "remote-device", json=_OFFLOAD_PARAM + "device")
+    offload_param_nvme_path: str | None = setting(
+        None, "folder on the NVMe drive", json=_OFFLOAD_PARAM + "nvme_path", is_location=True)
+    offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
+                                              json=_OFFLOAD_PARAM + "buffer_count")
+    offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_OFFLOAD_PARAM + "buffer_size")
+    offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
+                                            json=_OFFLOAD_PARAM + "max_in_cpu")
+    offload_param_pin_memory: bool = setting(
+        True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
+        "use-pin-memory", json=_OFFLOAD_PARAM + "pin_memory")
+    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
+    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
+    aio_intra_op_parallelism: int = setting(1, "reads under way at a time, and as many writes", "aio-thread-count",
+                                            json="aio.intra_op_parallelism")
+    aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit")
+    aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
+                                       json="aio.overlap_events")
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count", 1)
+        problems.require_range(self, "offload_param_buffer_size", 1)
+        problems.require_range(self, "offload_param_max_in_cpu", 0)
+        problems.require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
+        for kind in ("optimizer", "param"):
+            device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
+            name = flag_name(f"offload_{kind}_device")
+            problems.require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
+            problems.require(device != "nvme" or bool(path),
+                             f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+        problems.require(self.offload_update in ("auto", "host", "device"),
+                         f"--offload-update is {self.offload_update}: expected auto, host or device")
+        problems.require(0 <= self.offload_optimizer_ratio <= 1,
+                         f"--offload-optimizer-ratio is {self.offload_optimizer_ratio}: expected a share from 0 to 1")
+        problems.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
+                         f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
+                         "device would update its share at once, and the host the rest a step later; leave one of "
+                         "them out")
+        problems.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
+                         "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
+                         "of the host, and is updated there; leave the flag out, or keep the state on cpu")
+        problems.raise_if_any()
+
+
+_NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
+                  "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
+"""Settings that apply only to NVMe."""
+_HOST_SETTINGS = {"offload_update", "delayed_param_update"}
+"""Settings that apply only to optimizer state on the host."""
+_OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
+                     "param": {"offload_param_pin_memory"}}
+"""Settings that apply only to offloaded state."""
+
+
+def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
+    """A sentence for each section with settings that have no effect. Ignores defaults, and switches of a JSON file
+    (`of_file`) that are off, since DeepSpeed's guide writes those defaults out."""
+    changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
+               and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
+    yield from _unused_in_section(offload, changed, "optimizer", "the optimizer's state is")
+    yield from _unused_in_section(offload, changed, "param", "the parameters are")
+    aio = [name for name in changed if name.startswith("aio_")]
+    places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device")
+              for kind in _NVME_SETTINGS}
+    if aio and "nvme" not in places.values():
+        either = " or ".join(f"{name} nvme" for name in places)
+        yield f"{flags_have(aio)} no effect here: nothing is on a drive without {either}"
+
+
+def _unused_in_section(offload: OffloadConfig, changed: Sequence[str], kind: str, state: str) -> Iterator[str]:
+    location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
+    nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
+    unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
+    names = [name for name in changed if name in unread]
+    wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
+    if names and location == "none":
+        yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
+    elif names:
+        yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
+
+
+_ACTIVATION_CHECKPOINTING = "activation_checkpointing."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Activation checkpointing: keep the input of each chunk of blocks, and recompute the rest in backward."""
+
+    checkpoint_activations: bool = setting(False, "recompute activations in backward",
+                                           "deepspeed-activation-checkpointing", "gradient-checkpointing",
+                                           in_short_help=True)
+    checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk")
+    partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
+                                          json=_ACTIVATION_CHECKPOINTING)
+    cpu_checkpointing: bool = setting(False, "keep inputs on the host", "checkpoint-in-cpu",
+                                      json=_ACTIVATION_CHECKPOINTING)
+    contiguous_memory_optimization: bool = setting(
+        False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing",
+        json=JsonKey(_ACTIVATION_CHECKPOINTING, help="needs `partition_activations`"))
+    number_checkpoints: int | None = setting(None, "chunks that fit into that buffer (default: those of one forward)",
+                                             "num-checkpoints", json=_ACTIVATION_CHECKPOINTING)
+    synchronize_checkpoint_boundary: bool = setting(False, "wait for the device at each chunk",
+                                                    "synchronize-each-layer", json=_ACTIVATION_CHECKPOINTING)
+    profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
+                                     json=_ACTIVATION_CHECKPOINTING + "profile")
+
+    def __post_init__(self) -> None:
+        problems = ErrorList()
+        problems.require_range(self, "checkpoint_num_layers number_checkpoints", 1)
+        problems.raise_if_any()
+        require(self.partition_activations or not self.contiguous_memory_optimization,
+                "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")

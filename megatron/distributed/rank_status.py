@@ -1,0 +1,262 @@
+"""Status of each rank (step, phase, block, collective), written to a small shared file that the launcher reads on
+failure.
+
+The file has one slot per rank of a node, mapped into memory: an update is a few integer writes, without system call or
+lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number.
+
+    activity     what the program does: start-up, training, evaluation, a save
+    phase        what the engine does for it: forward, backward, optimizer step
+    unit         the block of the model
+    collective   1: the rank sends, 2: it waits for other ranks, 0: neither (mpu/collective_tracker.py)
+
+There is no clock: a reader compares two reads (megatron/launch/stragglers.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+SLOT_BYTES = 1 << 14
+"""Bytes per rank: COUNTER_BYTES of uint64 counters, then the texts."""
+COUNTER_BYTES = 128
+STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range(8)
+UNKNOWN, RUNNING, FAILED, DONE = range(4)
+"""Values of STATE. FAILED: the engine raised an error, which the program may have caught. DONE: the rank announced its
+exit."""
+MAX_TEXT_BYTES = 200
+"""Longest text; longer ones are cut."""
+STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"
+"""Set by our launcher."""
+
+START_UP, TRAINING, READING, EVALUATION = "start-up", "training", "reading of batches", "evaluation"
+FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer step"
+
+
+@dataclass(frozen=True)
+class StatusSnapshot:
+    """The status of one rank when it was read."""
+
+    state: int = UNKNOWN
+    pid: int = 0
+    step: int = 0
+    activity: str = ""
+    phase: str = ""
+    unit: str = ""
+    collective: int = 0
+    collectives_started: int = 0
+
+    @property
+    def in_collective(self) -> bool:
+        return self.collective > 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for other ranks."""
+        return self.collective > 1
+
+    @property
+    def is_mid_operation(self) -> bool:
+        """Whether the rank is inside an operation that other ranks expect it to finish."""
+        return self.state == RUNNING and bool(self.activity or self.phase or self.in_collective)
+
+    def __str__(self) -> str:
+        if self.state == UNKNOWN:
+            return "before its program began"
+        activity = "" if self.activity == TRAINING and (self.phase or self.in_collective) else self.activity
+        words = [activity, self.phase, self.unit, "exchange" if self.in_collective else ""]
+        where = ", ".join(word for word in words if word) or ("between two steps" if self.step else START_UP)
+        return f"step {self.step}: {where}" if self.step else where
+
+
+class StatusCounters(Protocol):
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def __setitem__(self, index: int, number: int) -> None: ...
+
+
+@final
+class ObservedCounters:
+    """Counters that also report each write to `on_write(index, value)`."""
+
+    def __init__(self, numbers: StatusCounters, on_write: Callable[[int, int], None]) -> None:
+        self._counters, self._on_write = numbers, on_write
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._counters[index]
+
+    def __setitem__(self, index: int, number: int) -> None:
+        self._counters[index] = number
+        self._on_write(index, number)
+
+
+@final
+class RankStatus:
+    """Status of this process; kept in memory until `publish_in` maps the launcher's file."""
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self._use_slot(memoryview(bytearray(SLOT_BYTES)))
+
+    def _use_slot(self, slot: memoryview) -> None:
+        counters = slot[:COUNTER_BYTES].cast("Q")
+        self.collective_counters = counters[COLLECTIVE:COLLECTIVES_STARTED + 1]
+        """For mpu/collective_tracker.py."""
+        self._counters: StatusCounters = counters
+        self._text_buffer = slot[COUNTER_BYTES:SLOT_BYTES]
+        self._text_ids, self._text_end = {"": 0}, 0
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the status is in the shared file."""
+        return self._map is not None
+
+    def publish_in(self, path: str | None, slot: int) -> None:
+        """Move the status to slot `slot` of the file at `path`. No effect if the file cannot be mapped, or on a second
+        call."""
+        if not path or self.is_published:
+            return
+        with suppress(OSError, ValueError):  # diagnostics must not fail the run
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                found = mmap.mmap(descriptor, SLOT_BYTES, offset=slot * SLOT_BYTES)
+            finally:
+                os.close(descriptor)
+            before, known_texts = self._counters, {number: word for word, number in self._text_ids.items()}
+            self._use_slot(memoryview(found))
+            for place in (STEP, COLLECTIVE, COLLECTIVES_STARTED):
+                self._counters[place] = before[place]
+            for place in (ACTIVITY, PHASE, UNIT):
+                self._counters[place] = self._text_id(known_texts[before[place]])
+            self.mark_running()
+            self._map = found
+
+    def mark_running(self) -> None:
+        """Set the state to RUNNING: other ranks wait for this one from now on."""
+        self._counters[PID], self._counters[STATE] = os.getpid(), RUNNING
+
+    def set_step(self, number: int) -> None:
+        self._counters[STEP] = number
+
+    def set_phase(self, phase: str, unit: str = "") -> None:
+        """Set the engine's phase and unit."""
+        counters, text_ids = self._counters, self._text_ids
+        try:
+            counters[PHASE], counters[UNIT] = text_ids[phase], text_ids[unit]
+        except KeyError:
+            counters[PHASE], counters[UNIT] = self._text_id(phase), self._text_id(unit)
+
+    def set_activity(self, activity: str) -> None:
+        """Set the program's activity and clear phase and unit."""
+        self._counters[ACTIVITY] = self._text_id(activity)
+        self.set_phase("")
+
+    @contextmanager
+    def in_activity(self, activity: str) -> Iterator[None]:
+        """Set the activity inside the context. An Exception restores the previous one, since it may be caught; an exit
+        keeps it, to show where the rank was."""
+        before = self._counters[ACTIVITY]
+        self.set_activity(activity)
+        with self:
+            try:
+                yield
+            except Exception:
+                self._counters[ACTIVITY] = before
+                raise
+        self._counters[ACTIVITY] = before
+        self.set_phase("")
+
+    @contextmanager
+    def observed_by(self, on_write: Callable[[int, int], None]) -> Iterator[None]:
+        """Call `on_write(index, value)` for the current values, then for each write inside the context."""
+        counters = self._counters
+        for place in (STEP, ACTIVITY, PHASE, UNIT):
+            on_write(place, counters[place])
+        self._counters = ObservedCounters(counters, on_write)
+        try:
+            yield
+        finally:
+            self._counters = counters
+
+    def text_of(self, text_id: int) -> str:
+        return next((word for word, its in self._text_ids.items() if its == text_id), "")
+
+    def mark_done(self) -> None:
+        """Set the state to DONE: other ranks need not wait for this one any more."""
+        self._counters[STATE] = DONE
+
+    def __enter__(self) -> None:
+        """Entered around each public call of the engine."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Set FAILED on an error, except on sys.exit(0), which leaves RUNNING so that the launcher sees an early exit.
+        """
+        leaves = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not leaves and self._counters[STATE] == RUNNING:
+            self._counters[STATE] = FAILED
+
+    @property
+    def snapshot(self) -> StatusSnapshot:
+        return _parse_slot(self._counters, self._text_buffer)
+
+    def _text_id(self, text: str) -> int:
+        if text not in self._text_ids:
+            encoded = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+            # A full buffer maps further texts to "".
+            # A full buffer maps further texts to "".
+            # A full buffer maps further texts to "".
+            if self._text_end + len(encoded) + 1 > len(self._text_buffer):
+                return 0
+            self._text_buffer[self._text_end:self._text_end + len(encoded) + 1] = bytes([len(encoded)]) + encoded
+            self._text_end += len(encoded) + 1
+            self._text_ids[text] = len(self._text_ids)
+        return self._text_ids[text]
+
+
+def _parse_slot(counters: StatusCounters, texts: memoryview) -> StatusSnapshot:
+    known = _decode_texts(bytes(texts), max(counters[ACTIVITY:UNIT + 1]))
+    state, pid, step, activity, phase, unit, exchange, begun = counters[:COLLECTIVES_STARTED + 1]
+    return StatusSnapshot(state, pid, step, known.get(activity, ""), known.get(phase, ""), known.get(unit, ""),
+                          exchange, begun)
+
+
+def _decode_texts(texts: bytes, count: int) -> dict[int, str]:
+    found, at = {0: ""}, 0
+    for number in range(1, count + 1):
+        if at >= len(texts) or not texts[at]:
+            break
+        found[number] = texts[at + 1:at + 1 + texts[at]].decode(errors="replace")
+        at += 1 + texts[at]
+    return found
+
+
+@final
+class StatusFile:
+    """The shared file, as the launcher reads it."""
+
+    def __init__(self, path: str, ranks: int) -> None:
+        """Create the file if it does not exist."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < ranks * SLOT_BYTES:
+                # writing to a hole in a mapped file on a full disk raises SIGBUS in the rank
+                os.posix_fallocate(descriptor, 0, ranks * SLOT_BYTES)
+            self._map = mmap.mmap(descriptor, ranks * SLOT_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def counters_of(self, slot: int) -> bytes:
+        """The raw counters of a slot; they change whenever its rank makes progress."""
+        return self._map[slot * SLOT_BYTES:slot * SLOT_BYTES + COUNTER_BYTES]
+
+    def read(self, slot: int) -> StatusSnapshot:
+        part = self._map[slot * SLOT_BYTES:(slot + 1) * SLOT_BYTES]
+        return _parse_slot(memoryview(part)[:COUNTER_BYTES].cast("Q"), memoryview(part)[COUNTER_BYTES:])
+
+
+STATUS = RankStatus()
+"""The status of this process."""

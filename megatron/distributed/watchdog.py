@@ -1,0 +1,296 @@
+"""Ends a run whose ranks would deadlock, within seconds and with an error that names where each rank is.
+
+A thread checks once a second whether its rank recorded a collective (collective_log.py). Without one for
+`CHECKS_BEFORE_COMPARING` checks it compares its log with the longest log of its group through the store. Only two
+logs that contradict each other end the run, never elapsed time: a rank that compiles or saves is waited for.
+
+Keys in the store: `furthest/G` longest log of group G; `asked` the two logs that contradict each other; `rank/R` the
+log of rank R; `speaker` the rank that composes the error; `said` the error; `heard` how many ranks have read it.
+The main thread may hang inside gloo or NCCL, so the watchdog writes the error and exits the process, as NCCL's own
+watchdog does. Not covered: killed ranks, and ranks of one tensor parallel group that differ.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Event, RLock, Thread
+from typing import Any, Protocol
+
+from megatron.distributed import exit_codes, process_group
+from megatron.distributed.collective_log import (ENDED, FAILED, INTERRUPTED, CollectiveLog, CollectiveLogSnapshot,
+                                                 describe_positions, describe_setting_differences, divergence_positions,
+                                                 logs_diverged)
+from megatron.distributed.rank_text import format_ranks
+from megatron.distributed.signals import write_lines
+from megatron.errors import ConfigError, PeerError, TrainerError
+from mpu import collective_tracker
+from mpu.backends import delay_gloo_terminate
+from mpu.collectives import broadcast_json
+from mpu.groups import Groups
+from mpu.store import StoreKV
+
+CHECK_SECONDS = 1.0
+CHECKS_BEFORE_COMPARING = 3
+"""Checks without a new collective before a rank compares logs."""
+MAX_CHECKS_BETWEEN_COMPARISONS = 8
+"""Most checks between two comparisons."""
+CHECKS_BEFORE_WAIT_NOTE = 60
+"""Checks without a new collective after which a waiting rank prints a note; one rank prints for all."""
+POLL_SECONDS = 0.2
+EXIT_GRACE_SECONDS = 1.5
+"""Seconds after success for the other ranks to finish as well."""
+MAX_FAILED_CHECKS = 5
+"""Failed checks in a row after which a rank disables its watchdog."""
+REPORTER_POLLS, REPORTER_TIMEOUT_POLLS, ROOT_CAUSE_POLLS = 25, 40, 6
+"""Polls of the reporter for the other ranks' logs; polls without progress of the reporter after which another rank
+replaces it; polls of a rank that searches the root cause of a lost peer."""
+
+_ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
+_REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
+           "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
+           "forward (layer drop)")
+_STORE_LOST = ("the ranks wait for each other for ever, and the one that kept what they know of each other has left "
+               "before this one was told")
+_RESUME = "look for the first failure among the ranks, then start the same command to resume"
+
+
+class WatchedEngine(Protocol):
+    """The part of an engine that is used here."""
+
+    log: CollectiveLog
+    groups: Groups
+
+
+def start_watchdog(engine: WatchedEngine) -> None:
+    """Watch `engine` until it is freed. Collective. Prints a note and does not watch if the store accepts no second
+    connection."""
+    groups = engine.groups
+    if groups.dp.is_solo:
+        return
+    name = broadcast_json(secrets.token_hex(8), groups.world)
+    try:
+        store = StoreKV(f"watch/{name}")
+    except RuntimeError as error:
+        note_missing_watchdog(groups.world.rank, error)
+        return
+    if groups.dp.own_backend_serves_cpu:
+        delay_gloo_terminate()
+    watchdog = DesyncWatchdog(engine.log, groups, store)
+    engine.log.raise_root_cause = watchdog.raise_root_cause
+    weakref.finalize(engine, watchdog.mark_finished)
+    process_group.before_shutdown(watchdog.close)
+    exit_codes.before_failure(watchdog.mark_failed)
+    watchdog.start()
+
+
+def note_missing_watchdog(rank: int, error: RuntimeError) -> None:
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    write_lines(f"note: ranks that wait for each other for ever end by the time-out only, because rank {rank} has "
+                f"no second connection to the store where they met ({why:.200}); see docs/launch.md\n".encode())
+
+
+class DesyncWatchdog:
+    def __init__(self, log: CollectiveLog, groups: Groups, store: StoreKV) -> None:
+        self._log, self._store = log, store
+        self._rank, self._ranks = groups.world.rank, groups.dp.ranks
+        self._group = self._ranks[0]  # group name
+        self._world_size = groups.world.size
+        self._divergence_is_known = False
+        self._closed = Event()
+        self._report_lock = RLock()  # the holder prints or raises the error
+        self._thread = Thread(target=self._run, name="zero-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def mark_finished(self) -> None:
+        """The engine is freed: record that no collective follows. Does not join the thread, which informs the other
+        ranks: garbage collection runs at a different time on each rank, so ranks would wait for each other."""
+        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        if not self._log.is_finished:
+            self._log.record_collective(FAILED if failed else ENDED)
+        self._closed.set()
+
+    def close(self) -> None:
+        """Finish before the program, and perhaps the store, ends."""
+        self.mark_finished()
+        self._thread.join(timeout=2)
+
+    def mark_failed(self) -> None:
+        """This rank fails and exits without destructors: publish its end to waiting ranks."""
+        self.close()
+        self._acknowledge_error(0)
+
+    def raise_root_cause(self, error: BaseException) -> None:
+        """Raise the divergence error, if there is one, in place of torch's error that a peer is lost."""
+        if not exit_codes.is_peer_loss(error):
+            return
+        for _ in range(ROOT_CAUSE_POLLS):
+            try:
+                found = self.compare_logs()
+            except RuntimeError:  # the store is gone with the peer
+                return
+            if found is not None:
+                self._report_lock.acquire()
+                self._acknowledge_error()
+                raise found from error
+            self._closed.wait(POLL_SECONDS)
+
+    def _run(self) -> None:
+        count, idle_checks, next_comparison, failures, has_noted_wait = -1, 0, CHECKS_BEFORE_COMPARING, 0, False
+        while not self._closed.wait(CHECK_SECONDS) and not self._log.is_finished:
+            idle_checks += 1
+            if count != self._log.entry_count:
+                count, idle_checks, next_comparison, has_noted_wait = (
+                    self._log.entry_count, 0, CHECKS_BEFORE_COMPARING, False)
+                continue
+            if idle_checks >= CHECKS_BEFORE_WAIT_NOTE and not has_noted_wait and collective_tracker.is_waiting():
+                has_noted_wait = True
+                with suppress(RuntimeError):
+                    self._note_long_wait(idle_checks)
+            if idle_checks >= next_comparison:
+                next_comparison = idle_checks + min(MAX_CHECKS_BETWEEN_COMPARISONS,
+                                                    idle_checks // CHECKS_BEFORE_COMPARING)
+                try:
+                    self._exit_with(self.compare_logs())
+                    failures = 0
+                except RuntimeError as error:  # the store is gone, or only this connection
+                    if self._store.is_unusable and not self._log.is_finished:
+                        exit_codes.write_error(exit_codes.exit_reason_of(error).text)
+                        exit_codes.exit_now(exit_codes.exit_reason_of(error).code)
+                    failures += 1
+                    if self._divergence_is_known:
+                        self._exit_with(PeerError(f"{_STORE_LOST}: {_RESUME}"))
+                    if failures == MAX_FAILED_CHECKS:
+                        return note_missing_watchdog(self._rank, error)
+                    with suppress(RuntimeError):
+                        self._store.reconnect()
+        with suppress(RuntimeError):
+            self.compare_logs()  # publishes that nothing follows on this rank
+            self._keep_store_alive(self._store.add("heard"), EXIT_GRACE_SECONDS)
+
+    def _note_long_wait(self, looks: int) -> None:
+        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, such as a barrier,
+        and may still come."""
+        if self._store.add(f"told/{self._log.entry_count}", 1) == 1:
+            what, purpose = self._log.snapshot(self._rank).current_position
+            where = f"{what} ({purpose})" if purpose else what
+            seconds = looks * CHECK_SECONDS
+            write_lines(f"note: rank {self._rank} has waited {seconds:.3g} s at {where} for ranks that are "
+                        "not there yet: every rank has to come to it\n".encode())
+
+    def _exit_with(self, error: TrainerError | None) -> None:
+        if error is not None and not self._log.is_finished and self._report_lock.acquire(blocking=False):
+            self._acknowledge_error()
+            exit_codes.write_error(str(error))
+            exit_codes.exit_now(error.code)
+
+    def _acknowledge_error(self, more: int = 1) -> None:
+        """Count this rank as having read the error (`more` = 0: it announced its exit before). The host of the store
+        waits until every waiting rank has read it."""
+        with suppress(RuntimeError):
+            self._keep_store_alive(self._store.add("heard", more), (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
+
+    def _keep_store_alive(self, acknowledged: int, seconds: float) -> None:
+        """If this rank hosts the store, wait up to `seconds` for the other ranks to read it."""
+        waited = 0.0
+        while process_group.hosts_store() and acknowledged < self._world_size and waited < seconds:
+            time.sleep(POLL_SECONDS)
+            acknowledged, waited = self._store.add("heard", 0), waited + POLL_SECONDS
+
+    # ---- comparison through the store
+    # -----------------------------------------------------------------------------------
+
+    def compare_logs(self) -> TrainerError | None:
+        """Compare logs through the store; returns the error if the run cannot go on, else None."""
+        mine = self._log.snapshot(self._rank)
+        if self._log.is_finished:
+            self._store.write(f"rank/{self._rank}", mine.pack())
+        divergence = self._store.read("asked")
+        if divergence is None:
+            divergence = self._find_divergence(mine)
+            if divergence is None:
+                return None
+            if not self._store.compare_and_set("asked", None, divergence):
+                divergence = self._store.read("asked")
+        if self._log.is_finished:
+            return None
+        self._divergence_is_known = True
+        if divergence[0] != self._group:
+            return self._reported_error()
+        self._store.write(f"rank/{self._rank}", mine.pack())
+        return self._wait_or_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
+
+    def _find_divergence(self, mine: CollectiveLogSnapshot) -> list[Any] | None:
+        """[group, two packed logs] if this log contradicts the longest one; otherwise None, after storing the longer of
+        the two."""
+        key = f"furthest/{self._group}"
+        while True:
+            packed = self._store.read(key)
+            if packed is not None:
+                furthest = CollectiveLogSnapshot.unpack(packed)
+                if furthest == mine:
+                    return None  # nothing to write: a FileStore grows with every write
+                if logs_diverged(mine, furthest):
+                    return [self._group, [mine.pack(), packed]]
+                if furthest.entry_count > mine.entry_count or furthest.entry_count == mine.entry_count \
+                        and furthest.rank != mine.rank:
+                    return None
+            if self._store.compare_and_set(key, packed, mine.pack()):
+                return None
+
+    def _wait_or_report(self, divergence: list[CollectiveLogSnapshot]) -> TrainerError | None:
+        """Wait for the reported error, or become the reporter; None if the watchdog is closed meanwhile."""
+        seen, polls = None, 0
+        while True:
+            reported = self._reported_error()
+            if reported is not None:
+                return reported
+            reporter = self._store.read("speaker")
+            polls = polls + 1 if reporter == seen else 0
+            seen = reporter
+            is_free = reporter is None or polls == REPORTER_TIMEOUT_POLLS
+            if is_free and self._store.compare_and_set("speaker", reporter, [self._rank, 0]):
+                self._write_report(divergence)
+            elif self._closed.wait(POLL_SECONDS):
+                return None
+
+    def _write_report(self, divergence: list[CollectiveLogSnapshot]) -> None:
+        """As the reporter: collect the logs of all waiting ranks and store the error."""
+        logs: dict[int, CollectiveLogSnapshot] = {}
+        missing = list(self._ranks)
+        for rank in missing:
+            self._store.compare_and_set(f"rank/{rank}", None, None)  # multi_get needs every key to exist
+        for poll in range(REPORTER_POLLS):
+            self._store.write("speaker", [self._rank, poll])
+            notes = zip(missing, self._store.read_all([f"rank/{rank}" for rank in missing]), strict=True)
+            logs |= {rank: CollectiveLogSnapshot.unpack(packed) for rank, packed in notes if packed is not None}
+            missing = [rank for rank in missing if rank not in logs]
+            if not missing or self._closed.wait(POLL_SECONDS):
+                break
+        error = _divergence_error(divergence, logs, self._ranks)
+        self._store.write("said", [type(error).__name__, str(error)])
+
+    def _reported_error(self) -> TrainerError | None:
+        reported = self._store.read("said")
+        return None if reported is None else _ERROR_CLASSES[reported[0]](reported[1])
+
+
+def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping[int, CollectiveLogSnapshot],
+                      ranks: Sequence[int]) -> TrainerError:
+    known = {**{record.rank: record for record in divergence}, **logs}
+    places = (divergence_positions(list(known.values()))
+              or divergence_positions(divergence))  # newer logs may have overwritten the position
+    where = describe_positions(places)
+    unknown = sorted(set(ranks) - places.keys())
+    if unknown:
+        where += f" (nothing is known of {format_ranks(unknown)})"
+    if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
+        return PeerError(f"{where}, so that the ranks would wait for each other for ever: {_RESUME}")
+    return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}"
+                       f"{describe_setting_differences(list(known.values()))}; {_REMEDY}")

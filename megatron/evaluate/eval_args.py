@@ -1,0 +1,129 @@
+"""Flags of `evaluate` and its lm-eval harness, checked before torch is imported: the model, the task, its protocol and
+data.
+
+A protocol is everything besides model and data that a result depends on: the context before a token, the
+preparation of text, the definition of a word. Results of two protocols do not compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.config_errors import ErrorList
+from megatron.config.tree import require
+from megatron.errors import ConfigError
+from megatron.inference import model_args
+from megatron.inference.model_args import ModelArgumentParser, ModelSource, flags_to_compare, model_source_from_args
+
+TaskName = Literal["wikitext", "lambada", "hellaswag", "perplexity"]
+
+PROTOCOLS: Mapping[str, tuple[str, ...]] = {
+    "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
+    "hellaswag": ("lm-eval",), "perplexity": ("megatron", "lm-eval"),
+}
+"""Of each task; the first is taken where none is named."""
+
+STRIDES: Mapping[tuple[str, str], int | None] = {
+    ("wikitext", "megatron"): 32, ("wikitext", "openai"): None, ("perplexity", "megatron"): None,
+}
+"""Where windows may overlap: --stride where it is not given; None: the whole window."""
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    task: str
+    protocol: str
+    data: str
+    """A file; of perplexity also the prefix of a corpus, or a folder of text."""
+    strict: bool = False
+    """LAMBADA: the whole last word, not its last token."""
+    stride: int | None = None
+    part: str | None = None
+    """Of the split that the model was trained with: only these documents."""
+
+    def __post_init__(self) -> None:
+        problems, known = ErrorList(), PROTOCOLS[self.task]
+        problems.require(self.protocol in known, f"--protocol {self.protocol}: --task {self.task} has "
+                         f"{', '.join(known)}")
+        problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
+                         "--strict belongs to --task lambada --protocol megatron; the lm-eval protocol always takes "
+                         "the whole last word, the openai protocol never")
+        problems.require(self.stride is None or (self.task, self.protocol) in STRIDES,
+                         f"--stride: no windows overlap in --task {self.task} --protocol {self.protocol}; leave it out")
+        problems.require(self.stride is None or self.stride >= 1, f"--stride is {self.stride}: expected 1 or more")
+        problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
+        problems.raise_if_any()
+
+    @property
+    def scored_target(self) -> str | None:
+        """What of an example is scored, where that is a matter of protocol."""
+        if self.task != "lambada":
+            return None
+        return "last word" if self.strict or self.protocol == "lm-eval" else "last token"
+
+    def check_data_exists(self) -> None:
+        """Refuse data that is not there."""
+        if self.task == "perplexity" and (is_corpus_prefix(self.data) or os.path.isdir(self.data)):
+            return
+        path = Path(self.data)
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "no such file"
+            raise ConfigError(f"--data {self.data}: {what}; give the path of a file that exists (docs/evaluate.md says "
+                              "where the files of the tasks come from)")
+
+    def window_stride(self, length: int) -> int:
+        """Of a model of so many positions."""
+        if self.stride is None:
+            return min(STRIDES[self.task, self.protocol] or length, length)
+        require(self.stride <= length, f"--stride is {self.stride}, and the model has {length} positions: tokens "
+                f"between two windows would not be scored; expected 1 to {length}")
+        return self.stride
+
+
+def is_corpus_prefix(name: str) -> bool:
+    """Whether it is the prefix of a corpus."""
+    return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")
+
+
+IGNORED_TRAINING_OPTIONS = (
+    "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",
+    "--recompute-method", "--recompute-num-layers", "--seed", "--num-workers", "--epochs", "--keep-last",
+    "--train-iters", "--lr", "--eval-iters", "--eval-interval")
+"""Without a meaning here."""
+IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args",
+                             "--sequence-parallel")
+
+
+@dataclass(frozen=True)
+class EvalModelArgs:
+    source: ModelSource
+    batch_size: int
+    """Windows at a time."""
+    notes: Sequence[str] = ()
+    """On flags without effect."""
+    compared_flags: Mapping[str, object] = field(default_factory=dict)
+    """All flags, which are the same on every rank."""
+
+
+def build_model_parser(module: str, description: str, examples: str) -> ModelArgumentParser:
+    parser = ModelArgumentParser(module, description, examples)
+    parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
+                        help="windows at a time (8)")
+    model_args.add_megatron_flags(parser, IGNORED_TRAINING_SWITCHES, IGNORED_TRAINING_OPTIONS)
+    return parser
+
+
+def model_args_from_flags(flags: argparse.Namespace) -> EvalModelArgs:
+    """The model, and how it runs."""
+    notes = model_args.translate_megatron_flags(flags)
+    require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
+    shape = model_args.shape_from_flags(flags) | ({} if flags.seq_length is None else {"seq_length": flags.seq_length})
+    return EvalModelArgs(replace(model_source_from_args(flags), shape=shape), flags.batch_size, notes,
+                         flags_to_compare(flags))

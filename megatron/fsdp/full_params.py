@@ -1,0 +1,78 @@
+"""Gathering, storing and broadcasting the full masters of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.partitioned_param import release_param, set_param_data
+from mpu.collectives import all_gather_into, broadcast_into
+
+
+def gather_shards(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
+    """All-gather `shard` into one tensor for each parameter, on the bucket's device. Collective."""
+    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.device)
+    # [shard_numel] on each rank -> [numel], padding included
+    all_gather_into(flat, shard.to(bucket.device), bucket.shard_group).wait()
+    return [flat[slot.offset : slot.end].view(slot.shape) for slot in bucket.layout.slots]
+
+
+def local_masters(bucket: FlatBucket) -> Tensor:
+    """This rank's shard of the masters: a view, on the device or the host."""
+    shard = bucket.master_state.memory_view(WEIGHT)
+    assert shard is not None, "on a drive"
+    return shard
+
+
+def gather_masters(bucket: FlatBucket) -> list[Tensor]:
+    """The full masters, one tensor for each parameter. Collective."""
+    return gather_shards(bucket, local_masters(bucket))
+
+
+def store_masters(bucket: FlatBucket, full_values: list[Tensor]) -> None:
+    """Copy this rank's segments of `full_values` into its masters."""
+    shard = local_masters(bucket)
+    for segment in bucket.layout.segments(bucket.shard_group.rank):
+        value = full_values[next(index for index, slot in enumerate(bucket.layout.slots) if slot is segment.slot)]
+        run = value.detach().flatten()[segment.slot_offset : segment.slot_offset + segment.count]
+        shard[segment.shard_offset : segment.shard_offset + segment.count].copy_(run)
+
+
+@contextmanager
+def temporarily_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside, `dict[name]` is `value`, for each (dict, name, value); the dicts hold a module's parameters or
+    buffers."""
+    before = [(of, name, of[name]) for of, name, _ in entries]
+    try:
+        for of, name, value in entries:
+            of[name] = value
+        yield
+    finally:
+        for of, name, value in before:
+            of[name] = value
+
+
+def broadcast_masters_from_rank0(bucket: FlatBucket, new_values: list[Tensor | None]) -> None:
+    """Set the masters on all ranks to rank 0's `new_values`; None keeps a parameter. Collective."""
+    whole = gather_masters(bucket)
+    for value, new in zip(whole, new_values, strict=True):
+        if new is not None:
+            value.copy_(new.detach())
+    flat = whole[0].untyped_storage()
+    # the views of one gather share a storage, which is broadcast at once
+    everything = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(flat)
+    broadcast_into(everything, 0, bucket.dp).wait()
+    store_masters(bucket, whole)
+
+
+def restore_full_params(bucket: FlatBucket) -> None:
+    """Make the parameters ordinary full tensors in the masters' dtype, without an owner. Collective."""
+    for parameter, value in zip(bucket.parameters, gather_masters(bucket), strict=True):
+        set_param_data(parameter, value.clone())
+        release_param(parameter)

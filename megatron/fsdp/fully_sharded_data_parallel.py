@@ -1,0 +1,295 @@
+"""FairScale's FullyShardedDataParallel, its wrap helpers (`enable_wrap`, `wrap`, `auto_wrap`, policies) and
+`checkpoint_wrapper`.
+
+    model = FullyShardedDataParallel(model, mixed_precision=True)
+    loss = model(batch).mean(); loss.backward(); model.clip_grad_norm_(1.0); optimizer.step()
+
+    with enable_wrap(mixed_precision=True):
+        model = auto_wrap(model)                    # or wrap(layer), where it is created
+
+The wrapper shares the module's dictionaries of parameters, buffers and children, so all names are those of the
+unwrapped model. `policy(module, recurse, unwrapped_params, module_is_root)` says whether to look inside (`recurse`),
+then whether to wrap.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from megatron.config.tree import RecomputeConfig
+from megatron.errors import ConfigError
+from megatron.fsdp.clip import clip_grad_norm_
+from megatron.fsdp.full_params import temporarily_replaced
+from megatron.fsdp.fully_shard import NotCopyable
+from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
+from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, check_shardable, compute_device_of, require_fsdp_state,
+                                    resolve_group, shard_module, sharded_modules)
+from megatron.fsdp.sharding_settings import FairScaleArguments, parse_arguments
+from megatron.fsdp.state_dict import (buckets_of, consolidate_shard_weights, full_state_dict, load_local_state_dict,
+                                      local_metadata_dict, local_state_dict, prepare_all_ranks, summon_full_params)
+from megatron.recompute import Recomputation
+from megatron.zero.partitioned_param import full_shape
+
+_SHARED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_pre_hooks",
+                      "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+"""Attributes that the wrapper shares with the wrapped module."""
+
+
+class FullyShardedDataParallel(NotCopyable, nn.Module):
+    def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
+        """`given` are FairScale's arguments (`FairScaleArguments` in sharding_settings.py). Collective over the
+        group."""
+        super().__init__()
+        self.arguments: FairScaleArguments = parse_arguments(given)
+        group = resolve_group(process_group)
+        settings, device = self.arguments.to_settings(group.size), compute_device_of(module, group)
+        check_shardable(module, settings, group, device)
+        shard_module(module, settings, group, device)
+        self.__dict__ |= {WRAPPED_ATTRIBUTE: module} | {name: getattr(module, name) for name in _SHARED_ATTRIBUTES}
+        for line in self.arguments.notes(group.rank):
+            print(line, flush=True)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        inside: nn.Module = self.__dict__[WRAPPED_ATTRIBUTE]
+        return inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Parameters, buffers and children, then FairScale's arguments, then the wrapped module's attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.arguments if name in FairScaleArguments.__dataclass_fields__ else self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True,
+                      ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper and the wrapped module have the same name."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield "module", self.module
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "",  # type: ignore[override]
+                   keep_vars: bool = False) -> OrderedDict[str, Any]:
+        """Full state dict of the wrapped model in the masters' dtype, on every rank or (`state_dict_on_rank_0_only`) on
+        rank 0. Collective. With `keep_vars` it has the sharded parameters themselves."""
+        return full_state_dict(self.module, device=self.arguments.state_dict_device,
+                               everywhere=not self.arguments.state_dict_on_rank_0_only, destination=destination,
+                               prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a full state dict, given on every rank; each copies its segments. Not collective."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Called when an outer module loads; torch then recurses into the children."""
+        self.module._load_from_state_dict(*given)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's flat segments, and the buffers. Not collective."""
+        return local_state_dict(self.module)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's `local_state_dict`, saved with the same number of ranks."""
+        load_local_state_dict(self.module, state_dict, strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """The metadata of a local state dict for `consolidate_shard_weights`."""
+        return local_metadata_dict(self.module)
+
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Inside, parameters are full. Edits, equal on every rank, are kept unless `volatile`. Collective."""
+        with summon_full_params(self.module, recurse, volatile):
+            yield
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
+        """The state dict of `optim` as over the unwrapped model, on the host of `recipient_rank` (None: every rank);
+        None on the others. Collective."""
+        prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        return gather_full_optim_state_dict(buckets_of(self.module), optim, recipient_rank, names)
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part, for `optim.load_state_dict`."""
+        return get_shard_from_optim_state_dict(dict(self.named_parameters()), full_optim_state_dict)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep full gradients on each rank; the first backward outside reduces them. Only for the
+        outermost wrapper."""
+        root = require_fsdp_state(self.module).root
+        before, root.reduces_grads = root.reduces_grads, False
+        try:
+            yield
+        finally:
+            root.reduces_grads = before
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """No effect: parameters shared by modules inside are found when a module is sharded."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all parameters together; returns their norm. Collective; call it after the last
+        backward and before the optimizer step."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+
+Policy = Callable[..., bool]
+
+EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
+FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
+
+_WRAP_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = (
+    ContextVar("wrap", default=None))
+
+
+@contextmanager
+def enable_wrap(auto_wrap_policy: Policy | None = None, wrapper_cls: type[nn.Module] = FullyShardedDataParallel,
+                **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, `wrap` and `auto_wrap` wrap with `wrapper_cls` and these arguments; outside they return the module
+    unchanged."""
+    token = _WRAP_CONTEXT.set((auto_wrap_policy, wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _WRAP_CONTEXT.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap the module, inside `enable_wrap`. A `wrapper_config` attribute of the module, then the overrides here,
+    win."""
+    context = _WRAP_CONTEXT.get()
+    if context is None:
+        return module
+    _, wrapper_cls, kwargs = context
+    own = getattr(module, "wrapper_config", None) or {}
+    return wrapper_cls(module, **{**kwargs, **own, **wrap_overrides})
+
+
+def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any) -> nn.Module:
+    """Wrap each module that the policy selects, inside `enable_wrap`; may wrap `module` itself."""
+    context = _WRAP_CONTEXT.get()
+    if context is None:
+        return module
+    policy = auto_wrap_policy or context[0] or default_auto_wrap_policy
+    if next(sharded_modules(module), None) is not None:
+        raise ConfigError("auto_wrap of a module in which something is wrapped: give it one in which nothing is")
+    return _wrap_recursively(module, policy, kwargs, is_root=True)[0]
+
+
+def _wrap_recursively(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
+                      ) -> tuple[nn.Module, int]:
+    """(module, number of its elements that are wrapped)."""
+    count = sum(full_shape(parameter).numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
+        return module, 0
+    done = 0
+    for name, child in module.named_children():
+        new, inside = _wrap_recursively(child, policy, kwargs)
+        if new is not child:
+            setattr(module, name, new)
+        done += inside
+    if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
+        return module, done
+    return wrap(module, **kwargs), count
+
+
+def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool,
+                             min_num_params: int = int(1e8),
+                             force_leaf_modules: Collection[type[nn.Module]] | None = None,
+                             exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+                             skip_params_check_for_root: bool = False) -> bool:
+    """Select modules with at least `min_num_params` elements that are not yet wrapped."""
+    leaves = tuple(FORCE_LEAF if force_leaf_modules is None else force_leaf_modules)
+    excluded = tuple(EXCLUDE if exclude_wrap_modules is None else exclude_wrap_modules)
+    is_large = unwrapped_params >= min_num_params
+    if recurse:
+        return is_large and not isinstance(module, leaves)
+    return (is_large or skip_params_check_for_root and module_is_root) and not isinstance(module, excluded)
+
+
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+    """Select modules that have a `wrapper_config` attribute (a dict of arguments)."""
+    return True if recurse else getattr(module, "wrapper_config", None) is not None
+
+
+def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int = 0,
+                                 module_is_root: bool = False,
+                                 transformer_layer_cls: Collection[type[nn.Module]] = (), **other: Any) -> bool:
+    """Select modules of these classes. torch's policy; pass it with functools.partial."""
+    return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+# ---- activation checkpointing ---------------------------------------------------------------------------------------
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_CHECKPOINTED_ATTRIBUTE = "_fsdp_checkpointed"
+_CHECKPOINTING_IS_DISABLED = ContextVar("checkpointing is disabled", default=False)
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Forwards inside keep their activations instead of recomputing."""
+    token = _CHECKPOINTING_IS_DISABLED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKPOINTING_IS_DISABLED.reset(token)
+
+
+def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT:
+    """Checkpoint the module's forward (megatron/recompute): it keeps only its inputs, with `offload_to_cpu` on the
+    host, and runs again in backward. Recomputation uses the buffers of the first forward and does not change them, so
+    batch norm counts a batch once. Works before or after sharding; returns the module itself."""
+    if vars(module).get(_CHECKPOINTED_ATTRIBUTE):
+        raise ConfigError(f"this {type(module).__name__} has a checkpoint_wrapper already")
+    recomputation = Recomputation(RecomputeConfig(checkpoint_activations=True, cpu_checkpointing=offload_to_cpu))
+    forward = module.forward
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if _CHECKPOINTING_IS_DISABLED.get() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        runs, buffers = 0, [(child._buffers, name, buffer.detach().clone()) for child in module.modules()
+                            for name, buffer in child._buffers.items() if buffer is not None]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            # Fresh copies per recomputation: with retain_graph there are several.
+            with nullcontext() if runs == 1 else temporarily_replaced([(of, name, old.clone())
+                                                                       for of, name, old in buffers]):
+                return forward(*args, **kwargs)
+
+        return recomputation.checkpoint(run, *args, **kwargs)
+
+    module.__dict__[_CHECKPOINTED_ATTRIBUTE] = True
+    module.forward = checkpointed
+    return module

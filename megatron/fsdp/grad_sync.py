@@ -1,0 +1,182 @@
+"""The end of a backward: what the ranks compare, the fp16 loss scale, and `p.grad` as a view of this rank's segment.
+
+One all-reduce tells whether all ranks ran the same modules, which parameters were reached and whether a gradient
+overflowed. Parameters that no rank reached keep no gradient. After an overflow no rank has gradients. `p.grad` may be
+changed in place, replaced, or set to None. Gradients from inside `no_sync` are shown as `UnreducedGrad`: they can be
+cleared, not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collective_log import CollectiveLog
+from megatron.errors import ConfigError, NumericsError
+from megatron.fsdp.sharded_tensor import (ParamSegment, UnreducedGrad, gradient_of, local_tensor, make_segment,
+                                          param_ranges, set_gradient)
+from megatron.optim.loss_scale import LossScaleRule, LossScaleState
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.step_result import HostScalars, diverged_blocks_error, scalars_on_device
+from mpu.collectives import all_reduce_into
+from mpu.device import on_accelerator
+from mpu.groups import Group
+
+ReachedParams = Sequence[frozenset[int]]
+"""For each bucket, the indices of its parameters that backward reached."""
+
+
+class BackwardConsistency:
+    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog, param_counts: Sequence[int], *,
+                 host_needs_overflow: bool) -> None:
+        """`param_counts`: parameters of each bucket. `host_needs_overflow`: the optimizer step depends on the overflow
+        flag, so the host waits for it after each backward."""
+        self._dp, self._device, self._log, self._param_counts, self._host_needs_overflow = (
+            dp, device, log, param_counts, host_needs_overflow)
+        self._pending: HostScalars | None = None
+
+    def __call__(self, trace: int, reached: ReachedParams, overflows: Sequence[Tensor]) -> tuple[ReachedParams, bool]:
+        """(parameters that some rank reached, whether a gradient overflowed on some rank). `overflows` are this rank's
+        flags. Collective."""
+        if self._dp.is_solo:
+            return reached, any(map(bool, overflows))
+        self.check_pending()
+        self._log.record_barrier("the end of a backward")
+        marks = [index in one for one, count in zip(reached, self._param_counts, strict=True) for index in range(count)]
+        # one max all-reduce: max(trace) == -max(-trace) only if all ranks ran the same modules
+        numbers = scalars_on_device(self._device, (trace, -trace, _any_flag(overflows), *marks))
+        all_reduce_into(numbers, self._dp, "max").wait()
+        self._pending = HostScalars(numbers)
+        if on_accelerator(self._device) and all(marks) and not self._host_needs_overflow:
+            return reached, False
+        _, _, overflow, *found = self._pending.values()
+        if not on_accelerator(self._device):
+            self.check_pending()
+        marked = iter(found)
+        return [frozenset(index for index, mark in enumerate(islice(marked, count)) if mark)
+                for count in self._param_counts], bool(overflow)
+
+    def check_pending(self) -> None:
+        """Raise if the ranks ran different modules in the last backward. Called by all ranks."""
+        if self._pending is not None:
+            trace, minus_trace, *_ = self._pending.values()
+            self._pending = None
+            if trace != -minus_trace:
+                raise diverged_blocks_error(self._log, self._dp)
+
+
+def _any_flag(flags: Iterable[Tensor]) -> Tensor | float:
+    """True if some flag is set: a float if flags on the host decide, otherwise a device tensor, without waiting for
+    it."""
+    by_device: dict[bool, list[Tensor]] = {True: [], False: []}
+    for flag in flags:
+        by_device[on_accelerator(flag)].append(flag)
+    on_host = any(map(bool, by_device[False]))
+    return torch.stack(by_device[True]).any() if by_device[True] and not on_host else float(on_host)
+
+
+# ---- the loss scale of fp16 -----------------------------------------------------------------------------------------
+
+INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE = 2.0**15, 2000, 1.0
+"""The largest initial scale at which a loss fits fp16; the window of clean steps is that of torch's GradScaler."""
+MAX_OVERFLOWS_IN_A_ROW = 20
+
+
+class FSDPLossScaler:
+    def __init__(self, is_on: bool) -> None:
+        self.is_enabled = is_on
+        self._rule = LossScaleRule(INITIAL_SCALE, SCALE_WINDOW, 1, MIN_SCALE, dynamic=True,
+                                   is_enabled=True) if is_on else LossScaleRule()
+        self._state = self._rule.initial_state()
+        self.skipped_backwards = 0
+        """Backwards that overflowed."""
+        self._overflows_in_a_row = 0
+
+    @property
+    def scale(self) -> float:
+        return self._state.scale if self.is_enabled else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_scale": self.scale, "clean_steps": self._state.clean_steps,
+                "hysteresis_left": self._state.hysteresis_left}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`; a scale of 1 comes from another precision and is ignored."""
+        if self.is_enabled and saved["loss_scale"] > 1:
+            self._state = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
+
+    def update(self, overflow: bool) -> bool:
+        """Update the scale after a reduced backward; True if it overflowed. Raises NumericsError if the scale cannot
+        fall further."""
+        if not self.is_enabled:
+            return False
+        exhausted = overflow and self._rule.is_exhausted(self._state)
+        self._state = self._rule.next_state(self._state, overflow=overflow)
+        self.skipped_backwards += overflow
+        self._overflows_in_a_row = self._overflows_in_a_row + 1 if exhausted else 0
+        if self._overflows_in_a_row > MAX_OVERFLOWS_IN_A_ROW:
+            raise NumericsError(f"{self._overflows_in_a_row} backwards in a row overflowed at the least loss scale "
+                                f"({MIN_SCALE:g}): use bf16, or a lower learning rate")
+        return overflow
+
+
+def check_grads_are_reduced(parameters: Iterable[Tensor]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(isinstance(one.grad, UnreducedGrad) for one in parameters):
+            raise UnreducedGrad.error()
+
+
+class ParamGradViews:
+    """`p.grad` of the parameters of one bucket."""
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self._bucket = bucket
+        self._views: dict[int, ParamSegment] = {}
+
+    def free_cleared_grads(self) -> None:
+        """Before a forward: if the user cleared all gradients, free their memory for activations."""
+        if self._views and all(gradient_of(parameter) is None for parameter in self._bucket.parameters):
+            self._views = {}
+            self._bucket.grads.discard()
+
+    def take_user_grads(self) -> None:
+        """Before a backward: accumulate onto what the user made of the gradients (edited, replaced or None)."""
+        grads, parameters = self._bucket.grads, self._bucket.parameters
+        user_grads = [None if isinstance(one := gradient_of(parameter), UnreducedGrad) and one.is_cleared else one
+                      for parameter in parameters]
+        shown, self._views = self._views, {}
+        for parameter in parameters:
+            set_gradient(parameter, None)
+        if all(one is None for one in user_grads):
+            grads.discard()
+            return
+        for index, gradient in enumerate(user_grads):
+            run = shown.get(index)
+            if gradient is None:
+                if run is not None:
+                    grads.zero_param_grad(index)
+            elif gradient is not run:
+                self._copy_replacement(index, run, gradient)
+
+    def _copy_replacement(self, index: int, view: ParamSegment | None, gradient: Tensor) -> None:
+        if view is None or isinstance(view, UnreducedGrad) or local_tensor(gradient).shape != local_tensor(view).shape:
+            raise ConfigError(f"{self._bucket.layout.slots[index].name}.grad was set by hand to a tensor of shape "
+                              f"{list(local_tensor(gradient).shape)} that does not replace a gradient of this model: "
+                              "change p.grad in place or multiply it, after a backward")
+        local_tensor(view).copy_(local_tensor(gradient))
+
+    def set_param_grads(self, reached: Collection[int]) -> None:
+        """After a backward, with the parameters sharded: set `p.grad` of those that some rank has reached."""
+        grads = self._bucket.grads
+        ranges, summed = param_ranges(self._bucket), grads.is_reduced
+        for index in sorted(reached):
+            parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
+            start, stop, offset = ranges[index]
+            run = make_segment(grads.shard[start:stop], torch.Size(slot.shape), slot.name,
+                               offset) if summed else UnreducedGrad.for_param(parameter)
+            set_gradient(parameter, run)
+            self._views[index] = run

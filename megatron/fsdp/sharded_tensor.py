@@ -1,0 +1,530 @@
+"""Sharded parameters and their gradients between two passes: tensor subclasses that hold this rank's segment.
+
+    ShardedParam   the parameter: flat, in master precision, a view of the masters, updated in place by the optimizer
+    ParamSegment   its gradient, and tensors derived elementwise from the two, such as optimizer state
+
+`p.dim()` and `p.numel()` are those of the full parameter; the elements are a part of it, possibly empty. Elementwise
+operations (`ELEMENTWISE_OPS`) are allowed. Norms, sums and products would differ on each rank and raise an error that
+names an alternative. `p.copy_(full)` takes this rank's elements, so `nn.Module.load_state_dict` loads full state dicts.
+For torch.distributed.checkpoint a segment is described as boxes of the parameter (`split_into_boxes`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.param_writes import shift_version_counters
+from megatron.zero.partitioned_param import ALLOWED_OPS, SIZE_OPS, Placeholder, param_owner, replace_by_placeholder
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import ChunkStorageMetadata
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class TensorBox(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """Index of the box's first element in the segment; its elements are consecutive there."""
+
+    def view_of(self, segment: Tensor) -> Tensor:
+        return segment[self.start : self.start + prod(self.sizes)].view(self.sizes)
+
+
+def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[TensorBox]:
+    """Split elements [start, start + count) of a flattened tensor of `shape` into axis-aligned boxes, in order."""
+    if not count:
+        return
+    if len(shape) <= 1:
+        yield TensorBox((start,), (count,), 0) if shape else TensorBox((), (), 0)
+        return
+    row, done = prod(shape[1:]), 0
+    while done < count:
+        number, within = divmod(start + done, row)
+        rows = (count - done) // row if not within else 0
+        if rows:
+            yield TensorBox((number, *(0 for _ in shape[1:])), (rows, *shape[1:]), done)
+            done += rows * row
+        else:
+            part = min(count - done, row - within)
+            for inner in split_into_boxes(shape[1:], within, part):
+                yield TensorBox((number, *inner.offsets), (1, *inner.sizes), done + inner.start)
+            done += part
+
+
+class CheckpointableTensor:
+    """The protocol of torch.distributed.checkpoint."""
+
+    def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
+        """(this rank's elements, their boxes in the full tensor, its size)."""
+        raise NotImplementedError
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint import ChunkStorageMetadata
+        return [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in self._local_boxes()[1]]
+
+    def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        run, _, whole = self._local_boxes()
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
+            chunk, TensorProperties.create_from_tensor(run), whole)) for chunk in self.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        run, found, _ = self._local_boxes()
+        return next(one.view_of(run) for one in found if one.offsets == tuple(index.offset or ()))
+
+
+_TENSOR: Any = Tensor
+
+ELEMENTWISE_OPS = frozenset("""
+    abs absolute add addcdiv addcmul bool ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
+    detach div divide double empty_like eq erf exp exp2 expm1 fill float float_power floor floor_divide fmax fmin
+    frac full_like ge greater greater_equal gt half bfloat16 hypot int invert isclose isfinite isinf isnan
+    isneginf isposinf ldexp le lerp less less_equal log log10 log1p log2 logical_and logical_not logical_or
+    logical_xor long lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal ones_like
+    pos positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign sin softsign sqrt square sub subtract
+    tan tanh to true_divide truediv trunc type type_as where xlogy zero zeros_like floordiv mod lshift rshift and
+    or xor radd rsub rmul rtruediv rdiv rfloordiv rmod rpow rand ror rxor iadd isub imul itruediv idiv ifloordiv
+    imod ipow iand ior ixor fused_adam fused_adamw fused_sgd fused_adagrad
+""".split())
+"""Names of torch operations without outer underscores and "foreach_"."""
+
+NUMBER_METHODS = ("__bool__", "__float__", "__int__", "__index__", "__complex__")
+"""Conversions to a Python number."""
+
+CONVERSION_OPS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
+
+ALWAYS_ALLOWED = ALLOWED_OPS | {_TENSOR.is_pinned, _TENSOR.untyped_storage, _TENSOR.is_shared, _TENSOR.is_set_to}
+
+_GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
+_ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
+_COPIES = frozenset((_TENSOR.copy_,))
+
+
+class PartialTensor(CheckpointableTensor, Tensor):
+    """A tensor of which this rank holds a segment."""
+
+    def _local_boxes(self) -> tuple[Tensor, list[TensorBox], torch.Size]:
+        run, (whole, _, offset) = local_tensor(self), segment_location(self)
+        found = list(split_into_boxes(whole, offset, run.numel()))
+        return run, found if whole.numel() else [TensorBox((0,) * len(whole), tuple(whole), 0)], whole
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        return _dispatch(func, args, {} if kwargs is None else kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles this rank's elements only, with a warning."""
+        if local_tensor(self).numel() != segment_location(self)[0].numel():
+            _warn_partial_pickle()
+        return local_tensor(self).clone().__reduce_ex__(protocol)
+
+
+class ShardedParam(PartialTensor, Placeholder):
+    """A parameter between two passes."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Shard({_describe(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__  # type: ignore[assignment]
+
+
+class ParamSegment(PartialTensor):
+    """A tensor derived elementwise from a parameter's segment: gradient, optimizer state."""
+
+    full_size: torch.Size
+    """Of the parameter."""
+    param_name: str
+    offset: int
+    """Of the segment in the flattened parameter."""
+    owner: nn.Parameter | None = None
+    """The parameter whose memory this tensor aliases; writes count as writes to it."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Run(of {_describe(self)}, {local_tensor(self).numel()} elements from {self.offset}, {self.dtype})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamSegment:
+        return segment_like(local_tensor(self).clone(), self)
+
+
+class UnreducedGrad(ParamSegment):
+    """A gradient from inside `no_sync`, not yet reduced. It can be cleared (`None`, `zero_()`); every other use raises.
+    For code that bypasses `__torch_function__` its elements are NaN (expanded, without memory)."""
+
+    is_cleared = False
+
+    @classmethod
+    def for_param(cls, parameter: nn.Parameter) -> ParamSegment:
+        blank = torch.full((1,), torch.nan, dtype=_dtype(parameter), device=parameter.device)
+        return make_segment(blank.expand(local_tensor(parameter).shape), *segment_location(parameter), cls)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unsummed(gradient of {_describe(self)}, not summed over the ranks yet)"
+
+    __str__ = __repr__  # type: ignore[assignment]
+
+    @staticmethod
+    def error() -> ConfigError:
+        return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
+                           "yet; run the last backward before a step or a clip outside of no_sync()")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's elements as an ordinary tensor. Raises ConfigError for an unreduced gradient."""
+    if isinstance(tensor, UnreducedGrad):
+        raise UnreducedGrad.error()
+    _restore_param_views()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def _restore_param_views() -> None:
+    """Give parameters that are empty during a pass their segments again, as they are about to be read."""
+    for shards in [*ShardedParamViews.without_elements] if ShardedParamViews.without_elements else ():
+        shards.restore_views()
+
+
+@cache
+def _warn_partial_pickle() -> None:
+    print("warning: what is pickled (torch.save) has this rank's part of sharded tensors, and loads on the same rank "
+          "of as many: every rank must save its own. For one file take get_state_dict(model, optimizer, "
+          "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of megatron.fsdp on every rank, and save "
+          "on rank 0 (docs/fsdp.md)", file=sys.stderr, flush=True)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = gradient
+
+
+def make_segment(values: Tensor, full_size: torch.Size, param_name: str, offset: int,
+                 cls: type[ParamSegment] = ParamSegment) -> ParamSegment:
+    with torch._C.DisableTorchFunctionSubclass():
+        run: ParamSegment = values.as_subclass(cls)
+    run.full_size, run.param_name, run.offset = full_size, param_name, offset
+    return run
+
+
+def segment_like(values: Tensor, like: Tensor) -> ParamSegment:
+    """A segment at the position of `like`."""
+    return make_segment(values, *segment_location(like))
+
+
+def segment_location(tensor: Tensor) -> tuple[torch.Size, str, int]:
+    """(size and name of the parameter, offset of the segment in it)."""
+    if isinstance(tensor, ParamSegment):
+        return tensor.full_size, tensor.param_name, tensor.offset
+    bucket = bucket_of(tensor)
+    slot = bucket.slot_of(tensor)
+    segment = next((one for one in bucket.layout.segments(bucket.shard_group.rank) if one.slot is slot), None)
+    return torch.Size(slot.shape), slot.name, 0 if segment is None else segment.slot_offset
+
+
+def bucket_of(tensor: Tensor) -> FlatBucket:
+    holder = param_owner(tensor)
+    if not isinstance(holder, FlatBucket):
+        raise ConfigError("a parameter cannot be used here: its model was sharded, and is gone; build it anew")
+    return holder
+
+
+class ShardedParamViews:
+    """Shows the parameters of a bucket as views of the masters while they are sharded. (Holds the bucket weakly: the
+    bucket holds this.)
+
+    During a mixed-precision pass the sharded parameters are empty tensors in the working dtype instead: if the dtype
+    changed between uses, autograd would deliver the gradient in two parts. Reading one restores its segment.
+    """
+
+    without_elements: ClassVar[WeakSet[ShardedParamViews]] = WeakSet()
+    """Instances whose sharded parameters are empty now."""
+
+    def __init__(self) -> None:
+        self._views: list[Tensor] = []
+        self._bucket: Callable[[], FlatBucket | None] = lambda: None
+        self._in_pass = False
+
+    def __call__(self, bucket: FlatBucket) -> None:
+        if not self._views:
+            self._views, self._bucket = self._make_views(bucket), ref(bucket)
+            self._set_views(bucket)
+            for parameter in bucket.parameters:
+                _register_for_foreach(type(parameter))
+        elif self._in_pass:
+            self.without_elements.add(self)
+            for parameter in bucket.parameters:
+                replace_by_placeholder(parameter, bucket.empty_param, ShardedParam)
+        else:
+            self._set_views(bucket)
+
+    def enter_pass(self) -> None:
+        bucket = self._bucket()
+        self._in_pass = bucket is not None and bucket.param_shard.dtype != bucket.master_state.dtype
+
+    def leave_pass(self) -> None:
+        self._in_pass = False
+        self.restore_views()
+
+    def restore_views(self) -> None:
+        """Replace empty parameters by views of their segments."""
+        bucket = self._bucket()
+        if self in self.without_elements and bucket is not None and bucket.params_are_placeholders:
+            self._set_views(bucket)
+        self.without_elements.discard(self)
+
+    def _set_views(self, bucket: FlatBucket) -> None:
+        for parameter, run in zip(bucket.parameters, self._views, strict=True):
+            replace_by_placeholder(parameter, run, ShardedParam)
+
+    @staticmethod
+    def _make_views(bucket: FlatBucket) -> list[Tensor]:
+        masters = bucket.master_state.memory_view(WEIGHT)
+        assert masters is not None, "on a drive"
+        return [masters[start:stop] for start, stop, _ in param_ranges(bucket)]
+
+
+def _register_for_foreach(cls: type[Tensor]) -> None:
+    """Otherwise torch's optimizers would step parameters of an unknown class one by one."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        known = getattr(import_module(module), "_foreach_supported_types", None)
+        if isinstance(known, list) and cls not in known:
+            known.append(cls)
+
+
+def param_ranges(bucket: FlatBucket) -> list[tuple[int, int, int]]:
+    """For each parameter (start, stop) in this rank's shard and the offset in the parameter; zeros if it has no
+    elements here."""
+    found = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
+    return [(0, 0, 0) if (one := found.get(slot.name)) is None else
+            (one.shard_offset, one.shard_offset + one.count, one.slot_offset) for slot in bucket.layout.slots]
+
+
+# ---- what torch is asked -----------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    parts = [] if func in ALWAYS_ALLOWED else [*_find_partial_tensors((*args, *kwargs.values()))]
+    if not parts:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    part = parts[0]
+    if func not in SIZE_OPS:
+        _restore_param_views()
+        if any(isinstance(one, UnreducedGrad)
+               for one in parts):  # anywhere: optimizers pass parameters before gradients
+            if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
+                return _clear_unreduced(args[0])
+            raise UnreducedGrad.error()
+    if func in SIZE_OPS and args and args[0] is part:
+        return func(torch.empty(segment_location(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
+    if func in _ALIASES and args and args[0] is part:
+        return _alias(part)
+    if (func == _SET_DATA or func in _COPIES) and args[0] is part:
+        return _copy_into(func, part, *args[1:], **kwargs)
+    name = _op_name(func)
+    if name not in ELEMENTWISE_OPS:
+        raise _unsupported_error(part, name)
+    _check_operand_sizes(name, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    _count_inplace_writes(func, args)
+    return _wrap_result(name, args, part, result)
+
+
+def _clear_unreduced(zeroed: Any) -> Any:
+    for one in zeroed if isinstance(zeroed, list | tuple) else (zeroed,):
+        if isinstance(one, UnreducedGrad):
+            one.is_cleared = True
+        else:
+            one.zero_()
+    return zeroed
+
+
+def _alias(part: Tensor) -> ParamSegment:
+    """`p.data`, `p.detach()`: the same memory; writes to it count as writes to the parameter."""
+    run = segment_like(local_tensor(part), part)
+    run.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
+    return run
+
+
+def _copy_into(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
+    """`p.copy_(values)` with a segment or the full tensor; and `p.data = p.data`."""
+    whole, name, offset = segment_location(part)
+    target = local_tensor(part)
+    if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
+        raise _unsupported_error(part, "to")
+    if func == _SET_DATA and not (isinstance(source, PartialTensor) and local_tensor(source).is_set_to(target)):
+        raise ConfigError(f"{name}.data = ... would part the parameter from its buffers: write p.data.copy_(values), "
+                          "and keep old values with p.data.clone()")
+    values = local_tensor(source) if isinstance(source, PartialTensor) else source
+    if isinstance(values, Tensor) and not isinstance(source, PartialTensor) and values.shape == whole:
+        values = values.detach().flatten()[offset : offset + target.numel()]
+    elif isinstance(values, Tensor) and values.shape != target.shape and values.numel() != 1:
+        raise ConfigError(f"{name} of shape {list(whole)} cannot take a tensor of shape {list(values.shape)}: give it "
+                          "one of its own shape")
+    with torch.no_grad():
+        target.copy_(values, *more, **kwargs)
+    _count_write(part)
+    return None if func == _SET_DATA else part
+
+
+def _check_operand_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless combined operands are segments of equal size, or single numbers."""
+    for column in _operand_columns((*args, *kwargs.values())):
+        if all(isinstance(one, PartialTensor) for one in column) and _have_equal_size(column):
+            continue
+        sizes = {local_size(one) for one in column if isinstance(one, PartialTensor) or _has_elements(one)}
+        if len(sizes) > 1:
+            part = next(one for one in column if isinstance(one, PartialTensor))
+            raise ConfigError(
+                f"{name} of {_describe(part)}, of which this rank has a run of {local_tensor(part).numel()} elements, "
+                f"and a tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must "
+                "be made with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole "
+                "parameters cannot be used on shards (docs/fsdp.md)")
+
+
+def _have_equal_size(parts: Sequence[Tensor]) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        first, *others = (part.numel() for part in parts)  # segments are 1-dimensional
+    return all(other == first for other in others)
+
+
+def _operand_columns(values: tuple[Any, ...]) -> Iterator[Sequence[Any]]:
+    """Tensors that an operation combines: its operands, or for foreach operations those at one index."""
+    lists = [value for value in values
+             if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)]
+    single = [value for value in values if isinstance(value, Tensor)]
+    if not lists:
+        yield single
+        return
+    for column in zip(*lists):
+        yield [*column, *single]
+
+
+def local_size(tensor: Tensor) -> torch.Size:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.shape
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() != 1
+
+
+def _wrap_result(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any:
+    """The result as a segment. Raises ConfigError if it has another size than its operand."""
+    if isinstance(result, list | tuple) and result:
+        given = next((value for value in args if isinstance(value, list | tuple)), [part] * len(result))
+        return type(result)(_wrap_result(name, (), one, value) for one, value in zip(given, result))
+    if result is None or isinstance(result, PartialTensor) or isinstance(result, str | torch.device) or not isinstance(
+            result, Tensor):
+        return result
+    if not isinstance(part, PartialTensor):
+        return result
+    if local_size(result) != local_size(part):
+        raise _unsupported_error(part, name)
+    return segment_like(result, part)
+
+
+def _count_inplace_writes(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Count a write to `p.data` as one to the parameter: torch's version counter does not."""
+    name = getattr(func, "__name__", "")
+    if not (name.endswith("_") and not name.endswith("__") or name.startswith("__i")):
+        return
+    for one in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
+        if isinstance(one, ParamSegment) and one.owner is not None:
+            _count_write(one.owner)
+
+
+def _count_write(part: Tensor) -> None:
+    parameter = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
+    if parameter is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            shift_version_counters([parameter], 1)
+
+
+def _find_partial_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """PartialTensors among the arguments, also inside sequences and mappings."""
+    for value in values:
+        if isinstance(value, PartialTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _find_partial_tensors(value)
+        elif isinstance(value, dict):
+            yield from _find_partial_tensors(value.values())
+
+
+def _op_name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in NUMBER_METHODS:
+        return f"{name.strip('_')}()"
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_").removeprefix("foreach_")
+
+
+def _dtype(part: Tensor) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.dtype
+
+
+def _describe(part: Tensor) -> str:
+    whole, name, _ = segment_location(part)
+    return f"parameter {name!r} of shape {tuple(whole)}"
+
+
+_ALTERNATIVES = {
+    "norm": "for the norm of all gradients, and to clip them, call model.clip_grad_norm_(limit), or "
+    "megatron.fsdp.clip_grad_norm_(parameters, limit)",
+    "amp": "no GradScaler is needed here: fp16 scales the loss by itself (docs/fsdp.md)",
+    "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
+    "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
+    "state dict of megatron.fsdp (docs/fsdp.md)",
+    "": "full values are in the module's forward and its forward hooks, and between passes in `with "
+    "megatron.fsdp.summon_full_params(model)`; full state dicts: docs/fsdp.md"}
+
+
+def _unsupported_error(part: Tensor, name: str) -> ConfigError:
+    kind = (name if name in _ALTERNATIVES else "norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
+            "conversion" if name in CONVERSION_OPS else "")
+    what = "the gradient or a state of " if isinstance(part, ParamSegment) else ""
+    if (optimizer := _running_optimizer()) is not None:
+        return ConfigError(f"{optimizer} cannot be used here: its step needs {name} of a whole parameter, and this "
+                           f"rank has a run of the elements of {_describe(part)}. Optimizers that treat each element "
+                           "by itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
+    return ConfigError(f"{what}{_describe(part)} cannot be used here ({name}): this rank has a run of its elements, "
+                       f"and the result would be another one on each rank; {_ALTERNATIVES[kind]}")
+
+
+def _running_optimizer() -> str | None:
+    """The class name of the optimizer whose `step` is on the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

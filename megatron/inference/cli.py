@@ -1,0 +1,172 @@
+"""`python -m megatron.generate`: text from a trained model.
+
+Prompts come from the command line, a file or standard input, one a line. Answers go to standard output or --output
+in the order of the prompts, messages to standard error. Prompts typed at a terminal start an interactive session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TextIO
+
+from data.storage import check_outputs_are_not_inputs, prefix_data_errors, prefix_storage_errors, staged_file
+from megatron.checkpoint.manifest import LATEST, MANIFEST
+from megatron.config.tree import require
+from megatron.inference import model_args
+from megatron.inference.model_args import ModelArgumentParser, flags_to_compare, model_source_from_args
+from megatron.inference.prompts import (PromptSource, StaticPrompts, StreamingPrompts, Terminal, prompts_from_args,
+                                        prompts_from_file, prompts_from_stream, stdin_is_terminal)
+from megatron.inference.request import GenerationConfig, Sampling
+
+MODULE = "python -m megatron.generate"
+
+MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt"}
+"""Suffixes in a folder of Hugging Face's."""
+
+EXAMPLES = """examples:
+  python -m megatron.generate --load runs/gpt2 "The meaning of life is"
+  python -m megatron.generate --load runs/gpt2 --file prompts.txt --greedy --jsonl > answers.jsonl
+  python -m megatron.launch --nproc-per-node 2 -m megatron.generate --load runs/gpt2 --model-parallel-size 2 "Once"
+
+Without prompts they are read from standard input, one a line; at a terminal that is a session. docs/generate.md
+explains the rest."""
+
+
+def build_parser() -> ModelArgumentParser:
+    parser = ModelArgumentParser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
+    model_args.add_megatron_flags(parser)
+    add("--genfile", metavar="FILE", help=argparse.SUPPRESS)
+    add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of "
+        "objects with `prompt` or `text`; also .gz, .xz, .zst")
+    add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
+        "there are no prompts and standard input is a terminal)")
+    add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
+    add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    add("--greedy", action="store_true", help="always the likeliest token")
+    add("--temperature", type=float, default=0.8, help="below 1: likely tokens become likelier (0.8)")
+    add("--top-k", "--top_k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
+    add("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
+        "probability (1)")
+    add("--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest (0)")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely (1)")
+    add("--seed", type=int, default=1234, help="of the random numbers; each answer has a stream of its own (1234)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this; may be given again")
+    add("--past-the-end", choices=("stop", "slide"), default="stop", help="at the end of the position table: stop, or "
+        "go on from the last tokens, each read anew")
+    add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
+    add("--output", "--sample-output-file", metavar="FILE", help="answers go there, once all are there (default: "
+        "standard output)")
+    add("--jsonl", action="store_true", help="one object an answer: prompt, text, tokens, logprobs, ended")
+    return parser
+
+
+def check_args(args: argparse.Namespace) -> None:
+    prompt_flags = {"prompts on the command line": args.prompts, "--file": args.file, "--interactive": args.interactive}
+    both = [name for name, value in prompt_flags.items() if value]
+    require(len(both) < 2, f"{' and '.join(both)}: give one of them")
+    for flag in ("jsonl", "output"):
+        require(not (args.interactive and getattr(args, flag)), f"--interactive is for a person, --{flag} for a "
+                "program: give one of them")
+    for name in ("max_new_tokens", "num_samples", "batch_size", "seq_length"):
+        value = getattr(args, name)
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: expected 1 or more")
+    require(args.file is None or Path(args.file).is_file(), f"--file {args.file}: no such file")
+    require("" not in args.stop, "--stop is empty: give a text")
+    folder = Path(args.output or "x").absolute().parent
+    require(folder.is_dir(), f"--output {args.output}: {folder} is no folder")
+    if args.output:
+        with prefix_data_errors("--output"):
+            check_outputs_are_not_inputs(input_files(args), [args.output], "choose another --output")
+
+
+def input_files(args: argparse.Namespace) -> list[str]:
+    """Of a model's folder, those that its program reads; another file there is anybody's."""
+    named = (args.file, args.vocab_file, args.merge_file, args.tokenizer_path)
+    folder = Path(os.path.realpath(args.output)).parent
+    tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
+    hub = (path for path in Path(args.load_hf or os.devnull).glob("*") if path.suffix in MODEL_FILE_SUFFIXES)
+    latest = [os.path.join(args.load, LATEST)] if args.load else []
+    return [*filter(None, named), *latest, *map(str, tag), *map(str, hub)]
+
+
+def generation_config_from_args(args: argparse.Namespace) -> GenerationConfig:
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
+                        repetition_penalty=args.repetition_penalty, greedy=args.greedy)
+    return GenerationConfig(args.max_new_tokens, sampling, args.num_samples, args.seed, tuple(
+        stop.text for stop in prompts_from_args(args.stop, "--stop")), args.past_the_end == "slide", args.seq_length)
+
+
+def is_interactive(args: argparse.Namespace) -> bool:
+    return bool(args.interactive
+                or not (args.prompts or args.file or args.jsonl or args.output) and stdin_is_terminal())
+
+
+def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> PromptSource:
+    """A pipe may be that of a program which waits for its answers."""
+    if args.prompts:
+        return StaticPrompts(prompts_from_args(args.prompts))
+    if args.file is not None:
+        return StaticPrompts(prompts_from_file(args.file, log))
+    is_pipe = stat.S_ISFIFO(_file_mode(sys.stdin))
+    return (StreamingPrompts if is_pipe else StaticPrompts)(prompts_from_stream(sys.stdin, log))
+
+
+def _file_mode(stream: TextIO) -> int:
+    try:
+        return os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # no file of the system's
+        return 0
+
+
+@contextmanager
+def open_output(args: argparse.Namespace) -> Iterator[IO[str]]:
+    if args.output:
+        with prefix_storage_errors("--output"), staged_file(args.output, "w") as file:
+            yield file
+    else:
+        yield sys.stdout
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    notes = model_args.translate_generate_samples_flags(args)
+    check_args(args)
+    source, generation_config = replace(model_source_from_args(args),
+                                        shape=model_args.shape_from_flags(args)), generation_config_from_args(args)
+    from megatron.distributed import process_group
+    from megatron.distributed.consistency import all_succeed_or_raise
+    from megatron.inference import load
+    from megatron.inference.frontends import InteractiveSession, PromptBatchRunner
+    from mpu.collectives import broadcast_json
+
+    env = process_group.init(must_match=flags_to_compare(args))
+    first, start = env.rank == 0, time.monotonic()
+    groups = load.build_groups(source, env.world_size, MODULE)
+    interactive = bool(broadcast_json(first and is_interactive(args), groups.world))
+    terminal = Terminal() if first and interactive else None
+    log = terminal.print_message if terminal is not None else process_group.rank_0_printer(env.rank)
+    for note in notes:
+        log(note)
+    prompts = all_succeed_or_raise(lambda: open_prompts(args, log) if first and not interactive else StaticPrompts(()),
+                                   groups.world)
+    loaded = load.load_model(source, groups, process_group.device_for(env, None))
+    log(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
+    if interactive:
+        InteractiveSession(loaded, groups, generation_config, terminal).run()
+    else:
+        answers = PromptBatchRunner(loaded, groups, generation_config, args.batch_size)
+        with open_output(args) if first else nullcontext() as out:
+            answers.write_answers(prompts, out, jsonl=args.jsonl)
+        log(answers.describe_speed())
+    process_group.shutdown()
+    return 0

@@ -1,0 +1,406 @@
+"""Loads a trained GPT-2 from a checkpoint of this project or a Hugging Face folder, at any tensor parallel size.
+
+Parameters are created and read one at a time, in blocks, so no more than one block is in memory besides this rank's
+part; int8 weights are quantized while they are read. Data parallel ranks hold the same part: the first one reads
+and broadcasts it. The weights of a run with quantized training (MoQ) are rounded to the grids of its last step, bit
+for bit; where the grid fits int8 its levels are used directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from math import gcd
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+import data.tokenizer
+from data.default_corpus import DEFAULT_FOLDER
+from data.format import TokenizerFacts
+from data.tokenizer_base import Tokenizer
+from megatron.checkpoint.convert.external_checkpoint import assert_same_weights
+from megatron.checkpoint.convert.huggingface import open_huggingface
+from megatron.checkpoint.int8_weights import INT8_KIND, SCALE_KIND, ReadRange, is_quantised, quantise_into, row_maxima
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint, read_recorded_model
+from megatron.checkpoint.resolve_tag import find_tag_of_step, parse_checkpoint_path
+from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
+from megatron.config.model_config import QuantizeConfig
+from megatron.config.tree import ModelConfig, require
+from megatron.distributed.consistency import all_succeed_or_raise
+from megatron.errors import CheckpointError
+from megatron.inference.int8 import HugePageArena, Int8, activation_dtype
+from megatron.inference.model_args import TOKENIZER_FLAGS, ModelSource
+from megatron.model.gpt2 import GPT2
+from megatron.zero.layout import Segment, Slot
+from megatron.zero.moq import (MatrixRounding, QuantGroupStats, QuantizedMatrix, block_of, is_matrix, noise_key,
+                               row_blocks_of, saved_bit_progress)
+from megatron.zero.tiling import tile_linears
+from mpu import groups as mpu_groups
+from mpu.collectives import all_reduce_into, broadcast_into
+from mpu.groups import SOLO, Group, Groups
+from mpu.partition import partition_of
+from mpu.split import Partition
+
+WEIGHT = "weight"
+_HOST = torch.device("cpu")
+
+
+def open_moq_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MoQWeights | None:
+    """None: the run does not round its weights, or had not begun to. `dtype` is their precision in training."""
+    config = QuantizeConfig(**checkpoint.config.get("quantize", {}))
+    engine = checkpoint.shared_state.get("engine") or {}
+    applied = engine["global_steps"] - engine["skipped_steps"] if engine else 0
+    if "quantisation" not in engine or not config.quantize_training or applied < config.quantize_offset:
+        return None
+    return MoQWeights(checkpoint, config, engine["quantisation"], dtype, checkpoint.config["train"]["seed"])
+
+
+@final
+class MoQWeights:
+    """Of a checkpoint, to be read like it."""
+
+    def __init__(self, checkpoint: Checkpoint, config: QuantizeConfig, saved: Mapping[str, Any], dtype: torch.dtype,
+                 seed: int) -> None:
+        schedule = config.schedule
+        assert schedule is not None
+        self._checkpoint, self._config, self._schedule, self._dtype, self._seed = (
+            checkpoint, config, schedule, dtype, seed)
+        self._progress, self._counter = saved_bit_progress(saved), saved["counter"]
+        self._names: list[str] | None = saved.get("rounded")
+        """None: an older version wrote it, and all matrices are taken to be."""
+        self._rounding = cache(self._compute_rounding)
+
+    def has_int8_levels(self, name: str) -> bool:
+        """They fit int8, and there is nothing between them."""
+        return self._is_rounded(name) and self._rounding(name).blend == 0 and self._rounding(name).grid.fits_int8
+
+    def _is_rounded(self, name: str) -> bool:
+        """And was not frozen."""
+        return is_matrix(self._checkpoint.shape(WEIGHT, name)) if self._names is None else name in self._names
+
+    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
+             tp_size: int, offset: int, out: Tensor) -> None:
+        """Like the checkpoint's, and also of the kinds of an int8 model."""
+        tp = Group(tp_rank, tp_size, tuple(range(tp_size)))
+        if kind == SCALE_KIND:
+            local = (shape[0], *self._checkpoint.shape(WEIGHT, name)[1:])
+            group = self._matrix(name, local, partition, tp).group_of_row
+            out.copy_(self._rounding(name).grid.scale[group[offset : offset + len(out)]])
+            return
+        numbers = torch.empty(len(out)) if kind == INT8_KIND else out
+        self._checkpoint.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
+                              offset=offset, out=numbers)
+        if self._is_rounded(name):
+            rounded, matrix = self._rounding(name), self._matrix(name, shape, partition, tp)
+            for strip in row_blocks_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
+                place = strip.view_in(numbers)
+                x = place.to(self._dtype).float()
+                place.copy_(
+                    rounded.levels(x, strip) if kind == INT8_KIND else rounded.round_values(x, strip).to(self._dtype))
+        if numbers is not out:
+            out.copy_(numbers)
+
+    def _matrix(self, name: str, shape: tuple[int, ...], partition: Partition | None, tp: Group) -> QuantizedMatrix:
+        slot = Slot(name, shape, partition=partition)
+        return QuantizedMatrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
+
+    def _compute_rounding(self, name: str) -> MatrixRounding:
+        """The grid, from all of the matrix, read a part at a time."""
+        matrix = self._matrix(name, tuple(self._checkpoint.shape(WEIGHT, name)), None, SOLO)
+        blocks = list(self._progress)
+        now = self._progress[blocks[block_of(name, blocks)]]
+
+        def read_strips(matrices: Mapping[str, QuantizedMatrix]) -> Iterator[tuple[Tensor, Tensor, QuantizedMatrix]]:
+            for strip in row_blocks_of(matrix, Segment(matrix.slot, 0, 0, matrix.slot.numel), 0):
+                flat = torch.empty(strip.rows * strip.width)
+                self._checkpoint.read(WEIGHT, name, shape=matrix.slot.shape, partition=None, tp_rank=0, tp_size=1,
+                                      offset=strip.start, out=flat)
+                yield flat.view(strip.rows, strip.width).to(self._dtype).float(), strip.group, matrix
+
+        survey = QuantGroupStats({name: matrix}, read_strips, lambda mine, op: mine, _HOST)
+        grid = survey.make_grids({name: now.bits}, symmetric=self._config.quantize_type == "symmetric")[name]
+        draws = self._config.quantize_rounding == "stochastic"
+        return MatrixRounding(grid, self._schedule.blend(now, self._counter),
+                              noise_key(self._seed, self._counter, name) if draws else None)
+
+
+READ_ELEMENTS = 1 << 18
+"""Numbers read at a time."""
+
+BROADCAST_ELEMENTS = 1 << 24
+"""Numbers sent at a time."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+
+class WeightReader(Protocol):
+    """Of a checkpoint, ours or another program's."""
+
+    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
+             tp_size: int, offset: int, out: Tensor) -> None:        ...
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What a folder holds."""
+
+    weights: WeightReader
+    shape: ModelConfig
+    data: Mapping[str, Any]
+    """The section of its configuration that says the tokenizer."""
+    precision: str
+    """A key of DTYPES."""
+    name: str
+    trained_tokenizer: TokenizerFacts | None = None
+    """None: it does not say."""
+    has_moq_levels: Callable[[str], bool] | None = None
+    """Whether a matrix was quantised in training, to levels that are int8's."""
+
+    @property
+    def tokenizer_is_assumed(self) -> bool:
+        """Nothing says which it is: GPT-2's is taken."""
+        return not any(self.data.get(name) for name in TOKENIZER_FLAGS)
+
+    def has_int8_levels(self, name: str) -> bool:
+        """It need not be quantised now."""
+        return self.is_int8 or self.has_moq_levels is not None and self.has_moq_levels(name)
+
+    @property
+    def is_int8(self) -> bool:
+        """It was quantised before it was written."""
+        return self.precision == "int8"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: GPT2
+    tokenizer: Tokenizer
+    description: str
+    """In a line."""
+
+
+def build_groups(source: ModelSource, ranks: int, module: str) -> Groups:
+    """All ranks share the layers of one model."""
+    size = source.model_parallel_size
+    require(ranks == size or size > 1, f"there are {ranks} ranks and one model, whose layers they have to share: add "
+            f"--model-parallel-size {ranks}, or start one rank")
+    require(ranks == size, f"--model-parallel-size {size} needs as many ranks, and there are {ranks}: start them with "
+            f"python -m megatron.launch --nproc-per-node {size} -m {module.removeprefix('python -m ')} ...")
+    return mpu_groups.build(size)
+
+
+def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
+    """What it names. Collective."""
+    is_hf = source.load_hf is not None
+    found = open_hf_folder(source.load_hf, groups) if source.load_hf else \
+        open_run_checkpoint(source.load or "", groups, source.step)
+    _check_tp_size(found, groups.tp.size)
+    return replace(found, data=source.tokenizer if is_hf and source.tokenizer else {**found.data, **source.tokenizer})
+
+
+def load_model(source: ModelSource, groups: Groups, device: torch.device) -> LoadedModel:
+    """Model and tokenizer. Collective."""
+    found = open_model(source, groups)
+    check_model_shape(found, source.shape)
+    tokenizer = all_succeed_or_raise(lambda: build_tokenizer(found, source.tokenizer), groups.world)
+    dtype = source.dtype or found.precision
+    model = build_model(found, groups, DTYPES[dtype], device)
+    return LoadedModel(model, tokenizer, describe(found, dtype, tokenizer))
+
+
+def describe(opened: OpenedModel, dtype: str, tokenizer: Tokenizer) -> str:
+    """In a line."""
+    doubt = " (assumed: nothing beside the weights says which it is)" if opened.tokenizer_is_assumed else ""
+    return f"{opened.name}: {opened.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.description}{doubt}"
+
+
+def open_run_checkpoint(folder: str, groups: Groups, step: int | None = None) -> OpenedModel:
+    """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
+    first. Collective."""
+    root, tag = parse_checkpoint_path(folder)
+    if step is not None:
+        require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
+        tag, _ = all_succeed_or_raise(lambda: find_tag_of_step(root, step), groups.world)
+    found = open_checkpoint(root, tag, world=groups.world, int8=True)
+    recorded = all_succeed_or_raise(lambda: read_recorded_model(found), groups.world)
+    precision = "int8" if found.has(INT8_KIND) else recorded.precision
+    moq = None if precision == "int8" else all_succeed_or_raise(lambda: open_moq_weights(found, DTYPES[precision]),
+                                                                groups.world)
+    return OpenedModel(moq or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
+                       recorded.tokenizer, has_moq_levels=None if moq is None else moq.has_int8_levels)
+
+
+def open_hf_folder(folder: str, groups: Groups) -> OpenedModel:
+    """Of a Hugging Face folder. Collective."""
+    all_succeed_or_raise(lambda: read_model_fields(folder), groups.world)  # or what is wrong with the folder
+    found = all_succeed_or_raise(lambda: open_huggingface(Path(folder)), groups.world)
+    assert_same_weights(found, groups.world)
+    said = all_succeed_or_raise(lambda: read_tokenizer_fields(folder), groups.world)
+    return OpenedModel(found, found.model, said, "fp32", folder)
+
+
+def check_model_shape(opened: OpenedModel, expected: Mapping[str, float]) -> None:
+    its = {**asdict(opened.shape), "intermediate_size": opened.shape.ffn_size}
+    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}" for name, value in expected.items()
+                 if value != its[name]]
+    require(not differing, f"{opened.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
+            "or name another --load")
+
+
+def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
+    """Its tokenizer, with files where `flags` say they are."""
+    settings = {**opened.data, **flags}
+    kind, path = settings.get("tokenizer_type") or "GPT2BPETokenizer", settings.get("tokenizer_path")
+    if path is None and kind == "SentencePieceTokenizer" and "default" in settings.get("train_data", ()):
+        path = str(DEFAULT_FOLDER / "tokenizer.model")
+    _check_recorded_files(opened, data.tokenizer.canonical_kind(kind), flags)
+    made = data.tokenizer.build(kind, vocab_file=settings.get("vocab_file"), merge_file=settings.get("merge_file"),
+                                tokenizer_path=path)
+    require(made.vocab_size <= opened.shape.known_vocab_size, f"{opened.name} has {opened.shape.known_vocab_size} "
+            f"tokens, fewer than the {made.vocab_size} of {made.name}: give the tokenizer it was trained with, "
+            "--tokenizer-type with its files (--tokenizer-path or --vocab-file)")
+    if (known := opened.trained_tokenizer) is not None:
+        require(known == made.facts, f"{opened.name} was trained with {known.description}, and this is "
+                f"{made.facts.description}: give its own, --tokenizer-type with its files (--tokenizer-path or "
+                "--vocab-file)")
+    return made
+
+
+def _check_recorded_files(opened: OpenedModel, kind: str, flags: Mapping[str, str]) -> None:
+    """Refuse files that have moved since, all at once."""
+    used = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "CharacterLevelTokenizer": ("vocab_file",),
+            "SentencePieceTokenizer": ("tokenizer_path",)}.get(kind, ())
+    gone = {f"--{name.replace('_', '-')}": path for name in used if name not in flags
+            and (path := opened.data.get(name)) is not None and not Path(path).is_file()}
+    require(not gone, f"{opened.name} remembers the files of its {kind}, and {' and '.join(map(str, gone.values()))} "
+            f"{'are' if len(gone) > 1 else 'is'} not there: say where now, with "
+            f"{' '.join(f'{flag} FILE' for flag in gone)}")
+
+
+def _check_tp_size(opened: OpenedModel, tp: int) -> None:
+    shape = opened.shape
+    widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
+    *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
+    allowed = f"{', '.join(most)} and {last}" if most else last
+    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "
+            f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
+
+
+@torch.no_grad()
+def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device: torch.device,
+                activations: torch.dtype | None = None) -> GPT2:
+    """This rank's part of the model. Of `torch.int8` are the matrices, and `activations` say the rest's precision; left
+    out, the device does. Collective: what one rank cannot read is an error of all."""
+    require(dtype == torch.int8 or not opened.is_int8,
+            f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
+    model = empty_model(opened.shape, groups.tp)
+    parts = [_ParameterLoader(opened, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
+    other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
+    matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
+    stored_as_int8 = all_succeed_or_raise(lambda: {name for name in sorted(matrices) if opened.has_int8_levels(name)},
+                                          groups.world)
+    maxima = _row_maxima([part for part in parts if part.name in matrices - stored_as_int8], groups)
+
+    def fill() -> None:
+        arena = HugePageArena([part.shape for part in parts if part.name in matrices], device)
+        for part in parts:
+            if part.name in matrices:
+                levels, scale = arena.allocate(part.shape), torch.empty(part.shape[0], dtype=other_dtype, device=device)
+                read = partial(part.read_stored_int8, levels, scale) if part.name in stored_as_int8 else \
+                    partial(part.read_quantized, levels, scale, maxima.get(part.name))
+                _read_and_broadcast(read, (levels, scale), groups.dp)
+                set_parameter(model, part.name, Int8(levels, scale))
+            else:
+                numbers = torch.empty(part.shape, dtype=other_dtype, device=device)
+                _read_and_broadcast(partial(part.read_into, numbers), (numbers,), groups.dp)
+                set_parameter(model, part.name, numbers)
+
+    all_succeed_or_raise(fill, groups.world)
+    return model.eval().requires_grad_(False)
+
+
+def empty_model(shape: ModelConfig, tp: Group) -> GPT2:
+    """Without room for its parameters, which `set_parameter` gives their values."""
+    model = GPT2(shape, tp, deferred=True)
+    if shape.memory_centric_tiled_linear:
+        tile_linears(model.blocks, shape.tile_factor, shape.hidden_size, deferred=True)
+    return model
+
+
+def _read_and_broadcast(read: Callable[[], None], tensors: Sequence[Tensor], dp: Group) -> None:
+    """`read` fills these tensors on the first of the ranks, and is an error of all where it fails; the others are sent
+    them. Collective."""
+    all_succeed_or_raise(read if dp.rank == 0 else _read_nothing, dp)
+    for part in (part for tensor in tensors for part in tensor.view(-1).split(BROADCAST_ELEMENTS)):
+        broadcast_into(part, 0, dp).wait()
+
+
+def _read_nothing() -> None:
+    """What is left to do for a rank that is sent what another reads."""
+
+
+def _row_maxima(parts: Sequence[_ParameterLoader], groups: Groups) -> dict[str, Tensor]:
+    """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
+    then reads these matrices twice, and never the columns of others. Those that read nothing ask for nothing.
+    Collective."""
+    cut = [part for part in parts if part.has_sharded_rows and groups.dp.rank == 0]
+    own = all_succeed_or_raise(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
+    if not cut:
+        return {}
+    flat = torch.cat(own)
+    all_reduce_into(flat, groups.tp, "max").wait()
+    return dict(zip((part.name for part in cut), flat.split([part.shape[0] for part in cut]), strict=True))
+
+
+@final
+class _ParameterLoader:
+    """This rank's part of a parameter, not yet read."""
+
+    def __init__(self, opened: OpenedModel, name: str, parameter: Tensor, tp: Group) -> None:
+        self._found, self.name, self._tp = opened, name, tp
+        self.shape, self._partition = tuple(parameter.shape), partition_of(parameter)
+
+    @property
+    def has_sharded_rows(self) -> bool:
+        return self._partition is not None and self._partition.dim == 1 and not self._tp.is_solo
+
+    def reader(self, kind: str) -> ReadRange:
+        return partial(self._read, kind, self.shape, self._partition)
+
+    def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
+        self._found.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
+                                 tp_size=self._tp.size, offset=start, out=out)
+
+    def read_into(self, out: Tensor) -> None:
+        flat = out.view(-1)
+        block, read = torch.empty(min(READ_ELEMENTS, len(flat))), self.reader("weight")
+        for start in range(0, len(flat), READ_ELEMENTS):
+            part = block[: min(READ_ELEMENTS, len(flat) - start)]
+            read(start, part)
+            place = flat[start : start + len(part)].copy_(part)
+            if not bool(place.isfinite().all()):
+                raise CheckpointError(f"{self._found.name}: {self.name} is not finite in "
+                                      f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
+
+    def read_quantized(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
+        where = f"{self._found.name}: {self.name}"
+        scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
+
+    def read_stored_int8(self, levels: Tensor, scale: Tensor) -> None:
+        """As it is int8 already."""
+        self.reader(INT8_KIND)(0, levels.view(-1))
+        stored = torch.empty(len(levels))
+        cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
+        self._read(SCALE_KIND, tuple(stored.shape), cut, 0, stored)
+        scale.copy_(stored)
+
+
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """In place of a parameter without room."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, last, nn.Parameter(value, requires_grad=False))

@@ -1,0 +1,310 @@
+"""Start the ranks of one node: `python -m megatron.launch [options] (script.py | -m module) arguments...`
+
+Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. On one
+node the ranks connect through a file in a private temporary folder and over loopback. A single rank on a single node
+replaces the launcher's own process. The folder is locked while its launcher lives; the next launcher removes folders
+whose lock is free. Space for the store file is allocated first: a rank that reads a truncated note there never returns.
+Not here: watching the ranks (supervisor.py), the variables (megatron/distributed/process_group.py). Why torchrun is
+not enough: docs/decisions/001-own-launcher.md. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import fcntl
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.distributed.exit_codes import prepare_streams
+from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
+from megatron.distributed.signals import write_stderr
+from megatron.errors import EXIT_PEER, ConfigError, StorageError, TrainerError
+from megatron.launch.node_monitor import NodeInfo, NodeMonitor
+from megatron.launch.rendezvous import meet_nodes
+from megatron.launch.stragglers import StragglerMonitor
+from megatron.launch.supervisor import Supervisor
+
+TEMP_DIR_PREFIX = "megatron-launch-"
+LOCK_NAME = "held"
+ABANDONED_SECONDS = 3600.0
+"""Age at which a folder without a lock file is abandoned: earlier versions created none, and the folder stayed empty
+until the ranks connected."""
+STORE_FILE_BYTES = 4 * 2**20
+"""Bytes: a few kilobytes per rank at the start, and some for each wait of many seconds."""
+FALLOC_FL_KEEP_SIZE = 1
+"""Linux flag: allocate blocks without changing the file's length."""
+UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errnos of file systems without preallocation."""
+
+
+@contextmanager
+def private_temp_dir() -> Iterator[str]:
+    """A locked temporary folder of this user, after removing those that dead launchers of the user left."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{TEMP_DIR_PREFIX}*"):
+        with suppress(OSError):
+            _remove_if_abandoned(folder)
+    path, lock = _create_locked_dir(parent)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _create_locked_dir(parent: Path) -> tuple[str, int]:
+    while True:
+        path = tempfile.mkdtemp(prefix=TEMP_DIR_PREFIX, dir=parent)
+        try:
+            lock = os.open(os.path.join(path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(os.path.join(path, LOCK_NAME)):
+            return path, lock
+        os.close(lock)  # another launcher removed it as abandoned before it was locked
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove the folder if it belongs to this user and its lock is free."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return
+    try:
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if time.time() - status.st_mtime > ABANDONED_SECONDS:
+            folder.rmdir()  # only if empty: its launcher was killed before it created the lock
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def explain_temp_dir_errors() -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that names the folder and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        raise StorageError(f"launcher: the files through which the ranks meet cannot be made in {folder}: "
+                           f"{error.strerror}; free space there, or name another folder in TMPDIR") from error
+
+
+def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
+    """Create an empty file with `size` bytes of disk space reserved."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most != resource.RLIM_INFINITY and most < size:
+        raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
+                           f"ranks meet may need {size}; raise the limit")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _fallocate(file, size)
+    finally:
+        os.close(file)
+
+
+def _fallocate(file: int, size: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):  # not Linux
+        return
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while libc.fallocate(file, FALLOC_FL_KEEP_SIZE, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number in UNSUPPORTED_ERRNOS:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+DEFAULT_PORT = 29500
+RENDEZVOUS_SECONDS = 600.0
+FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")
+"""Makes a rank that crashes in native code (SIGSEGV and the like) print the Python stack of each thread."""
+OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
+
+
+def command_as_typed(default: str) -> str:
+    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
+    name = os.path.basename(sys.argv[0])
+    return name if name.startswith("gpt2-") else default
+
+
+class LauncherArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors, in the trainer's error format."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"launcher: {message}; see {self.prog} --help")
+
+
+def build_launcher_parser() -> LauncherArgumentParser:
+    usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
+    p = LauncherArgumentParser(prog=command_as_typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
+    p.add_argument("-m", "--module", action="store_true",
+                   help="run an installed module in place of a script, as `python -m` does")
+    p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
+    p.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
+    p.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (0)")
+    p.add_argument("--master-addr", metavar="A", help="address of node 0; needed with several nodes")
+    p.add_argument("--master-port", type=int, metavar="P", help=f"free port on node 0 ({DEFAULT_PORT})")
+    p.add_argument("--meeting-timeout-seconds", type=float, default=RENDEZVOUS_SECONDS, metavar="S",
+                   help=f"how long nodes wait for each other before a rank is started ({RENDEZVOUS_SECONDS:g})")
+    return p
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(launcher options, command): the script or module with its arguments is passed on unchanged, `--` included."""
+    options: list[str] = []
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        name, equals, value = argv[at].partition("=")
+        flag = name.replace("_", "-")  # torchrun spells its options with underscores
+        values = 0 if equals or flag in OPTIONS_WITHOUT_VALUE else 1
+        options += [flag + equals + value, *argv[at + 1:at + 1 + values]]
+        at += 1 + values
+    return options, argv[at:]
+
+
+def check_options(options: argparse.Namespace, command: list[str]) -> None:
+    if not command:
+        raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...], "
+                          "or -m module [...]")
+    if options.module and not is_runnable_module(command[0]):
+        raise ConfigError(f"launcher: {sys.executable} finds no module {command[0]!r} to run; install it there, or "
+                          "give the path of a script without -m")
+    if not options.module and not os.path.isfile(command[0]):
+        name = Path(command[0]).stem
+        remedy = (f"the module of that name is installed: start it with -m {name}" if is_runnable_module(name)
+                  else "give the path of a Python script, or -m and the name of an installed module")
+        raise ConfigError(f"launcher: script {command[0]!r} is not a file; {remedy}")
+    for flag in ("nproc_per_node", "nnodes"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"launcher: --{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1 or more")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise ConfigError(f"launcher: --node-rank {options.node_rank} does not fit --nnodes {options.nnodes}; "
+                          f"expected 0 to {options.nnodes - 1}")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        raise ConfigError(f"launcher: --master-port {options.master_port} is not a port; expected 1 to 65535")
+    if not 0 < options.meeting_timeout_seconds < float("inf"):
+        raise ConfigError(f"launcher: --meeting-timeout-seconds is {options.meeting_timeout_seconds:g}; expected more "
+                          "than 0")
+    if options.nnodes > 1 and not options.master_addr:
+        raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
+
+
+def is_runnable_module(module: str) -> bool:
+    """Whether `python -m MODULE` can run it; imports only the parent packages."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):  # a parent package is missing, or this is not the name of a module
+        return False
+    return spec is not None
+
+
+def rank_command(options: argparse.Namespace, command: list[str]) -> list[str]:
+    """The command line of a rank. Passes on -P, which keeps the current folder off sys.path."""
+    if not options.module:
+        return [sys.executable, *command]
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", *command]
+
+
+def free_port() -> int:
+    """A free port for MASTER_PORT, for scripts with their own rendezvous; ours needs none on one node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shared_environment(options: argparse.Namespace, store_file: str | None) -> dict[str, str]:
+    """The environment variables common to all ranks of this node."""
+    environment = dict(os.environ)
+    port = options.master_port or (free_port() if store_file else DEFAULT_PORT)
+    environment.update(
+        WORLD_SIZE=str(options.nnodes * options.nproc_per_node), LOCAL_WORLD_SIZE=str(options.nproc_per_node),
+        MASTER_ADDR=options.master_addr or "127.0.0.1", MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
+    # Otherwise each rank starts one thread per core, and N ranks compete for them.
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+    environment.setdefault(*FAULT_HANDLER_ON)
+    # as exit_codes.py does; set here also for scripts that are not ours
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.pop("MEGATRON_STORE_FILE", None)
+    if store_file:
+        environment["MEGATRON_STORE_FILE"] = store_file
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
+    if options.nnodes * options.nproc_per_node == 1:
+        become_only_rank(rank_command(options, command))
+    with ExitStack() as files:
+        with explain_temp_dir_errors():
+            temp_dir = files.enter_context(private_temp_dir())
+            store_file = os.path.join(temp_dir, "store") if options.nnodes == 1 else None
+            if store_file:
+                preallocate_store_file(store_file)
+            path = os.path.join(temp_dir, "places")
+            status_file = StatusFile(path, options.nproc_per_node)
+        nodes = meet_other_nodes(options)
+        shared = shared_environment(options, store_file)
+        first = options.node_rank * options.nproc_per_node
+        environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+                        for local in range(options.nproc_per_node)]
+        straggler_monitor = StragglerMonitor(status_file, len(environments))
+        environments = [{**one, STATUS_FILE_VARIABLE: path} for one in environments]
+        return Supervisor(rank_command(options, command), environments, nodes, straggler_monitor).run()
+
+
+def meet_other_nodes(options: argparse.Namespace) -> NodeMonitor:
+    """Connect to the launchers of all other nodes; returns when every node is there."""
+    own = NodeInfo(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
+    if own.nodes == 1:
+        return NodeMonitor(own)
+    return meet_nodes(own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
+                      lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
+
+
+def become_only_rank(command: list[str]) -> NoReturn:
+    """Replace this process by the only rank. Sets the rank variables, since a batch system may have set others."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.setdefault(*FAULT_HANDLER_ON)
+    os.execv(command[0], command)
+
+
+def main(argv: list[str]) -> int:
+    prepare_streams()
+    try:
+        head, command = split_command_line(argv)
+        options = build_launcher_parser().parse_args(head)
+        check_options(options, command)
+        return launch_ranks(options, command)
+    except TrainerError as error:
+        write_stderr(f"error: {error}\n".encode(errors="backslashreplace"))
+        return error.code
+    except OSError as error:
+        write_stderr(f"error: launcher: cannot start the ranks: {error}; check limits on processes and the temporary "
+                     "folder\n".encode(errors="backslashreplace"))
+        return EXIT_PEER

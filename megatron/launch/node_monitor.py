@@ -1,0 +1,387 @@
+"""Monitor the other nodes of a job: JSON messages and heartbeats between launchers.
+
+Every launcher has a connection to node 0's, which forwards what it receives. A launcher announces the first failure of
+its ranks, and once how they exited. A closed connection means a lost node; a node without heartbeats is *silent*
+(stopped, suspended, swapping). A launcher that was paused itself detects that on its own clock and blames no other
+node. The first exit of a node that is not a victim names the culprit on every node; otherwise a silent node is blamed.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from megatron.errors import EXIT_OK, EXIT_PEER
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Bytes of a message. Node 0 sends about a hundred bytes for each of thousands of nodes."""
+MAX_ERROR_TEXT = 16_000
+"""Characters of an error that are sent: JSON needs at most 12 bytes for each, so the message stays below
+MAX_MESSAGE_BYTES."""
+SEND_SECONDS = 5.0
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 5, 3
+"""TCP keepalive: seconds idle before the first probe, seconds between probes, number of probes."""
+
+
+class JsonConnectionClosed(Exception):
+    """The peer closed the connection, or sent something that no launcher sends."""
+
+
+@final
+class JsonConnection:
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._partial_line = connection, b""
+        connection.settimeout(SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS), ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_SECONDS),
+                            ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+                            ("TCP_USER_TIMEOUT",
+                             1000 * (KEEPALIVE_IDLE_SECONDS + KEEPALIVE_INTERVAL_SECONDS * KEEPALIVE_PROBES))):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Ignores a lost peer: the next `receive` reports it."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages received; call it when the socket is readable. Raises JsonConnectionClosed."""
+        try:
+            found = self._socket.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise JsonConnectionClosed from error
+        if not found:
+            raise JsonConnectionClosed
+        *lines, self._partial_line = (self._partial_line + found).split(b"\n")
+        if len(self._partial_line) > MAX_MESSAGE_BYTES:
+            raise JsonConnectionClosed
+        return [_parse_message(line) for line in lines]
+
+    def close(self) -> None:
+        """Close without losing sent data: the kernel resets a connection that is closed with unread input, so read that
+        first."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(0)
+            while self._socket.recv(MAX_MESSAGE_BYTES):
+                pass
+        self._socket.close()
+
+
+def shorten_error_text(text: str) -> str:
+    """Shorten a long error to its beginning (what is wrong) and its end (what to do)."""
+    if len(text) <= MAX_ERROR_TEXT:
+        return text
+    half = MAX_ERROR_TEXT // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters are left out here) ... {text[-half:]}"
+
+
+def _parse_message(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise JsonConnectionClosed from error
+    if not isinstance(found, dict):
+        raise JsonConnectionClosed
+    return found
+
+
+HEARTBEAT_MESSAGE: dict[str, Any] = {"pulse": True}
+HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 4.0
+"""Seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain."""
+SILENCE_WARNING_SECONDS = 10.0
+"""Seconds of silence before the first warning; each further one comes after twice as long."""
+SLOW_HEARTBEAT_SECONDS = 60.0
+"""Seconds between heartbeats to a silent node: it reads none, and unread ones would fill the connection."""
+RECENT_PAUSE_SECONDS = 1.0
+"""Seconds after a pause of this launcher in which received messages date from the pause."""
+
+
+@dataclass
+class _Peer:
+    last_received: float
+    last_sent: float = 0.0
+    warned_at_seconds: float = 0.0
+    """Silence in seconds at the last warning; 0.0: not warned."""
+
+
+def boot_clock() -> float:
+    """Seconds on a clock that also runs while the machine is suspended."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
+@final
+class Heartbeat:
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._peers = {node: _Peer(boot_clock()) for node in nodes}
+        self._last_check = boot_clock()
+        self._paused_seconds, self._resumed_at = 0.0, 0.0
+
+    def detect_own_pause(self) -> float:
+        """Seconds that this launcher itself was paused before this call, else 0. Call it often. A pause restarts all
+        silences."""
+        now, before = boot_clock(), self._last_check
+        self._last_check = now
+        if now - before < SILENT_SECONDS:
+            return 0.0
+        self._paused_seconds, self._resumed_at = now - before, now
+        for peer in self._peers.values():
+            peer.last_received, peer.warned_at_seconds = now, 0.0
+        return self._paused_seconds
+
+    @property
+    def recent_pause(self) -> float:
+        """Length of a pause of this launcher that ended less than RECENT_PAUSE_SECONDS ago, else 0."""
+        return self._paused_seconds if boot_clock() - self._resumed_at < RECENT_PAUSE_SECONDS else 0.0
+
+    def record_message(self, node: int) -> float:
+        """Note that `node` sent something. Returns how long it was silent if a warning was printed, else 0."""
+        peer = self._peers[node]
+        silence = boot_clock() - peer.last_received if peer.warned_at_seconds else 0.0
+        peer.last_received, peer.warned_at_seconds = boot_clock(), 0.0
+        return silence
+
+    def forget(self, node: int) -> None:
+        self._peers.pop(node, None)
+
+    def nodes_due(self) -> list[int]:
+        """Nodes that need a heartbeat now; marks it as sent."""
+        now, found = boot_clock(), []
+        for node, peer in self._peers.items():
+            rest = HEARTBEAT_SECONDS if now - peer.last_received < SLOW_HEARTBEAT_SECONDS else SLOW_HEARTBEAT_SECONDS
+            if now - peer.last_sent >= rest:
+                peer.last_sent = now
+                found.append(node)
+        return found
+
+    def silent_nodes(self) -> dict[int, float]:
+        """Silent nodes -> seconds of silence."""
+        now = boot_clock()
+        return {node: now - peer.last_received
+                for node, peer in self._peers.items() if now - peer.last_received >= SILENT_SECONDS}
+
+    def silences_to_report(self) -> dict[int, float]:
+        """Silent nodes for which a warning is due now -> seconds; marks them as warned."""
+        found = {node: seconds for node, seconds in self.silent_nodes().items()
+                 if seconds >= max(SILENCE_WARNING_SECONDS, 2 * self._peers[node].warned_at_seconds)}
+        for node, seconds in found.items():
+            self._peers[node].warned_at_seconds = seconds
+        return found
+
+
+WARNING, OWN_FAILURE, VICTIM_FAILURE, LEFT = "warning", "a failure of its own", "a victim", "left"
+SILENT = "silent"
+SILENCE_REPORT_SECONDS = 0.5
+"""Seconds by which node 0 reports a silent node before the other launchers give up waiting."""
+RESTART_ADVICE = "start the same command on every node to resume from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a launcher announces about its node."""
+
+    node: int
+    nodes: int
+    ranks: int
+    """Ranks per node."""
+    host: str
+
+    @property
+    def description(self) -> str:
+        first = self.node * self.ranks
+        ranks = f"rank {first}" if self.ranks == 1 else f"ranks {first}-{first + self.ranks - 1}"
+        return f"node {self.node} ({self.host}, {ranks})"
+
+
+@dataclass(frozen=True)
+class NodeExit:
+    """How the ranks of a node ended."""
+
+    node_info: NodeInfo
+    code: int
+    error_line: str = ""
+    """Empty if the node was lost."""
+    is_victim: bool = False
+    silent_seconds: float = 0.0
+    """Seconds of silence if the node was given up; `error_line` then holds what other nodes know."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code != EXIT_OK
+
+    def describe(self) -> str:
+        if self.silent_seconds:
+            return (f"error: {self.node_info.description} did not answer for {self.silent_seconds:.0f} "
+                    f"s{self.error_line}; it is stopped or suspended, or it swaps; {RESTART_ADVICE}")
+        if self.error_line:
+            return f"error: {self.node_info.description}: {self.error_line.removeprefix('error: ')}"
+        return (f"error: {self.node_info.description} is gone without a word: its launcher was killed, or the machine "
+                f"or its network failed; {RESTART_ADVICE}")
+
+
+@final
+class NodeMonitor:
+    def __init__(self, own: NodeInfo, connections: Mapping[int, JsonConnection] | None = None,
+                 other_nodes: Mapping[int, NodeInfo] | None = None,
+                 print_line: Callable[[str], None] = lambda line: None) -> None:
+        """`connections`: node 0 has one per other node, every other node one to node 0. `print_line` writes to the
+        user."""
+        self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
+        self._given_up_after_seconds = 0.0
+        """Seconds that the other nodes missed this one before they ended the job; 0.0: they did not."""
+        self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
+        self._exits: dict[int, NodeExit] = {}
+        """Exits of other nodes in order of arrival."""
+        self.others_are_failing = self.others_have_culprit = False
+        """Ranks of other nodes fail; one of them is a culprit, not a victim."""
+        self._left_early: set[int] = set()
+        self._announced_failure = ""
+        self._selector = selectors.DefaultSelector()
+        for node, link in self._connections.items():
+            self._selector.register(link, selectors.EVENT_READ, node)
+
+    def fileno(self) -> int:
+        """epoll descriptor; readable when a message has arrived."""
+        return self._selector.fileno()
+
+    def send_heartbeats(self) -> None:
+        """Send due heartbeats and print warnings. Call it often."""
+        paused_seconds = self._heartbeat.detect_own_pause()
+        if paused_seconds >= SILENCE_WARNING_SECONDS and self._connections:
+            self._print_line(f"warning: the launcher of {self._own.description}, this node, did not run for "
+                             f"{paused_seconds:.0f} s: it was stopped or suspended, or this machine swaps")
+        for node in self._heartbeat.nodes_due():
+            self._connections[node].send(HEARTBEAT_MESSAGE)
+        for node, seconds in self._heartbeat.silences_to_report().items():
+            self._print_line(
+                f"warning: the launcher of {self._nodes[node].description} has not answered for {seconds:.0f} s: "
+                "it is stopped or suspended, or its machine swaps; the run goes on as long as its ranks do")
+
+    def receive(self, seconds: float = 0.0) -> None:
+        """Process messages of other launchers, waiting up to `seconds` for the first."""
+        self.send_heartbeats()
+        for key, _ in self._selector.select(seconds):
+            node, link = key.data, self._connections[key.data]
+            try:
+                messages = link.receive()
+                silence = self._heartbeat.record_message(node)
+                if silence:
+                    self._print_line(f"note: the launcher of {self._nodes[node].description} answers again, after "
+                                     f"{silence:.0f} s")
+                for message in messages:
+                    self._process_message(message, node)
+            except JsonConnectionClosed:
+                self._selector.unregister(link)
+                link.close()
+                del self._connections[node]
+                self._heartbeat.forget(node)
+                if node not in self._exits:
+                    self._process_message({"node": node, "code": EXIT_PEER}, node)
+
+    def _process_message(self, message: Mapping[str, Any], source: int) -> None:
+        node, silent = message.get("node"), message.get(SILENT)
+        if node == self._own.node and isinstance(silent, float):
+            self._given_up_after_seconds, self.others_are_failing = max(silent, self._heartbeat.recent_pause), True
+        if node not in self._nodes or node in self._exits:
+            return
+        if message.get(LEFT) is True:
+            self._left_early.add(node)
+        elif WARNING in message:
+            self.others_are_failing, self.others_have_culprit = True, self.others_have_culprit \
+                or message[WARNING] == OWN_FAILURE
+        else:
+            code, said = message.get("code"), message.get("said")
+            end = NodeExit(self._nodes[node], code if isinstance(code, int) else EXIT_PEER,
+                           said if isinstance(said, str) else "", message.get("is_victim") is True,
+                           silent if isinstance(silent, float) else 0.0)
+            self._exits[node] = end
+            if not end.error_line and not end.silent_seconds and end.failed \
+                    and self._heartbeat.recent_pause >= SILENCE_WARNING_SECONDS:
+                # the other side closed the connection during the pause
+                self._given_up_after_seconds = self._heartbeat.recent_pause
+            self.others_are_failing, self.others_have_culprit = (
+                self.others_are_failing or end.failed, self.others_have_culprit or end.failed and not end.is_victim)
+        for other, link in self._connections.items():
+            if other != source:
+                link.send(dict(message))
+
+    @property
+    def others_are_running(self) -> bool:
+        """Whether ranks of other nodes have neither ended nor left early."""
+        return not self._nodes.keys() <= self._exits.keys() | self._left_early
+
+    @property
+    def failed_nodes(self) -> list[NodeExit]:
+        """Failed nodes in order of arrival."""
+        return [end for end in self._exits.values() if end.failed]
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether the job ended without this node."""
+        return self._given_up_after_seconds > 0
+
+    def describe_absence(self, where: str) -> str:
+        """The error line of a node that was paused while the others ended the job."""
+        return (f"error: this node ({self._own.description.partition(' (')[0]}, {self._own.host}) was away for "
+                f"{self._given_up_after_seconds:.0f} s{where}, and the job has ended without it; it was stopped or "
+                f"suspended, or it swaps; {RESTART_ADVICE}")
+
+    def wait_for_culprit(self, seconds: float, where: str = "") -> NodeExit | None:
+        """The first node that failed without being a victim, if its launcher reports within `seconds`; else a silent
+        node. `where` says where this node's ranks waited."""
+        until = time.monotonic() + seconds - (SILENCE_REPORT_SECONDS if self._own.node == 0 else 0.0)
+        while True:
+            self.receive()
+            for end in self.failed_nodes:
+                if not end.is_victim:
+                    return end
+            left = until - time.monotonic()
+            if left <= 0 or not self._connections:
+                return self._report_silent_node(where)
+            self.receive(min(left, 0.5))
+
+    def _report_silent_node(self, where: str) -> NodeExit | None:
+        """Announce every silent node to all launchers (it reads that when it resumes); returns the one silent for
+        longest."""
+        found = sorted(self._heartbeat.silent_nodes().items(), key=lambda one: -one[1])
+        for node, seconds in found:
+            self._process_message({"node": node, "code": EXIT_PEER, "said": where, SILENT: seconds}, self._own.node)
+        return self._exits.get(found[0][0]) if found else None
+
+    def announce_failure(self, *, is_victim: bool) -> None:
+        """Announce that a rank of this node fails; the other launchers then check which rank theirs may have waited
+        for."""
+        kind = VICTIM_FAILURE if is_victim else OWN_FAILURE
+        if self._announced_failure not in (kind, OWN_FAILURE):
+            self._announced_failure = kind
+            for link in self._connections.values():
+                link.send({"node": self._own.node, WARNING: kind})
+
+    def announce_early_exit(self) -> None:
+        for link in self._connections.values():
+            link.send({"node": self._own.node, LEFT: True})
+
+    def announce_exit(self, code: int, error_line: str = "", *, is_victim: bool = False) -> None:
+        """Announce how this node ended. The line is shortened: a launcher whose message is refused as too long looks
+        lost."""
+        message = {"node": self._own.node, "code": code, "said": shorten_error_text(error_line), "is_victim": is_victim}
+        for link in self._connections.values():
+            link.send(message)
+
+    def close(self) -> None:
+        for link in self._connections.values():
+            link.close()
+        self._selector.close()

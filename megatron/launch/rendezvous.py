@@ -1,0 +1,312 @@
+"""Connect the launchers of all nodes before any of them starts a rank: node 0 listens, the others connect.
+
+Refused within seconds, with the node's name: nodes started with different options, a node rank used twice, another
+program on the port, a node that does not arrive. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, final
+
+from megatron.distributed.rank_text import format_ranks
+from megatron.errors import EXIT_CONFIG, ConfigError, PeerError, TrainerError
+from megatron.launch.node_monitor import JsonConnection, JsonConnectionClosed, NodeInfo, NodeMonitor, shorten_error_text
+
+GREETING = "megatron.launch 1"
+GREETING_SECONDS = 10.0
+"""Seconds for a new connection to send its greeting."""
+RETRY_SECONDS = 0.5
+"""Seconds between polls or connection attempts."""
+LINGER_SECONDS = 5.0
+"""Seconds in which every node can connect and read why the job does not start."""
+WAIT_NOTE_SECONDS = 10.0
+"""Seconds before the first line that names missing nodes; each further one comes after twice as long."""
+
+PrintLine = Callable[[str], None]
+
+
+def meet_nodes(own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> NodeMonitor:
+    """Connect the launchers of all nodes within `seconds`; raises ConfigError or PeerError."""
+    if own.node == 0:
+        with open_listener(address, port, print_line) as listener:
+            return RendezvousServer(own, listener, f"{address}:{port}", seconds, print_line).run()
+    return RendezvousClient(own, address, port, seconds, print_line).run()
+
+
+def open_listener(address: str, port: int, print_line: PrintLine) -> socket.socket:
+    """Listen on --master-addr only, if it is an address of this machine; otherwise warn and listen on all."""
+    where = f"{address}:{port}"
+    try:
+        family, _, _, _, bare = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"launcher: --master-addr {address}: {error.strerror}; give the address of node 0, which is "
+                          "this machine") from error
+    is_loopback = str(bare[0]).startswith("127.") or bare[0] == "::1"
+    # a name that resolves to another address on other machines
+    if is_loopback and address not in ("localhost", bare[0]):
+        bare = ("", port)
+    listener = _bind(family, bare, where)
+    if listener is None:
+        print_line(
+            f"warning: --master-addr {address} is no address of this machine, which is node 0 by its --node-rank")
+        bare, listener = ("", port), _bind(family, ("", port), where)
+    if bare[0] == "" or not is_loopback:
+        print_line(f"warning: the nodes meet at {where}, a port open to whoever reaches "
+                   f"{'this machine' if bare[0] == '' else 'that address'}; use a private network")
+    assert listener is not None  # the wildcard address can always be bound
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS reports a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per node
+    listener.listen(1024)
+    return listener
+
+
+def _bind(family: int, address: Any, where: str) -> socket.socket | None:
+    """A bound socket; None for an address of another machine."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise ConfigError(f"launcher: the nodes cannot meet: port {where.rpartition(':')[2]} of this node: "
+                          f"{error.strerror}; choose a free one with --master-port, the same on every node") from error
+    return listener
+
+
+@final
+class _WaitNotes:
+    """Prints a line at growing intervals while waiting."""
+
+    def __init__(self, print_line: PrintLine) -> None:
+        self._print_line, self._wait, self._next = print_line, WAIT_NOTE_SECONDS, time.monotonic() + WAIT_NOTE_SECONDS
+
+    def print_if_due(self, line: str) -> None:
+        if time.monotonic() >= self._next:
+            self._print_line(line)
+            self._wait *= 2
+            self._next = time.monotonic() + self._wait
+
+
+@final
+class RendezvousServer:
+    """Node 0's side of the rendezvous."""
+
+    def __init__(self, own: NodeInfo, listener: socket.socket, where: str, seconds: float,
+                 print_line: PrintLine) -> None:
+        self._own, self._listener, self._where, self._seconds, self._print_line = (
+            own, listener, where, seconds, print_line)
+        self._unidentified: dict[JsonConnection, float] = {}
+        """Connections without a greeting -> deadline."""
+        self._connections: dict[int, JsonConnection] = {}
+        self._nodes = {own.node: own}
+        self._refusal: dict[str, Any] | None = None
+        """Reply to every further node once the job cannot start."""
+        self._refused_count = 0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self) -> NodeMonitor:
+        until, wait_notes = time.monotonic() + self._seconds, _WaitNotes(self._print_line)
+        try:
+            while missing := [node for node in range(self._own.nodes) if node not in self._nodes]:
+                which = format_ranks(missing, "node")
+                if time.monotonic() >= until:
+                    raise PeerError(
+                        f"launcher: {which} of {self._own.nodes} did not come to {self._where} within "
+                        f"{self._seconds:g} s; start the same command there with its --node-rank (docs/launch.md), or "
+                        "wait longer with --meeting-timeout-seconds")
+                wait_notes.print_if_due(f"waiting at {self._where} for {which} of {self._own.nodes}")
+                self._handle_events(min(RETRY_SECONDS, until - time.monotonic()))
+        except TrainerError as error:
+            self._refuse_all_nodes(error, min(until, time.monotonic() + LINGER_SECONDS))
+            raise
+        finally:
+            self._selector.close()
+            for link in self._unidentified:
+                link.close()
+        self._broadcast({"begin": [asdict(self._nodes[node]) for node in sorted(self._nodes)]})
+        return NodeMonitor(self._own, self._connections, {node: self._nodes[node]
+                                                          for node in self._connections}, self._print_line)
+
+    def _refuse_all_nodes(self, error: TrainerError, until: float) -> None:
+        """Send the error to all nodes, including those that connect within the next seconds and would otherwise wait in
+        vain."""
+        self._refusal = _refusal_message(error)
+        self._broadcast(self._refusal)
+        self._refused_count += len(self._connections)
+        while self._refused_count < self._own.nodes - 1 and time.monotonic() < until:
+            self._handle_events(min(RETRY_SECONDS, until - time.monotonic()))
+
+    def _handle_events(self, seconds: float) -> None:
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if isinstance(key.fileobj, JsonConnection):
+                self._receive(key.fileobj)
+            else:
+                self._accept()
+        for link, until in list(self._unidentified.items()):
+            if time.monotonic() >= until:
+                self._disconnect(link)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the peer has disconnected already
+            return
+        link = JsonConnection(connection)
+        self._unidentified[link] = time.monotonic() + GREETING_SECONDS
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _receive(self, connection: JsonConnection) -> None:
+        try:
+            for message in connection.receive():
+                self._handle_message(connection, message)
+        except JsonConnectionClosed:
+            self._disconnect(connection)
+
+    def _handle_message(self, connection: JsonConnection, message: dict[str, Any]) -> None:
+        node_info = node_info_from_greeting(message)
+        if connection not in self._unidentified or node_info is None:
+            raise JsonConnectionClosed
+        if self._refusal is not None:
+            connection.send(self._refusal)
+            self._refused_count += 1
+            raise JsonConnectionClosed
+        if (node_info.nodes, node_info.ranks) != (self._own.nodes, self._own.ranks):
+            error = _mismatch_error(self._own, node_info)
+            connection.send(_refusal_message(error))
+            self._refused_count += 1
+            raise error
+        known = self._nodes.get(node_info.node)
+        if known is not None:
+            connection.send(_refusal_message(ConfigError(
+                f"launcher: --node-rank {node_info.node} was given twice: on {known.host}, which came first, and on "
+                f"{node_info.host}; each node needs a number of its own")))
+            self._print_line(f"note: a second node {node_info.node} came, from {node_info.host}, and was sent away")
+            raise JsonConnectionClosed
+        del self._unidentified[connection]
+        self._connections[node_info.node], self._nodes[node_info.node] = connection, node_info
+        connection.send({"welcome": self._own.host})
+
+    def _disconnect(self, connection: JsonConnection) -> None:
+        """Drop a connection that closed or is not from one of our launchers."""
+        self._selector.unregister(connection)
+        connection.close()
+        self._unidentified.pop(connection, None)
+        for node in [node for node, other in self._connections.items() if other is connection]:
+            del self._connections[node], self._nodes[node]
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for link in self._connections.values():
+            link.send(message)
+
+
+def _mismatch_error(*nodes: NodeInfo) -> ConfigError:
+    said = (f"--nnodes {place.nodes} --nproc-per-node {place.ranks} on node {place.node} ({place.host})"
+            for place in nodes)
+    return ConfigError(f"launcher: the nodes were started differently: {', '.join(said)}; give all the same")
+
+
+def _refusal_message(error: TrainerError) -> dict[str, Any]:
+    return {"refused": shorten_error_text(str(error)), "code": error.code}
+
+
+@final
+class RendezvousClient:
+    """The side of every other node."""
+
+    def __init__(self, own: NodeInfo, address: str, port: int, seconds: float, print_line: PrintLine) -> None:
+        self._own, self._address, self._port, self._seconds = own, address, port, seconds
+        self._where, self._until, self._wait_notes = (
+            f"{address}:{port}", time.monotonic() + seconds, _WaitNotes(print_line))
+        self._print_line = print_line
+        self._inbox: deque[dict[str, Any]] = deque()
+
+    def run(self) -> NodeMonitor:
+        link = self._connect()
+        try:
+            link.send({"greeting": GREETING, **asdict(self._own)})
+            try:
+                self._wait_for_message(link, min(self._until, time.monotonic() + GREETING_SECONDS), "welcome")
+            except JsonConnectionClosed as error:
+                raise ConfigError(
+                    f"launcher: what answers at {self._where} is no launcher that waits for node {self._own.node}: "
+                    "another program, or a job that has begun already; see what runs there, and give all nodes one "
+                    "--master-port that is free on node 0") from error
+            try:
+                places = self._wait_for_message(link, self._until + GREETING_SECONDS, "begin")["begin"]
+            except JsonConnectionClosed as error:
+                raise PeerError(f"launcher: node 0 at {self._where} left before the job began; its output says why"
+                                ) from error
+            found = {place.node: place for place in map(node_info_from_json, places)}
+            return NodeMonitor(self._own, {0: link}, {node: found[node] for node in found if node != self._own.node},
+                               self._print_line)
+        except BaseException:
+            link.close()
+            raise
+
+    def _connect(self) -> JsonConnection:
+        while True:
+            left = self._until - time.monotonic()
+            try:
+                connection = socket.create_connection((self._address, self._port), timeout=max(0.1, min(5.0, left)))
+                if connection.getsockname() != connection.getpeername():
+                    return JsonConnection(connection)
+                connection.close()  # a self-connect: the kernel chose the target port as source port
+                reason = "nobody listens there"
+            except OSError as error:
+                reason = error.strerror or str(error)
+            if left <= 0:
+                raise PeerError(f"launcher: node 0 did not answer at {self._where} within {self._seconds:g} s "
+                                f"({reason}); start the same command there with --node-rank 0, or wait longer with "
+                                "--meeting-timeout-seconds")
+            self._wait_notes.print_if_due(f"waiting for node 0 at {self._where} ({reason})")
+            time.sleep(min(RETRY_SECONDS, left))
+
+    def _wait_for_message(self, connection: JsonConnection, until: float, expected: str) -> dict[str, Any]:
+        """The next message, which must contain `expected`. Raises node 0's error if it refused, JsonConnectionClosed
+        otherwise."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while not self._inbox:
+                if selector.select(min(RETRY_SECONDS, max(0.0, until - time.monotonic()))):
+                    self._inbox.extend(connection.receive())
+                elif time.monotonic() >= until:
+                    raise JsonConnectionClosed
+                else:
+                    self._wait_notes.print_if_due(f"waiting for the other nodes at {self._where}")
+        message = self._inbox.popleft()
+        if "refused" in message:
+            kind = ConfigError if message.get("code") == EXIT_CONFIG else PeerError
+            raise kind(str(message["refused"]))
+        if expected not in message:
+            raise JsonConnectionClosed
+        return message
+
+
+def node_info_from_greeting(message: dict[str, Any]) -> NodeInfo | None:
+    """The NodeInfo in a greeting; None if it is not a valid one."""
+    if message.get("greeting") != GREETING:
+        return None
+    try:
+        return node_info_from_json({name: message[name] for name in ("node", "nodes", "ranks", "host")})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def node_info_from_json(fields: dict[str, Any]) -> NodeInfo:
+    node_info = NodeInfo(int(fields["node"]), int(fields["nodes"]), int(fields["ranks"]), str(fields["host"]))
+    if not 0 <= node_info.node < node_info.nodes or node_info.ranks < 1:
+        raise ValueError
+    return node_info

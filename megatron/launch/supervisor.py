@@ -1,0 +1,451 @@
+"""Run the ranks of one node as child processes, forward their signals and errors, and end them together.
+
+The *culprit* is the rank whose failure ended the job; its *victims* failed because of it (exit code 5, or SIGABRT from
+NCCL's watchdog). One `error:` line reaches the user: the culprit's.
+Not here: a rank's environment (launcher.py), how an exception becomes an exit code
+(megatron/distributed/exit_codes.py). Standard library only: the launcher must start in milliseconds and must not die of
+what kills its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.distributed.rank_status import DONE, UNKNOWN, StatusSnapshot
+from megatron.distributed.signals import (SIGNAL_INTERRUPTS_OWNED_BY_RANK0, STOP_SIGNALS, STOPPING_LINE,
+                                          is_handled_signal, write_lines, write_stderr)
+from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed_error
+from megatron.launch.node_monitor import NodeMonitor
+from megatron.launch.stragglers import RESUME_ADVICE, Straggler, StragglerMonitor
+
+TICK_SECONDS = 0.2
+STOP_PATIENCE_SECONDS = 1.0
+"""Seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure."""
+GRACE_SECONDS = 2.5
+"""Seconds from the first failure to SIGTERM, in which victims notice and the culprit exits."""
+TERM_SECONDS = 1.0
+"""Seconds from SIGTERM to SIGKILL. Both together keep the promise that no rank lives 5 seconds after a kill."""
+SIGNAL_DELAY_SECONDS = 1.0
+"""Seconds after the start before stop signals are forwarded: earlier they would end Python itself, with a traceback."""
+OTHER_NODES_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
+"""Seconds for the launchers of other nodes to find their culprit."""
+MAX_HELD_LINES = 16
+PASSED_ON_EXIT_CODES = frozenset({*range(2, 8), EXIT_INTERRUPTED})
+PR_SET_PDEATHSIG = 1
+INTERRUPTED_TWICE_LINE = b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n"
+RESUME_REMEDY = RESUME_ADVICE
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended; exactly one of `code` and `signal` is set."""
+
+    rank: int
+    pid: int
+    code: int | None = None
+    signal: int | None = None
+    was_stopped: bool = False
+    stop_was_requested: bool = False
+    """The launcher or this rank received a stop signal before the exit."""
+    status: StatusSnapshot = StatusSnapshot()
+
+    @property
+    def failed(self) -> bool:
+        return self.code != EXIT_OK
+
+    @property
+    def exited_early(self) -> bool:
+        """Exit code 0 in the middle of an operation."""
+        return self.code == EXIT_OK and self.status.is_mid_operation
+
+    @property
+    def exited_unannounced(self) -> bool:
+        """Exit code 0 without the DONE status that our programs set."""
+        return self.code == EXIT_OK and self.status.state != DONE
+
+    @property
+    def is_victim(self) -> bool:
+        return self.code == EXIT_PEER or self.signal == signal.SIGABRT
+
+    @property
+    def job_exit_code(self) -> int:
+        if self.stop_was_requested and self.signal in STOP_SIGNALS:
+            return EXIT_INTERRUPTED
+        return EXIT_PEER if self.code is None or self.code not in PASSED_ON_EXIT_CODES else self.code
+
+    def describe(self, others: Sequence[int] = ()) -> str:
+        """The job's error line for a rank that did not print its own. Any of `others` that failed alike may have been
+        first, since foreign programs may exit slowly."""
+        who, at = f"error: {self.rank_name}", "" if self.status.state == UNKNOWN else f" at {self.status}"
+        if self.code == EXIT_OK:
+            return (
+                f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME_REMEDY}")
+        if self.signal is None:
+            so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
+            also = so_did if others else ""
+            return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
+        name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
+        if self.was_stopped:
+            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME_REMEDY}"
+        if self.stop_was_requested:
+            return f"{who} ended by {name}{at} before it could save; {RESUME_REMEDY}"
+        if self.signal == signal.SIGKILL:
+            return (f"{who} ended by {name}{at}: killed from outside, often by the kernel for lack of memory; "
+                    "start the same command to resume, with a smaller --batch-size if memory was short")
+        return f"{who} ended by {name}{at}; {RESUME_REMEDY}"
+
+    @property
+    def rank_name(self) -> str:
+        return describe_rank(self.rank, self.pid)
+
+
+def describe_rank(rank: int, pid: int) -> str:
+    return f"rank {rank} (pid {pid} on {socket.gethostname()})"
+
+
+class ErrorRelay:
+    """Forwards a rank's stderr by line; holds back lines that begin with `error:`, with the errors listed below them.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.held_errors: list[bytes] = []
+        self._partial = b""
+        self._in_error = False
+        """The previous line belongs to an error."""
+
+    def relay_available(self) -> bool:
+        """Forward the available data; False at the end of the stream."""
+        while True:
+            try:
+                chunk = os.read(self.descriptor, 65536)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            lines = (self._partial + chunk).splitlines(keepends=True)
+            # A progress bar ends its line with \r, so an unfinished line is one without either ending.
+            self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+            self._relay(lines)
+
+    def relay_rest(self) -> None:
+        """Forward the rest after the rank exited. Does not wait for end of file: a stray grandchild may hold the pipe
+        open."""
+        self.relay_available()
+        self._relay([self._partial + b"\n"] if self._partial else [])
+        self._partial = b""
+
+    def _relay(self, lines: list[bytes]) -> None:
+        others = []
+        for line in lines:
+            begins = line.startswith(b"error:")
+            self._in_error = begins or self._in_error and is_listed_error(line.decode(errors="replace"))
+            if not self._in_error:
+                others.append(line)
+            elif not begins:
+                self.held_errors[-1] += line
+            elif len(self.held_errors) < MAX_HELD_LINES:
+                self.held_errors.append(line)
+        write_lines(b"".join(others))
+
+
+@dataclass
+class RankProcess:
+    """A child process and what is known about it."""
+
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    relay: ErrorRelay
+    exit: RankExit | None = None
+    stopped_since: float | None = None
+
+
+@dataclass
+class Supervisor:
+    """Starts `command` once per environment; `run` returns the job's exit code."""
+
+    command: list[str]
+    environments: list[dict[str, str]]
+    nodes: NodeMonitor
+    """The other nodes of the job."""
+    straggler_monitor: StragglerMonitor
+    _ranks: list[RankProcess] = field(default_factory=list)
+    _running: list[RankProcess] = field(default_factory=list)
+    _exits: list[RankExit] = field(default_factory=list)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _interrupts: int = 0
+    _stop_was_requested: bool = False
+    _rank0_owns_interrupts: bool = False
+    _pending_signals: list[int] = field(default_factory=list)
+    """Signals not forwarded yet."""
+    _started_at: float = field(default_factory=time.monotonic)
+    _failed_at: float | None = None
+    _early_exit_at: float | None = None
+    """When the first rank exited early (`RankExit.exited_early`)."""
+    _stragglers: list[Straggler] = field(default_factory=list)
+    _unannounced_exits: list[RankExit] = field(default_factory=list)
+    """Ranks that had exited unannounced when the first rank failed."""
+    _terminated: bool = False
+
+    def run(self) -> int:
+        with self._signals_as_bytes():
+            self._selector.register(self.nodes, selectors.EVENT_READ, self.nodes)
+            try:
+                for environment in self.environments:
+                    self._start_rank(environment)
+                while self._running and self._interrupts < 2:
+                    self._tick()
+                if self._early_exit_at is not None and self._failed_at is None:
+                    self._check_early_exit(self._early_exit_at)
+            finally:
+                self._signal_all_ranks(signal.SIGKILL)
+                for rank in self._running:
+                    rank.process.wait()
+        return self._report_outcome()
+
+    def _start_rank(self, environment: dict[str, str]) -> None:
+        # A new session: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data workers.
+        # stdout is inherited, so that a progress bar sees the terminal; stdin only by the job's first rank.
+        stdin = None if environment["RANK"] == "0" else subprocess.DEVNULL
+        process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
+                                   start_new_session=True, preexec_fn=die_with_parent())
+        assert process.stderr is not None
+        rank = RankProcess(int(environment["RANK"]), len(self._ranks), process, ErrorRelay(process.stderr.fileno()))
+        self._ranks.append(rank)
+        self._running.append(rank)
+        self._selector.register(process.stderr, selectors.EVENT_READ, rank.relay)
+
+    def _tick(self) -> None:
+        for key, _ in self._selector.select(TICK_SECONDS):
+            if isinstance(key.data, ErrorRelay):
+                if not key.data.relay_available():
+                    self._selector.unregister(key.fileobj)
+            elif isinstance(key.data, NodeMonitor):
+                self._receive_from_nodes()
+            else:
+                for number in key.data.recv(256):
+                    self._on_signal(number)
+        self._forward_signals()
+        self.nodes.send_heartbeats()
+        self.straggler_monitor.update()
+        for rank in list(self._running):
+            self._poll_rank(rank)
+        self._enforce_deadlines()
+
+    def _receive_from_nodes(self) -> None:
+        self.nodes.receive()
+        if self.nodes.others_are_failing:
+            self._start_teardown(time.monotonic())
+
+    def _check_early_exit(self, since: float) -> None:
+        """All local ranks have exited, one of them early. That is a failure if other nodes are still running."""
+        self.nodes.announce_early_exit()
+        while self.nodes.others_are_running and not self.nodes.others_are_failing \
+                and time.monotonic() - since < GRACE_SECONDS:
+            self.nodes.receive(TICK_SECONDS)
+        if self.nodes.others_are_running or self.nodes.others_are_failing:
+            self.nodes.announce_failure(is_victim=False)
+            self._start_teardown(since)
+
+    def _start_teardown(self, since: float) -> None:
+        """A rank failed, here or on another node: record stragglers now, before the deadlines end the ranks."""
+        if self._failed_at is None:
+            self._failed_at = since
+            self._stragglers = self.straggler_monitor.stragglers(
+                [rank.local_rank for rank in self._running if rank.exit is None])
+            self._unannounced_exits = [ending for ending in self._exits if ending.exited_unannounced]
+
+    def _on_signal(self, number: int) -> None:
+        if number not in STOP_SIGNALS:
+            self._rank0_owns_interrupts = self._rank0_owns_interrupts or number == SIGNAL_INTERRUPTS_OWNED_BY_RANK0
+            return  # SIGCHLD only wakes the loop
+        if number == signal.SIGINT and self._rank0_owns_interrupts:
+            signal_rank(self._ranks[0], number)
+            return
+        self._stop_was_requested = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                write_lines(STOPPING_LINE)
+        self._pending_signals.append(number)
+
+    def _forward_signals(self) -> None:
+        if self._pending_signals and time.monotonic() - self._started_at >= SIGNAL_DELAY_SECONDS:
+            for rank in self._running:
+                for number in self._pending_signals:
+                    signal_rank(rank, number)
+            self._pending_signals.clear()
+
+    def _poll_rank(self, rank: RankProcess) -> None:
+        """Record whether a rank has exited or has been stopped for too long."""
+        # WNOWAIT keeps the zombie, and so its process group id, until the group is killed.
+        options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        status = os.waitid(os.P_PID, rank.process.pid, options)
+        if status is None:
+            rank.stopped_since = None
+        elif status.si_code == os.CLD_STOPPED:
+            rank.stopped_since = rank.stopped_since or time.monotonic()
+            if rank.exit is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
+                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, signal=status.si_status, was_stopped=True,
+                                                 status=self.straggler_monitor.status_of(rank.local_rank)))
+                kill_group(rank, signal.SIGKILL)
+        else:
+            kill_group(rank, signal.SIGKILL)
+            result = rank.process.wait()
+            rank.relay.relay_rest()
+            self._running.remove(rank)
+            code, number = (result, None) if result >= 0 else (None, -result)
+            asked = self._stop_was_requested or not self._terminated and number in STOP_SIGNALS
+            is_ended_here = self._terminated and (number is not None or code == EXIT_INTERRUPTED and not asked)
+            if rank.exit is None and not is_ended_here:
+                self._record_exit(rank, RankExit(rank.rank, rank.process.pid, code, number, stop_was_requested=asked,
+                                                 status=self.straggler_monitor.status_of(rank.local_rank)))
+
+    def _record_exit(self, rank: RankProcess, rank_exit: RankExit) -> None:
+        rank.exit = rank_exit
+        self._exits.append(rank_exit)
+        if rank_exit.failed:
+            self._start_teardown(time.monotonic())
+            self.nodes.announce_failure(is_victim=rank_exit.is_victim)
+        if rank_exit.exited_early and self._early_exit_at is None:
+            self._early_exit_at = time.monotonic()
+
+    def _enforce_deadlines(self) -> None:
+        if self._early_exit_at is not None and time.monotonic() - self._early_exit_at >= GRACE_SECONDS:
+            self._start_teardown(self._early_exit_at)  # the other ranks have not exited
+            self.nodes.announce_failure(is_victim=False)
+        if self._failed_at is None:
+            return
+        waited = time.monotonic() - self._failed_at
+        if waited >= GRACE_SECONDS + TERM_SECONDS:
+            self._signal_all_ranks(signal.SIGKILL)
+        elif waited >= GRACE_SECONDS and not self._terminated:
+            self._signal_all_ranks(signal.SIGTERM)
+
+    def _signal_all_ranks(self, number: signal.Signals) -> None:
+        self._terminated = True
+        for rank in self._running:
+            kill_group(rank, number)
+
+    def _report_outcome(self) -> int:
+        if self._interrupts >= 2:
+            return self._finish_job(EXIT_INTERRUPTED, INTERRUPTED_TWICE_LINE)
+        if self.nodes.was_given_up and not any(
+                self._is_own_failure(end) and not end.was_stopped for end in self._exits):
+            return self._finish_job(EXIT_PEER, self._absence_line(), is_victim=True)
+        failures = [ending for ending in self._exits if ending.failed]
+        culprit: RankExit | Straggler | None = next((end for end in self._exits if self._is_own_failure(end)), None)
+        if culprit is None and not self.nodes.others_have_culprit:
+            culprit = self._find_missing_rank()
+        if isinstance(culprit, Straggler):
+            rank = self._ranks[culprit.local_rank]
+            return self._finish_job(EXIT_PEER,
+                                    culprit.describe(describe_rank(rank.rank, rank.process.pid)).encode() + b"\n")
+        if culprit is None and (failures or self.nodes.others_are_failing):
+            other = self.nodes.wait_for_culprit(OTHER_NODES_SECONDS, self._waiting_text())
+            if other is None and not failures and self.nodes.failed_nodes:
+                other = self.nodes.failed_nodes[0]
+            if other is not None:
+                return self._finish_job(other.code, other.describe().encode(errors="backslashreplace") + b"\n",
+                                        is_victim=True)
+        culprit = culprit or (failures[0] if failures else None)
+        if culprit is None:
+            return self._finish_job(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held_errors))
+        held = self._held_errors_of(culprit)
+        others = [ending.rank for ending in failures
+                  if ending is not culprit and not ending.is_victim and not self._held_errors_of(ending)]
+        return self._finish_job(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
+                                is_victim=culprit.is_victim)
+
+    def _waiting_text(self) -> str:
+        waited = next((ending for ending in self._exits if ending.is_victim and ending.status.state != UNKNOWN), None)
+        return "" if waited is None else f", while rank {waited.rank} waited at {waited.status}"
+
+    def _absence_line(self) -> bytes:
+        place = self.straggler_monitor.status_of(0)
+        return (self.nodes.describe_absence("" if place.state == UNKNOWN else f" at {place}") + "\n").encode()
+
+    def _is_own_failure(self, rank_exit: RankExit) -> bool:
+        """Whether the rank failed, and not because of another rank."""
+        return rank_exit.failed and not rank_exit.is_victim or rank_exit.exited_early and self._failed_at is not None
+
+    def _find_missing_rank(self) -> RankExit | Straggler | None:
+        """The local rank that the victims waited for: one that exited with code 0, or a straggler."""
+        ended = {self._local_rank_of(ending) for ending in self._exits if not ending.was_stopped}
+        found: list[RankExit | Straggler] = [ending for ending in self._unannounced_exits
+                                             if ending.status.state != UNKNOWN]
+        found += [one for one in self._stragglers if one.local_rank not in ended]
+        return next(iter([*found, *self._unannounced_exits]), None)
+
+    def _local_rank_of(self, rank_exit: RankExit) -> int:
+        return next(rank.local_rank for rank in self._ranks if rank.rank == rank_exit.rank)
+
+    def _finish_job(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
+        """Print the job's final line and announce the exit to the other launchers."""
+        write_stderr(line)
+        self.nodes.announce_exit(code, line.decode(errors="replace").strip() if code != EXIT_OK else "",
+                                 is_victim=is_victim)
+        self.nodes.close()
+        return code
+
+    def _held_errors_of(self, rank_exit: RankExit) -> list[bytes]:
+        return next(rank.relay.held_errors for rank in self._ranks if rank.rank == rank_exit.rank)
+
+    @contextlib.contextmanager
+    def _signals_as_bytes(self) -> Iterator[None]:
+        """Deliver signals as bytes on a socket that wakes the selector; handlers do nothing."""
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._selector.register(receiver, selectors.EVENT_READ, receiver)
+        numbers = (*filter(is_handled_signal, STOP_SIGNALS), SIGNAL_INTERRUPTS_OWNED_BY_RANK0, signal.SIGCHLD)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number in numbers:
+                # the job has ended
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
+            self._selector.close()
+            receiver.close()
+            sender.close()
+
+
+def signal_rank(rank: RankProcess, number: int) -> None:
+    """Signal the rank's process only. Popen.send_signal could reap a rank that just exited, and `_poll_rank` would miss
+    it."""
+    if rank.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(rank.process.pid, number)
+
+
+def kill_group(rank: RankProcess, number: signal.Signals) -> None:
+    """Signal a rank and its children. Call it only before the rank is reaped, while its process group id is not reused.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, number)
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A preexec function: the kernel kills the child when the launcher dies (Linux)."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask_kernel() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # the launcher died between fork and prctl
+            os._exit(EXIT_PEER)
+
+    return ask_kernel

@@ -1,0 +1,99 @@
+"""The pre-LayerNorm transformer block: causal self-attention and MLP, both tensor parallel.
+
+x + attention(LN(x)), then x + mlp(LN(x)). Shapes: b batch, s sequence, h hidden, n heads of this rank, d head width.
+`mask` is None for causal attention, or [b, 1, s, s] booleans (True: may attend) to keep documents apart. `scale`
+multiplies both branches (progressive layer dropping).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.tree import ModelConfig
+from megatron.model.weight_init import GPT2Init
+from mpu.groups import Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.random import get_rng_tracker
+
+
+class Attention(nn.Module):
+    """One column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
+    heads, and one row-parallel projection back."""
+
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.heads = config.num_attention_heads // tp.size
+        self.head_width = h // config.num_attention_heads
+        self.dropout = config.attention_dropout
+        self.heads_are_sharded = tp.size > 1
+        self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
+                                        tp=tp)
+        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
+                                      tp=tp)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        b, s, _ = x.shape
+        # [b, s, 3nd] -> three of [b, n, s, d]; the gradient of `split` is one copy into [b, s, 3nd]
+        q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
+                   for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        if dropout and self.heads_are_sharded:  # each rank has other heads, so their dropout masks must differ
+            with get_rng_tracker().fork():
+                y = self._attend(q, k, v, mask, dropout)
+        else:
+            y = self._attend(q, k, v, mask, dropout)
+        # [b, n, s, d] -> [b, s, nd]
+        return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+
+
+def document_mask(segments: Tensor) -> Tensor:
+    """[b, s] document numbers -> [b, 1, s, s]: attend to earlier positions of the same document."""
+    s = segments.shape[1]
+    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, None, :, None] == segments[:, None, None, :]) & causal
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+        super().__init__()
+        h, ffn = config.hidden_size, config.ffn_size
+        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
+        self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
+                                      tp=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.ln_1 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.attn = Attention(config, init.submodule("attn"), tp)
+        self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = MLP(config, init.submodule("mlp"), tp)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask)), scale)
+        return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
+
+    def _apply_dropout(self, x: Tensor) -> Tensor:
+        # x is replicated here: every tensor parallel rank draws the same mask from the default RNG stream.
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def _add_branch(x: Tensor, branch: Tensor, scale: float | None) -> Tensor:
+    """x + scale * branch, in one kernel launch."""
+    if scale is None:
+        return x + branch  # no product in the backward
+    # Compiled, the product is fused anyway, and `alpha` would be a constant: each new scale would recompile the graph.
+    return x + branch * scale if torch.compiler.is_compiling() else torch.add(x, branch, alpha=scale)

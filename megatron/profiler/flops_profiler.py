@@ -1,0 +1,207 @@
+"""`FlopsProfiler` and `get_model_profile`, with DeepSpeed's names.
+
+    profiler = FlopsProfiler(model)
+    profiler.start_profile();  loss = model(batch);  loss.backward();  profiler.stop_profile()
+    profiler.print_model_profile();  profiler.end_profile()
+
+Everything that runs between start and stop is counted, including the backward and recomputation. A backward that
+did not run is estimated as two forwards, as DeepSpeed does. The model is not modified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.profiler.flop_recorder import FlopRecording
+from megatron.profiler.module_tree import tensor_parallel_size
+from megatron.profiler.profile import FLOPS_PER_MAC, ModelProfile, ProfiledJob, build_profile
+from megatron.profiler.profile_report import (aggregated_lines, format_count, format_profile, format_seconds,
+                                              write_profile)
+from mpu.groups import Groups
+
+
+class ProfiledEngine(Protocol):
+    """What a profiler asks of an engine: the job that its model is trained in."""
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def parameters_kept(self) -> int: ...
+
+    def train_batch_size(self) -> int: ...
+
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+
+class FlopsProfiler:
+    def __init__(self, model: nn.Module, ds_engine: ProfiledEngine | None = None,
+                 recompute_fwd_factor: float = 0.0) -> None:
+        """`recompute_fwd_factor`: of a backward that is not seen, the part of a forward that it runs again."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"FlopsProfiler takes a torch.nn.Module, not a {type(model).__name__}; of an engine, "
+                              "give engine.module and the engine itself as ds_engine")
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self._recording: FlopRecording | None = None
+        self._running: AbstractContextManager[None] | None = None
+        self._profile: ModelProfile | None = None
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+
+    def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
+        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list`, and in those inside
+        them, is not counted."""
+        if self._running is not None:
+            raise ConfigError("start_profile: a profile is under way; call stop_profile first")
+        self._recording, self._profile = FlopRecording(self.model, tuple(ignore_list or ())), None
+        self._running = self._recording.record()
+        self._running.__enter__()
+
+    def stop_profile(self) -> None:
+        if self._running is None or self._recording is None:
+            raise ConfigError("stop_profile: no profile is under way; call start_profile first")
+        if not self._recording.can_stop:
+            raise ConfigError("stop_profile: another profile, or mode of torch's, was started after this one and is on "
+                              "still, or this one was started by another thread; stop there, the last one first")
+        running, self._running = self._running, None
+        running.__exit__(None, None, None)
+
+    @contextmanager
+    def part(self, name: str, counts: bool = True) -> Iterator[None]:
+        """Record one part of a step, forward, backward or step, or only its time. They add up until
+        `reset_profile`."""
+        if self._recording is None:
+            self._recording = FlopRecording(self.model)
+        self._profile = None
+        with self._recording.record(name) if counts else self._recording.record_time(name):
+            yield
+
+    def reset_profile(self) -> None:
+        """Forget what was recorded."""
+        self._profile = None
+        if self._recording is not None:
+            self._recording.reset()
+
+    def end_profile(self) -> None:
+        """Stop, and forget. Nothing has to be taken off the model: nothing was put on it."""
+        if self._running is not None:
+            self.stop_profile()
+        self._recording = self._profile = None
+
+    # ---- what was found -----------------------------------------------------------------------------------------
+
+    def profile(self, step: int | None = None, step_before: float | None = None) -> ModelProfile:
+        """What was recorded, as plain numbers. `step_before`: how long the step before took."""
+        if self._recording is None or self._running is not None:
+            raise ConfigError("there is no profile: call start_profile, run the model, call stop_profile")
+        if self._profile is None or (self._profile.step, self._profile.step_before) != (step, step_before):
+            self._profile = build_profile(self._recording, layout=self._layout(), step=step, step_before=step_before,
+                                          recompute_factor=self.recompute_fwd_factor)
+        return self._profile
+
+    def _layout(self) -> ProfiledJob:
+        engine = self.ds_engine
+        if engine is None:
+            tp = tensor_parallel_size(self.model)
+            return ProfiledJob(world=tp, tp=tp)
+        groups = engine.groups
+        return ProfiledJob(groups.world.size, groups.dp.size, groups.tp.size, engine.zero_optimization_stage(),
+                           engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.parameters_kept)
+
+    def _current_profile(self) -> ModelProfile:
+        return self._profile or self.profile()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Of the forwards, in the whole model."""
+        flops = FLOPS_PER_MAC * self._current_profile().macs.forward
+        return format_count(flops, "FLOPs") if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        macs = self._current_profile().macs.forward
+        return format_count(macs, "MACs") if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Of the forwards, in seconds."""
+        seconds = self._current_profile().root.seconds
+        return format_seconds(seconds) if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        parameters = self._current_profile().root.parameters
+        return format_count(parameters) if as_string else parameters
+
+    def print_model_profile(self, profile_step: int | None = None, module_depth: int = -1, top_modules: int = 1,
+                            detailed: bool = True, output_file: str | None = None) -> None:
+        """Print the profile, or write it to a file, whose ending says as what: .json, .html, or text."""
+        found = self._current_profile() if profile_step is None else self.profile(profile_step)
+        if output_file is None:
+            print(format_profile(found, module_depth, top_modules, detailed), flush=True)
+        else:
+            write_profile(found, output_file, module_depth, top_modules, detailed)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        print("\n".join(aggregated_lines(self._current_profile(), module_depth, top_modules)), flush=True)
+
+
+_MODES = ("forward", "generate")
+
+
+def get_model_profile(
+    model: nn.Module, input_shape: Sequence[int] | None = None, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, print_profile: bool = True, detailed: bool = True, module_depth: int = -1,
+    top_modules: int = 1, warm_up: int = 1, as_string: bool = True, output_file: str | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None, mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """(FLOPs, MACs, parameters) of model(*args, **kwargs), or of model.generate(...) with `mode="generate"`.
+
+    `input_shape` stands for one tensor of ones, of the shape and the model's dtype. It runs without gradients and
+    without dropout, `warm_up` times before it counts; afterwards each module is in the mode that it was in. A model on
+    the meta device is counted without being run.
+    """
+    if mode not in _MODES:
+        raise ConfigError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
+    given = [*_inputs(model, input_shape), *args]
+    named = kwargs or {}
+    if not given and not named:
+        raise ConfigError("get_model_profile needs input_shape, args or kwargs: what the model is called with")
+    profiler = FlopsProfiler(model)
+    call: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
+    with _eval_mode(model), torch.no_grad():
+        for _ in range(warm_up):
+            call(*given, **named)
+        profiler.start_profile(ignore_modules)
+        try:
+            call(*given, **named)
+        finally:
+            profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=detailed,
+                                     output_file=output_file)
+    return (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string),
+            profiler.get_total_params(as_string))
+
+
+def _inputs(model: nn.Module, shape: Sequence[int] | None) -> list[torch.Tensor]:
+    if shape is None:
+        return []
+    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
+    return [torch.ones(tuple(shape), dtype=like.dtype, device=like.device)]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation; afterwards each in the mode that it was in, which need not be the model's."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

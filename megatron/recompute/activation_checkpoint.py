@@ -1,0 +1,244 @@
+"""Activation checkpointing: keeps the inputs of a chunk of blocks, and runs the chunk again in backward.
+
+torch's non-reentrant checkpoint decides when. Added here: the RNG streams of tensor parallelism, so that dropout
+replays exactly; storage of the inputs; synchronization and timing at chunk boundaries. Gradients are bit-equal to
+those without checkpointing.
+
+`CheckpointInputStorage` is a pair of saved-tensor hooks: it can shard inputs over tensor parallel, move them to the
+host, or put them into one contiguous buffer. Other inputs (masks, positions) are kept as they are. A sharded
+input must be equal on all tensor parallel ranks. Stored inputs live as long as the graph that needs them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from megatron.config.tree import RecomputeConfig, flag_name, require
+from megatron.errors import ConfigError
+from mpu.collectives import all_gather_into
+from mpu.groups import SOLO, Group
+from mpu.random import get_rng_tracker
+
+
+class CheckpointInputStorage:
+    """Stores the inputs of a model's chunks: sharded, on the host or in contiguous buffers, as configured."""
+
+    def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
+        self._group = tp if config.partition_activations else SOLO
+        self._to_host = config.cpu_checkpointing
+        rows = config.number_checkpoints if config.contiguous_memory_optimization else 0
+        if rows is None:
+            raise ConfigError("contiguous_memory_optimization needs number_checkpoints: how many chunks there are "
+                              "between a forward and its backward")
+        self._rows = rows
+        self._buffers: dict[int, _ContiguousBuffer] = {}
+        self._copy_stream: torch.cuda.Stream | None = None
+        self._last_input: weakref.ref[_StoredInput] | None = None
+
+    def save_chunk_inputs(self) -> saved_tensors_hooks:
+        """A context in which autograd saves the arguments of one chunk, in order, and nothing else."""
+        numbers = count()
+        return saved_tensors_hooks(lambda x: self._pack(x, numbers), _unpack)
+
+    def reset(self) -> None:
+        """Release the contiguous buffers; inputs that are still stored in them stay valid."""
+        self._buffers.clear()
+
+    def _pack(self, x: Tensor, numbers: Iterator[int]) -> Tensor | _StoredInput:
+        moves = self._to_host and x.is_cuda
+        # Before torch 2.13, checkpoint also saves an empty tensor.
+        if not (x.is_floating_point() and x.numel()) or not (moves or self._rows or self._group.size > 1):
+            return x
+        each = -(-x.numel() // self._group.size)  # elements per rank, rounded up
+        if self._rows:
+            memory = self._buffer(next(numbers), each, x, moves).acquire_row()
+        else:
+            memory = _allocate_like((each,), x, moves)
+        copy_stream, before = None, None
+        if moves:
+            copy_stream = self._copy_stream = self._copy_stream or torch.cuda.Stream(x.device)
+            before = None if self._last_input is None else self._last_input()
+        stored = _StoredInput(x.detach(), memory, self._group, copy_stream, before)
+        self._last_input = weakref.ref(stored)
+        return stored
+
+    def _buffer(self, argument: int, each: int, x: Tensor, on_host: bool) -> _ContiguousBuffer:
+        """The buffer of the n-th argument. It is allocated again for another size if no row is in use."""
+        found = self._buffers.get(argument)
+        if found is None or not (found.is_used or found.fits(each, x.dtype)):
+            found = self._buffers[argument] = _ContiguousBuffer(_allocate_like((self._rows, each), x, on_host))
+        require(found.fits(each, x.dtype), f"{each} elements of {x.dtype} are to be kept of argument {argument} of a "
+                f"chunk, in a buffer with rows of {found}: contiguous_memory_optimization needs inputs of one size; "
+                "leave it out")
+        return found
+
+
+def _allocate_like(shape: tuple[int, ...], x: Tensor, on_host: bool) -> Tensor:
+    """An empty tensor with the dtype of x, on its device or pinned on the host."""
+    return torch.empty(shape, dtype=x.dtype, device="cpu" if on_host else x.device, pin_memory=on_host)
+
+
+class _ContiguousBuffer:
+    """Rows of equal length, in one allocation. A row becomes free when nothing refers to it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._used_rows: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def __str__(self) -> str:
+        return f"{self._memory.shape[1]} of {self._memory.dtype}"
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._used_rows)
+
+    def fits(self, numel: int, dtype: torch.dtype) -> bool:
+        return self._memory.shape[1] == numel and self._memory.dtype == dtype
+
+    def acquire_row(self) -> Tensor:
+        rows = len(self._memory)
+        free = next((row for row in range(rows) if row not in self._used_rows), None)
+        if free is None:
+            raise ConfigError(f"{rows} kept inputs wait for their backward, and number_checkpoints is {rows}: "
+                              "raise it to the number of chunks between a forward and its backward")
+        self._used_rows[free] = row = self._memory[free]
+        return row
+
+
+class _StoredInput:
+    """One stored input: this rank's part in `memory`, which `restore` gathers."""
+
+    def __init__(self, x: Tensor, memory: Tensor, group: Group, copy_stream: torch.cuda.Stream | None,
+                 previous: _StoredInput | None) -> None:
+        self._shape, self._device, self._memory, self._group, self._copy_stream = (
+            x.shape, x.device, memory, group, copy_stream)
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._full_input: Tensor | None = None  # [ranks, part], between `start_fetch` and `restore`
+        # [numel] -> [part]; the parts of the last ranks may be shorter
+        mine = x.reshape(-1)[group.rank * len(memory) : (group.rank + 1) * len(memory)]
+        self._copy_event = _copy_on_stream(memory[: len(mine)], mine, copy_stream)
+
+    def start_fetch(self) -> Tensor:
+        """Start to copy this rank's part into its row of the full input."""
+        if self._full_input is None:
+            self._full_input = self._memory.new_empty(self._group.size, len(self._memory), device=self._device)
+            self._copy_event = _copy_on_stream(self._full_input[self._group.rank], self._memory, self._copy_stream)
+        return self._full_input
+
+    def restore(self) -> Tensor:
+        """The full input, in new memory. Collective over tensor parallel."""
+        whole, self._full_input = self.start_fetch(), None
+        if self._previous is not None and (before := self._previous()) is not None:
+            before.start_fetch()  # prefetch: backward restores it next
+        if self._copy_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copy_event)
+        all_gather_into(whole.view(-1), whole[self._group.rank], self._group).wait()
+        return whole.view(-1)[: self._shape.numel()].view(self._shape)
+
+
+def _unpack(stored: Tensor | _StoredInput) -> Tensor:
+    return stored.restore() if isinstance(stored, _StoredInput) else stored
+
+
+def _copy_on_stream(to: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """to <- source. With `stream` the copy is asynchronous, and the returned event marks its end."""
+    if stream is None:
+        to.copy_(source)
+        return None
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+    for tensor in (to, source):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is done
+    event: torch.cuda.Event = stream.record_event()
+    return event
+
+
+SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary", "profile_backward")
+
+
+class Recomputation:
+    """Activation checkpointing of one model; stored inputs may be sharded over `tp`."""
+
+    def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
+        self._input_storage = CheckpointInputStorage(config, tp)
+        self._synchronizes = config.synchronize_checkpoint_boundary or config.profile_backward
+        self._synchronize: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self._profiles = config.profile_backward
+        self._timings: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return function(*args, **kwargs), and recompute it in backward instead of storing its activations."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # `run` must not capture an argument: torch passes the tensors, and saves them through the storage's hooks.
+        positional, names = len(args), tuple(kwargs)
+        streams, runs = get_rng_tracker().get_states(), count()
+
+        def run(*values: Any) -> Any:
+            with self._forward_rng_streams(streams) if next(runs) else self._timed("forward"):
+                return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        with self._input_storage.save_chunk_inputs():
+            return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+    def reset(self) -> None:
+        """Call it after a forward without a backward: releases the contiguous buffers."""
+        self._input_storage.reset()
+
+    def report(self) -> str:
+        """The time of recomputation since the last report as a text; empty without `profile_backward`."""
+        parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._timings.items()]
+        self._timings.clear()
+        return f" recomputation, each chunk | {' | '.join(parts)}" if parts else ""
+
+    @contextmanager
+    def _forward_rng_streams(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
+        """Replay: the RNG tracker has the streams of the forward inside, and its present ones again afterwards."""
+        tracker = get_rng_tracker()
+        present = tracker.get_states()
+        tracker.set_states(streams)
+        try:
+            with self._timed("again in backward"):
+                yield
+        finally:  # torch stops the recomputation early with an exception
+            tracker.set_states(present)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = self._time_at_boundary()
+        try:
+            yield
+        finally:
+            stop = self._time_at_boundary()
+            if self._profiles:
+                seconds, times = self._timings.get(what, (0.0, 0))
+                self._timings[what] = seconds + stop - start, times + 1
+
+    def _time_at_boundary(self) -> float:
+        """The time in seconds; if configured, after synchronizing with the device."""
+        if self._synchronizes:
+            self._synchronize()
+        return time.perf_counter()
+
+
+def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
+    """One line for each switch that is on but has no effect in this run."""
+    idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
+    if device.type == "cpu":
+        idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
+    if not config.checkpoint_activations:
+        idle = dict.fromkeys(SWITCHES, "--checkpoint-activations is off")
+    return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]

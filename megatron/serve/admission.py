@@ -1,0 +1,130 @@
+"""Which requests the server accepts: size and time limits, API key, Host check, and the HTTP error of a refusal.
+
+On the loopback only requests for loopback names, and for those of --allowed-host, are accepted: this stops DNS
+rebinding by a page of another site. Does not import torch: the limits are flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import final
+
+from megatron.config.tree import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Of one server. The names are those of the flags."""
+
+    max_body_bytes: int = 1 << 20
+    max_header_bytes: int = 16 << 10
+    max_prompt_tokens: int | None = None
+    """None: as many as the model has positions."""
+    max_new_tokens: int | None = None
+    """None: as many as the model has positions."""
+    max_texts: int = 128
+    """Of one request: prompts x samples."""
+    max_waiting: int = 256
+    """Texts that wait for a row of the model."""
+    max_connections: int = 256
+    request_seconds: float = 20.0
+    """For a request to arrive whole."""
+    write_seconds: float = 30.0
+    """For a client to take what it is sent."""
+    grace: float = 30.0
+    """For what is under way, once the server is asked to stop."""
+
+
+LIMIT_HELP = {
+    "max_body_bytes": "largest body of a request (1 MiB)",
+    "max_header_bytes": "largest head of a request (16 KiB)",
+    "max_prompt_tokens": "longest prompt (the model's positions)",
+    "max_new_tokens": "most new tokens of a text (the model's positions)",
+    "max_texts": "most texts of a request, prompts times samples (128, or as many as may wait)",
+    "max_waiting": "most texts that wait for their turn; beyond, requests are answered with 503 (256)",
+    "max_connections": "most connections at a time (256)",
+    "request_seconds": "time for a request to arrive whole (20)",
+    "write_seconds": "time for a client to take what it is sent (30)",
+    "grace": "seconds for what is under way once the server is asked to stop (30)"}
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    defaults = ServerLimits()
+    for name, text in LIMIT_HELP.items():
+        default = getattr(defaults, name)
+        group.add_argument(f"--{name.replace('_', '-')}", type=float if isinstance(default, float) else int,
+                           default=None if name == "max_texts" else default,
+                           metavar="S" if isinstance(default, float) else "N", help=text)
+
+
+def limits_from_args(args: argparse.Namespace) -> ServerLimits:
+    found = {field.name: getattr(args, field.name) for field in fields(ServerLimits)}
+    for name, value in found.items():
+        least = 0 if name in ("max_waiting", "grace") else 1e-3 if isinstance(value, float) else 1
+        require(value is None or least <= value < float("inf"), f"--{name.replace('_', '-')} is {value}: expected "
+                f"{'0 or more' if not least else 'more than 0'}")
+    capacity = args.max_waiting + args.batch_size
+    if args.max_texts is None:
+        found["max_texts"] = min(ServerLimits().max_texts, capacity)
+    require(found["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and --batch-size "
+            f"have room for together, {capacity}: such a request could never be taken")
+    return ServerLimits(**found)
+
+
+@final
+class HttpError(Exception):
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """`name` is that of the key that is wrong; `code` is a word for programs; `headers` go with the response."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+
+def invalid_field(name: str, message: str) -> HttpError:
+    """A key that cannot be honoured."""
+    return HttpError(400, f"{name}: {message}", param=name)
+
+
+LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain"})
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower().rstrip(".") in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@final
+class AuthPolicy:
+    def __init__(self, host: str, key: str | None, allowed: Iterable[str] = ()) -> None:
+        self._key = None if key is None else key.encode()
+        self._any_host = not is_loopback(host)
+        self._allowed_hosts = {host.lower(), *(name.lower() for name in allowed)}
+
+    def check_host(self, header: str | None) -> None:
+        """That the name the client used is one of ours."""
+        if self._any_host or header is None:
+            return
+        match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", header)
+        name = (match[1] or match[3]).lower() if match else ""
+        if not is_loopback(name) and name not in self._allowed_hosts:
+            raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
+                            "--allowed-host admits another name")
+
+    def check_key(self, header: str | None) -> None:
+        if self._key is None:
+            return
+        scheme, _, given = (header or "").partition(" ")
+        good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
+        if scheme.lower() != "bearer" or not good:
+            raise HttpError(401, "this server wants a key: send it as Authorization: Bearer KEY",
+                            code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))

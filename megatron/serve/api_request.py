@@ -1,0 +1,213 @@
+"""The API-independent generation request, the served model, and a strict reader of JSON bodies shared by both APIs.
+
+Each key of a body is read once with its type and range; keys that are left over are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, final
+
+from data.tokenizer_base import Tokenizer
+from megatron.inference.generation import GeneratedSequence
+from megatron.inference.request import Request, Sampling
+from megatron.serve.admission import HttpError, ServerLimits, invalid_field
+from megatron.serve.scheduler import SequenceLogprobs
+
+MAX_QUOTED_CHARACTERS = 60
+"""Characters of a name that is quoted back."""
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object; none of Python's additions to JSON."""
+    try:
+        found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise HttpError(400, f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise HttpError(400, "expected a JSON object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+@final
+class StrictJson:
+    def __init__(self, values: dict[str, Any]) -> None:
+        """What is null is not given."""
+        self._remaining = {name: value for name, value in values.items() if value is not None}
+
+    def take(self, name: str) -> Any:
+        """Whatever it is; None where it is not given."""
+        return self._remaining.pop(name, None)
+
+    def take_bool(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise invalid_field(name, "expected true or false")
+        return default if value is None else value
+
+    def take_int(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise invalid_field(name, f"expected a whole number from {low} to {high}")
+        return value
+
+    def take_float(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise invalid_field(name, f"expected a number from {low:g} to {high:g}")
+        return float(value)
+
+    def take_str(self, name: str) -> str | None:
+        value = self.take(name)
+        return None if value is None else valid_text(value, name)
+
+    def require_neutral(self, name: str, accepted: Collection[Any], why: str) -> None:
+        """A key that is known, but only with values that change nothing."""
+        value = self.take(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
+            raise invalid_field(name, why)
+
+    def reject_unknown(self) -> None:
+        if self._remaining:
+            first, *others = sorted(self._remaining)
+            more = f" and {len(others)} more keys are" if others else " is"
+            raise HttpError(400, f"{first[:MAX_QUOTED_CHARACTERS]!r}{more} not known here",
+                            param=ascii(first[:MAX_QUOTED_CHARACTERS])[1:-1])
+
+
+def valid_text(value: Any, name: str) -> str:
+    """A text of whole characters."""
+    if not isinstance(value, str):
+        raise invalid_field(name, "expected a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise invalid_field(name, "expected Unicode text; half of a surrogate pair is none") from None
+    return value
+
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100.0
+"""Temperatures; beyond, logits would leave what numbers can say."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    prompts: tuple[tuple[int, ...], ...]
+    num_samples: int
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    """Asked for: how likely every token is, that of the prompt as well, and so many of the likeliest."""
+
+    def requests(self) -> list[Request]:
+        """Texts in the order of the prompts, each with a stream of random numbers of its own."""
+        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+        return [Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops)
+                for place, prompt in enumerate(prompts)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+class ApiRequest(Protocol):
+    """A request in one of the dialects."""
+
+    @property
+    def generation(self) -> GenerationRequest: ...
+
+    @property
+    def is_streaming(self) -> bool: ...
+
+    def full_response(self, sequences: Sequence[GeneratedSequence],
+                      logprobs: Mapping[int, SequenceLogprobs]) -> dict[str, Any]:
+        """The answer."""
+
+    def new_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
+        """Of an answer that is sent in parts: what there is since the last call."""
+
+    def final_chunks(self, sequences: Sequence[GeneratedSequence]) -> list[dict[str, Any]]:
+        """What comes behind the parts."""
+
+
+@final
+@dataclass(frozen=True)
+class ServedModel:
+    """The model, as a client sees it."""
+
+    name: str
+    tokenizer: Tokenizer
+    positions: int
+    eod: int | None
+    limits: ServerLimits
+    created: int
+
+    @property
+    def max_new_tokens(self) -> int:
+        return min(self.limits.max_new_tokens or self.positions, self.positions)
+
+    def encode_prompt(self, text: str, name: str) -> tuple[int, ...]:
+        return self.check_prompt(tuple(int(token) for token in self.tokenizer.encode(text)), name)
+
+    def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """One that is empty begins a document."""
+        if not ids and self.eod is not None:
+            ids = (self.eod,)
+        longest = min(self.limits.max_prompt_tokens or self.positions, self.positions)
+        if not ids:
+            raise invalid_field(name, "is empty, and this model has no token that begins a document")
+        if len(ids) > longest:
+            raise HttpError(400, f"{name}: {len(ids)} tokens, and at most {longest} can be read", param=name,
+                            code="context_length_exceeded")
+        return ids
+
+    def check_num_sequences(self, prompts: int, samples: int, name: str) -> None:
+        if prompts * samples > self.limits.max_texts:
+            raise invalid_field(
+                name, f"{prompts * samples} texts in one request, and at most {self.limits.max_texts} are taken")
+
+
+def take_temperature(fields: StrictJson) -> float:
+    """0: always the likeliest token."""
+    found = fields.take_float("temperature", 1.0, 0.0, MAX_TEMPERATURE)
+    if 0 < found < MIN_TEMPERATURE:
+        raise invalid_field("temperature", f"expected 0 (the likeliest token) or a number from {MIN_TEMPERATURE} to "
+                            f"{MAX_TEMPERATURE:g}")
+    return found
+
+
+def build_sampling(temperature: float, *, top_k: int, top_p: float, min_p: float = 0.0,
+                   repetition_penalty: float = 1.0) -> Sampling:
+    if temperature == 0:
+        return Sampling(greedy=True, repetition_penalty=repetition_penalty)
+    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                    repetition_penalty=repetition_penalty)
+
+
+def new_seed() -> int:
+    return secrets.randbelow(1 << 31)

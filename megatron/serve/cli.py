@@ -1,0 +1,143 @@
+"""`python -m megatron.serve`: a trained model behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from data.storage import escape_to_one_line
+from megatron.config.tree import require
+from megatron.distributed import process_group
+from megatron.distributed.signals import StopListener, write_stderr
+from megatron.errors import ConfigError
+from megatron.inference.model_args import ModelArgumentParser, flags_to_compare, model_source_from_args
+from megatron.serve import admission
+from megatron.serve.admission import is_loopback
+
+MODULE = "python -m megatron.serve"
+API_KEY_VARIABLE = "GPT2_SERVE_API_KEY"
+STOPPING_NOTICE = b"finishing what is under way (Ctrl-C again ends at once)\n"
+
+EXAMPLES = """examples:
+  python -m megatron.serve --load runs/gpt2
+  python -m megatron.serve --load runs/gpt2 --host 0.0.0.0 --port 8000 --api-key-file key.txt
+  python -m megatron.launch --nproc-per-node 2 -m megatron.serve --load runs/gpt2 --model-parallel-size 2
+
+docs/serve.md explains the rest."""
+
+
+def build_parser() -> ModelArgumentParser:
+    parser = ModelArgumentParser(
+        MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.", EXAMPLES)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    add("--port", type=int, default=5000, metavar="N", help="0: any that is free (5000)")
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="on the loopback: a name besides localhost "
+        "that requests may be for; may be given again")
+    add("--api-key-file", metavar="FILE",
+        help=f"its first line is a key that clients must send; or set {API_KEY_VARIABLE}")
+    add("--model-name", metavar="NAME", help="what clients call the model (the name of its folder)")
+    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
+    add("--quiet", action="store_true", help="no line for each request")
+    admission.add_limit_flags(parser)
+    return parser
+
+
+def check_args(args: argparse.Namespace) -> None:
+    require(0 <= args.port < 65536, f"--port is {args.port}: expected 0 to 65535")
+    require(args.batch_size >= 1, f"--batch-size is {args.batch_size}: expected 1 or more")
+    name = args.model_name
+    require(name is None or name.isascii() and name.isprintable() and name.strip() == name != "",
+            "--model-name: expected printable ASCII")
+
+
+def read_api_key(args: argparse.Namespace) -> str | None:
+    """What clients must send."""
+    key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
+    if args.api_key_file is not None:
+        where = f"--api-key-file {args.api_key_file}"
+        try:
+            key = Path(args.api_key_file).read_text("utf-8").partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: cannot read: {error}") from error
+    require(key is None or key.isascii() and key.isprintable() and " " not in key and key != "",
+            f"{where}: expected a key of printable ASCII without spaces")
+    return key
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Bound, and not listening yet: a client that comes while the model is loaded is refused, not kept waiting."""
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM,
+                                                                flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}; choose another with --host and --port "
+                          "(0: any that is free)") from error
+    return listener
+
+
+def listener_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def served_model_name(args: argparse.Namespace) -> str:
+    folder = Path((args.load_hf or args.load).partition(":")[0]).resolve().name
+    return args.model_name or folder.encode("ascii", "replace").decode() or "gpt2"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    check_args(args)
+    source, server_limits, key = model_source_from_args(args), admission.limits_from_args(args), read_api_key(args)
+    stop_handler = StopListener(STOPPING_NOTICE,
+                                startup_reason="before the model was loaded; start the same command again")
+    is_listener = process_group.read_environment().rank == 0
+    with stop_handler.listening() as stop, \
+            bind_listener(args.host, args.port) if is_listener else nullcontext() as listener:
+        from megatron.inference import load
+        from megatron.serve.app import run_server, run_worker_rank
+
+        env = process_group.init(must_match=flags_to_compare(args))
+        groups = load.build_groups(source, env.world_size, MODULE)
+        start = time.monotonic()
+        loaded = load.load_model(source, groups, process_group.device_for(env, None))
+        stop.mark_started()
+        if listener is None:
+            run_worker_rank(loaded, groups, args.batch_size)
+        else:
+            log = _log_to_stderr if not args.quiet else _discard_log
+            _log_to_stderr(f"{loaded.description}, loaded in {time.monotonic() - start:.1f} s")
+            if key is None and not is_loopback(args.host):
+                _log_to_stderr(f"listening on {args.host} without a key: whoever reaches this machine can use the "
+                               "model; --api-key-file asks for one")
+            run_server(loaded, groups, rows=args.batch_size, name=served_model_name(args), listener=listener,
+                       host=args.host, key=key, allowed_hosts=args.allowed_host, limits=server_limits,
+                       log=log, on_ready=lambda: print(f"listening on {listener_url(listener)}", flush=True),
+                       stop_requested=lambda: bool(stop))
+        process_group.shutdown()
+    return 0
+
+
+def _log_to_stderr(line: str) -> None:
+    """Whether or not somebody reads it."""
+    write_stderr(f"{escape_to_one_line(line)}\n".encode())
+
+
+def _discard_log(line: str) -> None:
+    """Of no interest."""

@@ -1,0 +1,419 @@
+"""The continuous-batching scheduler on the model's thread, and the request queue on the clients' thread.
+
+Rank 0 schedules: before each step it broadcasts a StepPlan (sequences to start, cancel and score) and all ranks
+execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out. The two
+threads exchange only the records of this file: commands go through `Inbox`, token events come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+import torch
+
+from megatron.inference.generation import FinishReason, GeneratedSequence, Generator
+from megatron.inference.request import Request, Sampling
+from megatron.model.gpt2 import GPT2
+from megatron.serve.admission import HttpError
+from mpu.collectives import broadcast_json
+from mpu.groups import Group
+
+
+@final
+class ServerMetrics:
+    """Of the clients' thread alone."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._seconds = 0.0
+        self.prompt_tokens = self.generated_tokens = 0
+        self.texts_running = self.texts_waiting = self.texts_dropped = 0
+        self.connections = 0
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        """A request; `route` is one of ours, so that clients make no names."""
+        self._requests[route, status] += 1
+        self._seconds += seconds
+
+    def format_prometheus(self) -> str:
+        lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
+        lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
+                  for (route, status), count in sorted(self._requests.items())]
+        for name, kind, value, about in (
+                ("request_seconds_total", "counter", self._seconds, "Time that requests took, added up."),
+                ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
+                ("generated_tokens_total", "counter", self.generated_tokens, "Tokens of texts."),
+                ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
+                ("texts_running", "gauge", self.texts_running, "Texts that have a row of the model."),
+                ("texts_waiting", "gauge", self.texts_waiting, "Texts that wait for a row."),
+                ("connections", "gauge", self.connections, "Open connections."),
+                ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
+            lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class StartSequences:
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class ScoreSequence:
+    """A text that has ended, once more, for a verdict (Judge)."""
+
+    number: int
+    ids: tuple[int, ...]
+    top_logprobs: int
+    """How many of the likeliest tokens are wanted in each place."""
+
+
+@dataclass(frozen=True)
+class CancelSequences:
+    """Texts that nobody waits for any longer."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class QueueClosed:
+    """No more will be asked for."""
+
+
+@dataclass(frozen=True)
+class FrontendFailed:
+    """The thread of the clients has failed."""
+
+    error: BaseException
+
+
+SchedulerCommand = StartSequences | ScoreSequence | CancelSequences | QueueClosed | FrontendFailed
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """Of a text: it has so many tokens now, and this is the last of them; or it has ended."""
+
+    number: int
+    count: int
+    token: int
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+LOGITS_CHUNK_BYTES = 64 << 20
+"""Of logits that exist together."""
+
+
+@dataclass(frozen=True)
+class SequenceLogprobs:
+    """Of a text's tokens from the second on: the first has nothing before it."""
+
+    number: int
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    """In each place: tokens with their log-probabilities, the likeliest first."""
+
+
+@final
+class LogprobScorer:
+    """How likely the model finds each token of a text, and which it finds likeliest there: another reading of the whole
+    text, for clients that ask for more than the tokens that were taken."""
+
+    def __init__(self, model: GPT2, vocabulary: int) -> None:
+        """Tokens from `vocabulary` on are padding."""
+        self._model, self._vocabulary = model, vocabulary
+        self._rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocabulary))
+
+    @torch.inference_mode()
+    def __call__(self, number: int, ids: tuple[int, ...], num_top: int) -> SequenceLogprobs:
+        """Collective."""
+        tokens = torch.tensor(ids, device=self._model.wpe.weight.device)
+        logprobs: list[float] = []
+        likeliest: list[tuple[tuple[int, float], ...]] = []
+        if len(ids) > 1:
+            hidden = self._model.hidden_states(tokens[None, :-1])[0]  # [s - 1, h]
+            for rows, targets in zip(hidden.split(self._rows), tokens[1:].split(self._rows), strict=True):
+                found = self._model.logits(rows)[:, : self._vocabulary].float().log_softmax(-1)  # [n, V]
+                logprobs += found.gather(1, targets[:, None])[:, 0].tolist()
+                values, places = found.topk(min(num_top, self._vocabulary))
+                likeliest += [tuple(zip(*pair)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
+        return SequenceLogprobs(number, tuple(logprobs), tuple(likeliest))
+
+
+POLL_SECONDS = 0.2
+"""How long a request to stop may go unnoticed while there is nothing to do."""
+HEARTBEAT_SECONDS = 5.0
+"""Between two words to ranks that have nothing to do."""
+
+Inbox = queue.SimpleQueue[SchedulerCommand]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every rank does next, before a step."""
+
+    drop: tuple[int, ...] = ()
+    begin: tuple[Request, ...] = ()
+    read: tuple[ScoreSequence, ...] = ()
+    last: bool = False
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> StepPlan:
+        return cls(tuple(found["drop"]), tuple(_request(one) for one in found["begin"]),
+                   tuple(ScoreSequence(**{**one, "ids": tuple(one["ids"])}) for one in found["read"]), found["last"])
+
+
+def _request(found: dict[str, Any]) -> Request:
+    return Request(**{**found, "prompt": tuple(found["prompt"]), "stops": tuple(found["stops"]),
+                      "sampling": Sampling(**found["sampling"])})
+
+
+@final
+class StepExecutor:
+    """What every rank does in a turn."""
+
+    def __init__(self, generator: Generator, scorer: LogprobScorer) -> None:
+        self.generator, self._scorer = generator, scorer
+
+    def __call__(self, plan: StepPlan) -> Iterator[GeneratedSequence | SequenceLogprobs]:
+        """The texts that got a token or ended, as they do."""
+        for number in plan.drop:
+            self.generator.cancel(number)
+        yield from self.generator.start(plan.begin)
+        yield from self.generator.step()
+        for one in plan.read:
+            yield self._scorer(one.number, one.ids, one.top_logprobs)
+
+
+def run_worker(executor: StepExecutor, world: Group) -> None:
+    """The loop of every rank but the first."""
+    while not (plan := StepPlan.from_json(broadcast_json(None, world))).last:
+        for _ in executor(plan):
+            pass
+
+
+@final
+class GenerationScheduler:
+    def __init__(self, executor: StepExecutor, world: Group, inbox: Inbox,
+                 publish: Callable[[list[TokenEvent | SequenceLogprobs]], None]) -> None:
+        self._executor, self._world, self._inbox, self._publish = executor, world, inbox, publish
+        self._running: set[int] = set()
+        self._waiting: deque[Request] = deque()
+        self._cancelled: list[int] = []
+        self._to_score: deque[ScoreSequence] = deque()
+        self._queue_is_closed = False
+        self._last_broadcast = time.monotonic()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._waiting and not self._running and not self._to_score
+
+    def run(self, stop_requested: Callable[[], bool], close_queue: Callable[[], None], grace: float) -> bool:
+        """Until asked to stop, and what has been asked for by then is done, or `grace` seconds have gone: False.
+        `close` makes the thread of the clients send QueueClosed."""
+        until = float("inf")
+        while not (self._queue_is_closed and self._is_idle) and time.monotonic() < until:
+            self._receive_commands()
+            self._run_step()
+            if until == float("inf") and stop_requested():
+                until = time.monotonic() + grace
+                close_queue()
+        self._broadcast_plan(StepPlan(last=True))
+        return self._is_idle
+
+    def _receive_commands(self) -> None:
+        """To all that has been said by now; where there is nothing to do, for a moment."""
+        try:
+            order = self._inbox.get(timeout=POLL_SECONDS) if self._is_idle else self._inbox.get_nowait()
+            while True:
+                self._handle_command(order)
+                order = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle_command(self, order: SchedulerCommand) -> None:
+        match order:
+            case StartSequences(requests):
+                self._waiting += requests
+            case ScoreSequence():
+                self._to_score.append(order)
+            case CancelSequences(numbers):
+                self._to_score = deque(read for read in self._to_score if read.number not in numbers)
+                self._waiting = deque(request for request in self._waiting if request.number not in numbers)
+                self._cancelled += [number for number in numbers if number in self._running]
+            case QueueClosed():
+                self._queue_is_closed = True
+            case FrontendFailed(error):
+                raise error
+
+    def _run_step(self) -> None:
+        if self._is_idle:
+            if self._world.size > 1 and time.monotonic() - self._last_broadcast >= HEARTBEAT_SECONDS:
+                self._broadcast_plan(StepPlan())
+            return
+        free_slots = self._executor.generator.free_slots + len(self._cancelled)
+        plan = StepPlan(
+            tuple(self._cancelled), tuple(self._waiting.popleft() for _ in range(min(free_slots, len(self._waiting)))),
+            (self._to_score.popleft(),) if self._to_score else ())  # one at a time: the others wait for tokens
+        self._cancelled.clear()
+        self._running.difference_update(plan.drop)
+        self._broadcast_plan(plan)
+        self._publish([found if isinstance(found, SequenceLogprobs) else self._token_event(found)
+                       for found in self._executor(plan)])
+
+    def _token_event(self, sequence: GeneratedSequence) -> TokenEvent:
+        number, tokens = sequence.request.number, sequence.tokens
+        (self._running.add if sequence.finish_reason is None else self._running.discard)(number)
+        return TokenEvent(number, len(tokens), tokens[-1] if tokens else 0, sequence.logprobs[-1] if tokens else 0.0,
+                          sequence.finish_reason)
+
+    def _broadcast_plan(self, plan: StepPlan) -> None:
+        if self._world.size > 1:
+            broadcast_json(asdict(plan), self._world)
+            self._last_broadcast = time.monotonic()
+
+
+STOPPING_MESSAGE = "the server is stopping"
+NON_FINITE_MESSAGE = ("the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the "
+                      "server may start it with --dtype fp32 or bf16")
+
+
+@final
+class PendingRequest:
+    def __init__(self, requests: Sequence[Request], top_logprobs: int | None) -> None:
+        """With a `top_logprobs`, each text gets a verdict at its end, with so many of the likeliest tokens in each
+        place."""
+        self.sequences = [GeneratedSequence(request, finish_reason=None if request.max_new_tokens else "length")
+                          for request in requests]
+        self.top_logprobs = top_logprobs
+        self.logprobs: dict[int, SequenceLogprobs] = {}
+        """By the number of a text's request."""
+        self.error: HttpError | None = None
+        self.is_cancelled = False
+        """Nobody waits for it any longer."""
+        self._changed = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        ended = all(text.finish_reason is not None for text in self.sequences)
+        return ended and (self.top_logprobs is None or len(self.logprobs) == len(self.sequences))
+
+    @property
+    def num_generated(self) -> int:
+        return sum(len(text.tokens) for text in self.sequences)
+
+    def notify(self) -> None:
+        self._changed.set()
+
+    async def wait_for_change(self) -> None:
+        """Wait for news; raises why there will be none."""
+        if not self.is_done:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.is_cancelled:
+            raise ConnectionResetError
+        if self.error is not None:
+            raise self.error
+
+
+@final
+class RequestQueue:
+    def __init__(self, inbox: Inbox, rows: int, max_waiting: int, metrics: ServerMetrics) -> None:
+        """`rows` texts run at a time, and so many more may wait."""
+        self._inbox, self._rows, self._max_waiting, self._metrics = inbox, rows, max_waiting, metrics
+        self._active: dict[int, tuple[PendingRequest, GeneratedSequence]] = {}
+        self._number = 0
+        self.is_closed = False
+
+    def submit(self, requests: Sequence[Request], top_logprobs: int | None = None) -> PendingRequest:
+        """Those that ask for no new token are read for a verdict."""
+        if self.is_closed:
+            raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
+        if len(self._active) + len(requests) > self._rows + self._max_waiting:
+            raise HttpError(503,
+                            f"{len(self._active)} texts are under way, and this request asks for {len(requests)} more "
+                            f"than there is room for: come again", code="queue_full", headers=(("Retry-After", "1"),))
+        numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
+        self._number += len(numbered)
+        ticket = PendingRequest(numbered, top_logprobs)
+        self._active |= {text.request.number: (ticket, text) for text in ticket.sequences}
+        if to_begin := tuple(request for request in numbered if request.max_new_tokens):
+            self._inbox.put(StartSequences(to_begin))
+        for text in ticket.sequences:
+            self._finish_or_score(ticket, text)
+        self._metrics.prompt_tokens += sum(len(request.prompt) for request in numbered)
+        self._update_metrics()
+        return ticket
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """The client has left."""
+        pending.is_cancelled = True
+        self._cancel_sequences(pending)
+
+    def _cancel_sequences(self, pending: PendingRequest) -> None:
+        """No more news of it are wanted."""
+        numbers = tuple(text.request.number for text in pending.sequences if text.request.number in self._active)
+        for number in numbers:
+            del self._active[number]
+        if numbers:
+            self._metrics.texts_dropped += len(numbers)
+            self._inbox.put(CancelSequences(numbers))
+        self._update_metrics()
+        pending.notify()
+
+    def handle_events(self, events: Iterable[TokenEvent | SequenceLogprobs]) -> None:
+        for one in events:
+            if one.number not in self._active:
+                continue  # its client left meanwhile
+            ticket, text = self._active[one.number]
+            if isinstance(one, SequenceLogprobs):
+                ticket.logprobs[one.number] = one
+                del self._active[one.number]
+            else:
+                self._append_token(text, one)
+                self._finish_or_score(ticket, text)
+                if one.finish_reason == "not finite":
+                    ticket.error = HttpError(500, NON_FINITE_MESSAGE, code="not_finite")
+                    self._cancel_sequences(ticket)
+            ticket.notify()
+        self._update_metrics()
+
+    def _append_token(self, sequence: GeneratedSequence, event: TokenEvent) -> None:
+        if event.count > len(sequence.tokens):
+            sequence.tokens.append(event.token)
+            sequence.logprobs.append(event.logprob)
+            self._metrics.generated_tokens += 1
+        sequence.finish_reason = event.finish_reason
+
+    def _finish_or_score(self, pending: PendingRequest, sequence: GeneratedSequence) -> None:
+        """Of a text that has ended: it is done, or to be judged."""
+        if sequence.finish_reason is not None and pending.top_logprobs is None:
+            del self._active[sequence.request.number]
+        elif sequence.finish_reason is not None and pending.top_logprobs is not None:
+            self._inbox.put(ScoreSequence(sequence.request.number, tuple(sequence.ids), pending.top_logprobs))
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._inbox.put(QueueClosed())
+
+    def fail(self, error: HttpError) -> None:
+        """There will be no more news."""
+        self.is_closed = True
+        for ticket, _ in self._active.values():
+            ticket.error = error
+            ticket.notify()
+        self._active.clear()
+        self._update_metrics()
+
+    def _update_metrics(self) -> None:
+        self._metrics.texts_running = min(len(self._active), self._rows)
+        self._metrics.texts_waiting = len(self._active) - self._metrics.texts_running

@@ -1,0 +1,133 @@
+"""What torch.compile compiles of the model, and the precision of fp32 matrix products.
+
+    model    embeddings to last LayerNorm in one graph: below stage 3, without recomputation, on one data-parallel rank
+    blocks   one graph per block; the engine's hooks run between them
+
+On several data-parallel ranks a whole-model graph would return all gradients at its end, so their reduction could not
+overlap backward. The loss head is never compiled; neither is anything that runs without gradients.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.tree import Config, require
+from megatron.model import GPT2
+
+Scope = Literal["nothing", "blocks", "model"]
+
+_MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
+"""torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is compiled, and why not more."""
+
+    scope: Scope
+    reason: str = ""
+
+
+def choose_compilation(config: Config, dp_size: int, device: torch.device) -> Compilation:
+    train = config.train
+    if train.compile is None and device.type != "cuda" or train.compile is False:
+        return Compilation("nothing")
+    if train.compile is None and (lacking := _missing_compiler()):
+        return Compilation("nothing", f"no {lacking} was found")
+    between = list(_reasons_between_blocks(config, dp_size))
+    if train.compile_scope == "model":
+        require(not between, f"--compile-scope model: {'; '.join(between)}; use --compile-scope blocks")
+        return Compilation("model")
+    if train.compile_scope == "blocks" or between:
+        return Compilation("blocks", between[0] if between else "")
+    if dp_size > 1:
+        return Compilation("blocks", "gradients are reduced while backward runs")
+    return Compilation("model")
+
+
+def _missing_compiler() -> str:
+    """The missing prerequisite of torch.compile, or "": Triton for kernels, a C compiler for their launchers."""
+    if find_spec("triton") is None:
+        return "Triton"
+    return "" if any(map(shutil.which, ("cc", "gcc", "clang"))) else "C compiler"
+
+
+def _reasons_between_blocks(config: Config, dp_size: int) -> Iterator[str]:
+    """Why Python code must run between blocks, which rules out one graph for the model."""
+    if config.zero.zero_stage == 3:
+        yield "the parameters of blocks come and go at stage 3"
+    elif config.zero.zero_stage and dp_size > 1:
+        yield "new weights arrive block by block"
+    if config.layer_drop.progressive_layer_drop:
+        yield "blocks are left out"
+    if config.offload.offload_optimizer_device != "none":
+        yield "new weights come from the host block by block"
+    if config.recompute.checkpoint_activations:
+        yield "recomputation works block by block"
+
+
+def compile_model(model: GPT2, config: Config, dp_size: int, device: torch.device) -> None:
+    """Apply torch.compile to the model or to its blocks; call it before an engine wraps the model."""
+    made, graphs = choose_compilation(config, dp_size, device), config.train.cuda_graphs
+    if made.scope == "model":
+        model.run_blocks = _run_blocks_without_hooks
+        model.hidden_states = _compile_for_training(model.hidden_states, graphs, True)  # type: ignore[method-assign]
+    elif made.scope == "blocks":
+        for block in model.blocks:
+            block.forward = _compile_for_training(block.forward, graphs, False)
+
+
+def _run_blocks_without_hooks(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+    for block in blocks:
+        x = block.forward(x, *args)
+    return x
+
+
+def _compile_for_training(forward: Callable[..., Tensor], graphs: bool, whole: bool) -> Callable[..., Tensor]:
+    """`forward`, compiled only for calls with gradients enabled."""
+    compiled = torch.compile(forward, mode="reduce-overhead" if graphs else None)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if graphs and whole:
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the previous pass may be overwritten
+        result: Tensor = compiled(*args, **kwargs)
+        return result
+
+    return run
+
+
+def matmul_precision(config: Config, device: torch.device) -> str:
+    """Precision of fp32 matrix products as torch.set_float32_matmul_precision names it: highest, high or medium."""
+    return config.precision.matmul_precision or ("high" if device.type == "cuda" else "highest")
+
+
+def set_matmul_precision(config: Config, device: torch.device) -> None:
+    torch.set_float32_matmul_precision(matmul_precision(config, device))
+
+
+def arithmetic_precision(config: Config, device: torch.device) -> str:
+    """Arithmetic of most matrix products: 16-bit, TF32 or fp32. It decides the device's peak FLOP/s."""
+    if config.precision.name != "fp32" or matmul_precision(config, device) == "medium":
+        return "16-bit"
+    return _MATMUL_PRECISION_NAMES[matmul_precision(config, device)]
+
+
+def compilation_line(config: Config, dp_size: int, device: torch.device) -> str | None:
+    """Console line on precision and compilation; None on a CPU with default settings."""
+    made = choose_compilation(config, dp_size, device)
+    if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None:
+        return None
+    what = {"nothing": "nothing is compiled", "blocks": "each block is compiled", "model": "the model is compiled"}
+    graphs = " into CUDA graphs" if config.train.cuda_graphs and made.scope != "nothing" else ""
+    why = f" ({made.reason})" if made.reason else ""
+    return (f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; "
+            f"{what[made.scope]}{graphs}{why}")

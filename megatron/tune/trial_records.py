@@ -1,0 +1,144 @@
+"""The trials of a search as JSON lines on disk, so that a killed search continues with the next trial.
+
+The first line is the key (all untuned settings, the machine, its torch); trials under another key are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from data.storage import hold_writer_lock, make_folder, prefix_storage_errors, write_errors_for
+from megatron.config.schema import flag_name
+from megatron.config.tree import AutotuningConfig, Config, LogConfig, SaveConfig
+from megatron.errors import ConfigError
+from megatron.plan.footprint import PlannedRun
+from megatron.plan.rate_cache import rates_key
+from megatron.tune.search import TrialResult
+from megatron.tune.space import TuningChoice, samples_per_step
+
+
+def trial_key(requested: PlannedRun) -> dict[str, Any]:
+    tuning = requested.config.autotuning
+    settings = {flag_name(name): value for section in _untuned_settings(requested).as_dict().values()
+                for name, value in section.items()}
+    return {"settings": json.loads(json.dumps(settings)), "samples": samples_per_step(requested),
+            "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
+            **rates_key(requested, requested.ranks)}
+
+
+def _untuned_settings(requested: PlannedRun) -> Config:
+    config, zero = requested.config, requested.config.zero
+    gathered = 1 if zero.allgather_bucket_size == zero.reduce_bucket_size else zero.allgather_bucket_size
+    return replace(
+        config, save=SaveConfig(), log=LogConfig(), autotuning=AutotuningConfig(),
+        parallel=replace(config.parallel, model_parallel_size=1), zero=replace(
+            zero, zero_stage=0, reduce_bucket_size=1, allgather_bucket_size=gathered),
+        recompute=replace(config.recompute, checkpoint_activations=False),
+        offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
+        train=replace(config.train, batch_size=1, global_batch_size=samples_per_step(requested), train_iters=1))
+
+
+TRIALS_FILE = "trials.jsonl"
+RESULTS_FLAG = "--autotuning-results-dir"
+
+MAX_DIFFERENCES = 8
+"""Differences between two runs that an error names."""
+
+
+@contextmanager
+def open_trial_records(folder: str, key: Mapping[str, Any], *, overwrite: bool) -> Iterator[TrialRecords]:
+    """For one search at a time: a second one is refused."""
+    with prefix_storage_errors(RESULTS_FLAG):
+        make_folder(folder)
+    with ExitStack() as stack:
+        with prefix_storage_errors(RESULTS_FLAG):
+            stack.enter_context(hold_writer_lock(Path(folder) / TRIALS_FILE))
+        yield TrialRecords(folder, key, overwrite=overwrite)
+
+
+class TrialRecords:
+    """Open for the trials of `subject`."""
+
+    def __init__(self, folder: str, key: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.folder, self._path = Path(folder), Path(folder) / TRIALS_FILE
+        self.trials: dict[TuningChoice, TrialResult] = {}
+        """In the order in which they were made."""
+        lines = [] if overwrite or not self._path.exists() else self._read_complete_lines()
+        if not lines:
+            self._write(json.dumps({"subject": dict(key)}), mode="w")
+            return
+        head, *rest = [json.loads(line) for line in lines]
+        if not isinstance(head.get("subject", {}), dict):
+            raise self._bad_line_error()
+        if others := [*_differences(head.get("subject", {}), key)]:
+            more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
+            raise ConfigError(f"{RESULTS_FLAG} {folder} has trials of another run or machine "
+                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or begin anew "
+                              "with --autotuning-overwrite")
+        for record in rest:
+            try:
+                outcome = TrialResult(**record["outcome"])
+                self.trials[TuningChoice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
+            except (KeyError, TypeError) as error:
+                raise self._bad_line_error() from error
+
+    def add(self, choice: TuningChoice, outcome: TrialResult, predicted: float) -> None:
+        """In the place of what was known of this choice."""
+        self.trials[choice] = outcome
+        self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
+                                "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
+
+    def remove(self, choices: Sequence[TuningChoice]) -> None:
+        """Trials that say nothing of their choices."""
+        for choice in choices:
+            del self.trials[choice]
+        removed = [choice.as_dict() for choice in choices]
+        self._replace([line for line in self._read_complete_lines() if json.loads(line).get("choice") not in removed])
+
+    def _read_complete_lines(self) -> list[str]:
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        whole = text[:text.rfind("\n") + 1].splitlines()
+        try:
+            is_right = all(isinstance(json.loads(line), dict) for line in whole)
+        except ValueError as error:
+            raise self._bad_line_error() from error
+        if not is_right:
+            raise self._bad_line_error()
+        if not text.endswith("\n"):  # without what a kill has cut
+            self._replace(whole)
+        return whole
+
+    def _bad_line_error(self) -> ConfigError:
+        return ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
+                           "--autotuning-overwrite")
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path):
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(fresh, self._path)
+
+    def _write(self, *lines: str, mode: str) -> None:
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self._path), open(self._path, mode,
+                                                                                     encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*there, *here}):
+        before, now = there.get(name), here.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from _differences(before, now)
+        elif before != now:
+            yield f"other {name}" if name == "settings" \
+                else f"{name} {_format_value(before)} there, {_format_value(now)} here"
+
+
+def _format_value(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)

@@ -1,0 +1,245 @@
+"""Non-weight state of an engine checkpoint: hyper-parameters of param groups, validation of the shared state, 1-bit
+error feedback.
+
+Schedulers keep the learning rate in the param groups, so hyper-parameters are saved and restored with them.
+`check_shared_state` validates every field by type and range before anything changes, and names the field that is wrong.
+
+    worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, unsharded
+    server_error    [...shape of the parameter]: each server writes its chunk
+
+With the saved number of ranks each rank reads its own errors; with another number every rank takes the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.file_formats import StrictRecord
+from megatron.checkpoint.manifest import TensorEntry
+from megatron.checkpoint.pieces import TensorPiece, tp_sharding_of
+from megatron.checkpoint.rank_manifest import SHARED_STATE_FILE
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.reshard import DPSharding
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES
+from megatron.errors import CheckpointError
+from megatron.optim.rule import ParamGroup
+from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR, CompressedBucketExchange
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.layout import Slot
+from mpu.split import Partition
+
+SCHEDULED_HYPER_PARAMETERS = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"})
+"""Changed by schedulers, or stored by them in a group."""
+
+RUN_SPECIFIC_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Which parameters a group has and how it is computed: never restored from another run."""
+
+
+def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """The serializable ones of each group: numbers, strings, tensors, and lists or tuples of them."""
+    return [{name: value for name, value in group.items() if name not in RUN_SPECIFIC_KEYS and _is_serializable(value)}
+            for group in groups]
+
+
+def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[ParamGroup], where: str) -> None:
+    if len(saved) != len(groups):
+        raise CheckpointError(
+            f"{where} holds the hyper-parameters of {len(saved)} param groups, the optimizer has {len(groups)}: give "
+            "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
+
+
+def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]],
+                         should_restore: Callable[[str], bool]) -> None:
+    for group, values in zip(groups, saved, strict=True):
+        for name, value in values.items():
+            if not should_restore(name):
+                continue
+            current = group.get(name)
+            if isinstance(current, Tensor):  # in place: a compiled step or a scheduler may hold this tensor
+                current.fill_(value)
+            else:
+                group[name] = value.item() if isinstance(value, Tensor) and isinstance(current, float) else value
+
+
+def _is_serializable(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_serializable, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
+LOOP_COUNTERS = ("global_samples", "train_batch_size", "epoch")
+
+
+def shared_state_label(found: Checkpoint) -> str:
+    return f"tag {found.tag}: file {SHARED_STATE_FILE}"
+
+
+def check_shared_state(found: Checkpoint) -> None:
+    """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
+    state and what a scheduler or an optimizer validates itself."""
+    where = shared_state_label(found)
+    state = StrictRecord(found.shared_state, where)
+    state.take_field("run_id", str)
+    engine = StrictRecord(state.take_field("engine", dict), f"{where}: field 'engine'")
+    if engine.fields:  # imported weights come from no engine
+        for name in COUNTERS:
+            engine.take_count(name)
+        engine.take_number("loss_scale", above=0)
+        engine.take_field("rule", dict)
+        if "quantisation" in engine.fields:
+            _check_quantisation(StrictRecord(engine.take_field("quantisation", dict), f"{where}: field 'quantisation'"))
+        engine.check_all_taken()
+    if state.fields.get("optimizer") is not None:
+        state.take_field("optimizer", str)
+    if not all(isinstance(kind, str) for kind in (state.take_field("owed", list) if "owed" in state.fields else ())):
+        raise CheckpointError(f"{where}: field 'owed': expected names of kinds of state")
+    for index, group in enumerate(state.take_field("param_groups", list) if "param_groups" in state.fields else ()):
+        StrictRecord(group, f"{where}: param_groups[{index}]")
+    if state.fields.get("lr_scheduler") is not None:
+        state.take_field("lr_scheduler", dict)
+    for name, value in state.take_field("buffers", dict).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
+    if not all(isinstance(name, str)
+               for name in (state.take_field("tied", dict) if "tied" in state.fields else {}).values()):
+        raise CheckpointError(f"{where}: field 'tied': expected names of tensors")
+    loop = StrictRecord(state.take_field("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
+    for name in LOOP_COUNTERS:
+        if loop.fields.get(name) is not None:
+            loop.take_count(name)
+    state.take_field("client_state", dict)
+    state.fields = {name: value for name, value in state.fields.items() if value is not None}
+    state.check_all_taken()
+
+
+def _check_quantisation(state: StrictRecord) -> None:
+    """A counter; for every block a name and one number of each kind; and the names of quantized parameters."""
+    state.take_count("counter")
+    if not all(
+            isinstance(name, str) for name in (state.take_field("rounded", list) if "rounded" in state.fields else ())):
+        raise CheckpointError(f"{state.where}: field 'rounded': expected names of parameters")
+    counts = {len(state.take_counts(name)) for name in ("bits", "periods", "fell_at", "factors")}
+    counts.add(len([name for name in state.take_field("blocks", list) if isinstance(name, str)]))
+    if len(counts) != 1 or 0 in counts:
+        raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
+    state.check_all_taken()
+
+
+def check_hyper_parameters(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise CheckpointError unless saved values have the types of the groups' values."""
+    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
+        for name, value in values.items():
+            if name in group and not _is_same_kind(group[name], value):
+                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
+                                      f"of {group[name]!r:.80}")
+
+
+def _is_same_kind(current: Any, value: Any) -> bool:
+    if current is None or value is None:
+        return True
+    if isinstance(current, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(current) and all(map(_is_same_kind, current,
+                                                                                          value))
+    if isinstance(current, str):
+        return isinstance(value, str)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+
+
+def error_feedback_pieces(engine: ZeroEngine) -> Iterator[TensorPiece]:
+    """Of this rank."""
+    dp, tp = engine.groups.dp, engine.groups.tp
+    for line in engine.compressed_exchanges:
+        for slot in _nonempty_slots(line):
+            shape, partition = _worker_error_shape(slot, dp.size)
+            yield TensorPiece(slot.name, WORKER_ERROR, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
+                              line.one_bit_mean.worker_error[slot.offset : slot.end])
+        for segment in line.layout.segments(dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            yield TensorPiece(slot.name, SERVER_ERROR, slot.shape, slot.partition, tp.rank, tp.size,
+                              segment.slot_offset, line.one_bit_mean.server_error[start:start + segment.count])
+
+
+def error_feedback_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
+    """Of all ranks together."""
+    tp = engine.groups.tp.size
+    for line in engine.compressed_exchanges:
+        dtype = DTYPE_NAMES[line.one_bit_mean.worker_error.dtype]
+        for slot in _nonempty_slots(line):
+            shape, partition = _worker_error_shape(slot, engine.groups.dp.size)
+            yield TensorEntry(WORKER_ERROR, slot.name, dtype, tp_sharding_of(shape, partition, tp),
+                              DPSharding(0, slot.numel))
+            yield TensorEntry(SERVER_ERROR, slot.name, dtype, tp_sharding_of(slot.shape, slot.partition, tp),
+                              DPSharding(slot.offset, line.layout.shard_numel))
+
+
+def error_feedback_kinds(engine: ZeroEngine) -> list[str]:
+    return [WORKER_ERROR, SERVER_ERROR] if engine.compressed_exchanges else []
+
+
+def check_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
+    """Raise CheckpointError if a saved error has another shape than its parameter; missing ones are allowed."""
+    for bucket in engine.buckets:
+        for slot in (slot for slot in bucket.layout.slots if slot.numel):
+            if (WORKER_ERROR, slot.name) in found.tensors:
+                _saved_ranks(engine, found, slot)
+
+
+def load_error_feedback(engine: ZeroEngine, found: Checkpoint) -> None:
+    """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
+    began hold no errors."""
+    tp = engine.groups.tp
+    where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
+    for line in engine.compressed_exchanges:
+        for slot in _nonempty_slots(line):
+            if (WORKER_ERROR, slot.name) in found.tensors:  # missing: a new parameter (strict=False)
+                _load_worker_error(engine, found, slot, line.one_bit_mean.worker_error[slot.offset : slot.end], where)
+        for segment in line.layout.segments(engine.groups.dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            if (SERVER_ERROR, slot.name) not in found.tensors:
+                continue
+            found.read(SERVER_ERROR, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
+                       out=line.one_bit_mean.server_error[start : start + segment.count], **where)
+
+
+def _load_worker_error(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
+    dp = engine.groups.dp
+    ranks = _saved_ranks(engine, found, slot)
+    shape, partition = _worker_error_shape(slot, ranks)
+    if ranks == dp.size:
+        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out,
+                   **where)
+        return
+    out.zero_()
+    for rank in range(ranks):
+        one = out.new_empty(slot.numel)
+        found.read(WORKER_ERROR, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one,
+                   **where)
+        out.add_(one, alpha=1 / ranks)
+
+
+def _saved_ranks(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
+    saved, expected = found.shape(WORKER_ERROR, slot.name), tp_sharding_of(*_worker_error_shape(slot, 1),
+                                                                           engine.groups.tp.size).logical_shape
+    if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
+        raise CheckpointError(
+            f"{found.tag} of {found.folder.parent} is of another model: {WORKER_ERROR} {slot.name!r}: shape "
+            f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
+    return saved[0]
+
+
+def _nonempty_slots(line: CompressedBucketExchange) -> Iterator[Slot]:
+    return (slot for slot in line.layout.slots if slot.numel)
+
+
+def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
+    """Shape [ranks, ...parameter] and tensor parallel partition of one parameter's worker errors."""
+    partition = slot.partition
+    return (ranks, *slot.shape), partition and replace(partition, dim=partition.dim % len(slot.shape) + 1)

@@ -1,0 +1,144 @@
+"""Checks whether an engine can take a model: equal on all ranks, owned by no other engine, and trainable.
+
+Buckets follow the order in which the model names its parameters. A model built from a set has another order in each
+process and is refused, because initialization and zero.Init followed that order already. Ranks with equal models
+exchange one number. If `zero.initialize` fails half way, the parameters may be sharded, rounded or freed: they are
+marked, and a later engine refuses them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron.distributed.consistency import find_differences
+from megatron.distributed.rank_text import format_ranks
+from megatron.errors import ConfigError
+from megatron.zero.partitioned_param import full_shape, param_owner
+from megatron.zero.units import unit_name_by_param
+from mpu.groups import Group
+
+TensorDescription = Sequence[Any]
+"""[name, dtype and shape as text] of a parameter or buffer."""
+
+UNORDERED_BUILD_HINT = ("a model that is built from a set, or from a dict that is filled in another order on each "
+                        "rank, does this; sort the names before it is built")
+
+
+def check_same_model(model: nn.Module, world: Group) -> None:
+    """Raise ConfigError on every rank, naming the first parameter or buffer that differs. Collective."""
+    unit_of = unit_name_by_param(model)
+    check_same_descriptions({"parameter": [[name, _describe_param(name, parameter, unit_of[parameter])]
+                                           for name, parameter in model.named_parameters()], **_buffers(model)},
+                            world, "the ranks give zero.initialize different models")
+
+
+def check_same_buffers(model: nn.Module, world: Group, call: str) -> None:
+    """As `check_same_model`, for buffers only."""
+    check_same_descriptions(_buffers(model), world, f"the ranks call {call} with different buffers in the model")
+
+
+def check_same_descriptions(mine: Mapping[str, Sequence[TensorDescription]], world: Group, what: str) -> None:
+    """Compare this rank's descriptions, by kind, with the other ranks'. Collective; raises ConfigError."""
+    if not world.is_solo and (per_rank := find_differences(mine, world)):
+        raise ConfigError(f"{what}: {next(filter(None, (first_difference(per_rank, kind) for kind in mine)))}")
+
+
+def first_difference(per_rank: Sequence[Mapping[str, Sequence[TensorDescription]]], kind: str) -> str:
+    """The first difference of a kind between ranks, with a likely reason; empty if there is none."""
+    for number, rows in enumerate(zip_longest(*(one[kind] for one in per_rank))):
+        names = [None if row is None else row[0] for row in rows]
+        if len(set(names)) > 1:
+            same = len({tuple(sorted(row[0] for row in one[kind])) for one in per_rank}) == 1
+            return (f"{kind} {number} is "
+                    f"{_values_with_ranks(['nothing' if name is None else repr(name) for name in names])}; "
+                    + (UNORDERED_BUILD_HINT if same else "build the same model on every rank"))
+        if len({tuple(row) for row in rows}) > 1:
+            return (f"{kind} {names[0]!r} is {_values_with_ranks([row[1] for row in rows])}; build the same model on "
+                    "every rank")
+    return ""
+
+
+def _values_with_ranks(values: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
+
+
+def _buffers(model: nn.Module) -> dict[str, list[TensorDescription]]:
+    return {"buffer": [[name, describe_tensor(buffer, buffer.shape)] for name, buffer in model.named_buffers()]}
+
+
+def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:
+    """Everything that affects its layout and initialization; the unit only if the parameter's name does not begin with
+    it."""
+    text = describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+    text += " of zero.Init" * (param_owner(parameter) is not None)
+    return text if name.startswith(f"{unit}.") else f"{text} in unit {unit}"
+
+
+def describe_tensor(tensor: Tensor, shape: torch.Size) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
+
+
+_FAILED_PARAMS = WeakTensorKeyDictionary()
+"""Parameter -> the error of the engine that failed to build."""
+
+
+def check_argument(name: str, value: object, kind: Any, expected: str) -> None:
+    """Raise ConfigError unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        given = "" if value is None else f" ({type(value).__name__})"
+        raise ConfigError(f"{name} is {value!r:.80}{given}: expected {expected}")
+
+
+def to_folder(call: str, value: str | os.PathLike[str]) -> Path:
+    """The checkpoint folder. An empty name raises, as it would mean the working directory."""
+    check_argument(f"the folder of {call}", value or None, str | os.PathLike, "the path of a folder")
+    return Path(value)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise ConfigError if an engine cannot train the model, before anything is changed."""
+    for name, parameter in model.named_parameters():
+        if parameter in _FAILED_PARAMS:
+            raise ConfigError(f"{name} is of an engine that failed half way ({_FAILED_PARAMS[parameter]}), and may be "
+                              "split, rounded or gone: build the model anew, with its weights")
+        holder = param_owner(parameter)
+        if holder is not None and holder.is_engine_owned:
+            raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
+                              "the other first")
+        if holder is None and is_lazy(parameter):
+            raise ConfigError(f"{name} is a lazy parameter without a shape: run one forward of the model first")
+        if holder is None and (is_traceable_wrapper_subclass(parameter) or parameter.layout != torch.strided
+                               or not parameter.is_floating_point()):
+            raise ConfigError(f"{name} is a {type(parameter).__name__} of {parameter.dtype} and {parameter.layout}: "
+                              "the engine keeps plain dense floating point tensors; make it one (to_dense(), "
+                              "torch.view_as_real()), or keep it as a buffer")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(f"{name or 'the model'} has max_norm={module.max_norm:g}: its forward writes to the "
+                              "weights, and the engine would undo it; set max_norm = None, and scale what is looked up "
+                              "by `(max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)`, which is the same")
+
+
+@contextmanager
+def claim_model(model: nn.Module) -> Iterator[None]:
+    """An engine is built inside; an error marks all parameters as unusable."""
+    try:
+        yield
+    except BaseException as error:
+        for parameter in model.parameters():
+            _FAILED_PARAMS[parameter] = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        raise

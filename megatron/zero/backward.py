@@ -1,0 +1,329 @@
+"""Forward and backward passes: turns the events of hooks.py into gathers, reshards and gradient reductions.
+
+Gradients are reduced in one fixed order, from the last unit to the first and the root at the end, whatever order
+they arrive in: ranks must agree on it. `max_in_flight` limits how many reductions run at a time.
+
+At stage 3 the order of collectives must not depend on which parameters a rank used. So a unit is finished (reduced
+and resharded) at the latest when the backward of another unit begins. No loss scale, micro-batch or optimizer here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.distributed.collective_log import BACKWARD_END, INTERRUPTED, CollectiveLog
+from megatron.distributed.rank_status import BACKWARD, FORWARD, STATUS
+from megatron.errors import ConfigError
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.gradients import STAGE3_OUTPUT_RULE
+from megatron.zero.hooks import INPLACE_CHANGE_TEXT, Unit, UnitCall
+from megatron.zero.param_coordinator import DIGEST_LIMIT, NoopCoordinator, UnitPhase
+from megatron.zero.step_result import NoGradForwardChecker
+
+
+class ReductionOrder:
+    def __init__(self, units: Sequence[Unit], max_in_flight: int | None, log: CollectiveLog) -> None:
+        backwards = [*reversed(units[1:]), units[0]]
+        self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
+        self._max_in_flight, self._log = max_in_flight, log
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def mark_ready(self, bucket: FlatBucket) -> None:
+        """All gradients of the bucket have arrived: launch all reductions that are next in the fixed order."""
+        self._ready.add(id(bucket))
+        while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
+            self._launch()
+
+    def launch_remaining(self) -> None:
+        """Launch the other reductions: buckets with parameters that this backward did not reach."""
+        while self._next < len(self._order):
+            self._launch()
+        self._log.record_barrier(BACKWARD_END)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over for the next backward."""
+        self._next = 0
+        self._ready.clear()
+
+    def _launch(self) -> None:
+        self._order[self._next].grads.start_reduction()
+        if self._max_in_flight is not None and self._next >= self._max_in_flight:
+            self._order[self._next - self._max_in_flight].grads.wait_for_reduction()
+        self._next += 1
+
+
+class PassCoordinator:
+    """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
+
+    _in_backward_now: PassCoordinator | None = None  # of the one engine in the process whose backward runs
+
+    def __init__(self, units: Sequence[Unit], param_coordinator: NoopCoordinator, reduction_order: ReductionOrder,
+                 log: CollectiveLog, forward_checker: NoGradForwardChecker, *, allows_unused: bool,
+                 params_are_sharded: bool, current_step: Callable[[], int]) -> None:
+        self._param_coordinator, self._reduction_order, self._allows_unused = (
+            param_coordinator, reduction_order, allows_unused)
+        self._log, self._params_are_sharded, self.forward_checker = log, params_are_sharded, forward_checker
+        self._current_step = current_step
+        self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
+        self.in_backward = False
+        self.weight_version = 0
+        self._is_single_rank = all(bucket.shard_group.is_solo and bucket.replica_group.is_solo
+                                   for bucket in self._buckets)
+        self._is_interrupted = False
+        self._reduces_grads = False
+        self._unused_param_error: str | None = None
+        self._failed_backwards = 0
+        self._backwards_begun, self._backwards_with_input_grads = Counter[Unit](), Counter[Unit]()
+        """Per unit in this backward: calls whose backward has begun, and calls whose input gradients are computed."""
+        self._call_counts, self._call_counts_version = Counter[Unit](), 0
+        """Per unit: forward calls whose backward may still come; and the weight version they used."""
+        self._begun_calls: set[UnitCall] = set()
+        """Calls whose backward has begun."""
+        self._begun_calls_of_unit: dict[Unit, set[UnitCall]] = {}
+        """The same by unit, without the units whose gradients have all arrived."""
+        self._digest_before = 0  # the gather digest at the start of the running forward
+        self.before_evaluation: Callable[[], None] | None = None
+        self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
+        self._ran_units, self._skipped_units, self._ran_units_version = set[Unit](), set[Unit](), 0
+        """Units that ran with this weight version, and units that `set_forward_modules` left out."""
+        self._running_units: list[Unit] = []
+        self._enclosing_units: dict[Unit, set[Unit]] = {}
+        """Unit -> the units whose forward called it."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
+        """Compute the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
+        `ends_step` this is the last backward of the step."""
+        try:
+            self.begin_backward(reduces=reduces)
+            loss.backward(retain_graph=retain_graph)
+            self.complete_backward(ends_step=ends_step)
+        except BaseException as error:
+            self.fail_backward(error)
+            if INPLACE_CHANGE_TEXT in str(error) and self._params_are_sharded:
+                raise ConfigError(
+                    "a backward came to a parameter while it was split over the ranks, or to a tensor that was "
+                    f"changed in place after the forward: {STAGE3_OUTPUT_RULE}. torch says: {error}") from error
+            raise
+        self.end_backward(retain_graph=retain_graph)
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Prepare a backward. `complete_backward` and `end_backward`, or `fail_backward`, must follow."""
+        self.in_backward, self._reduces_grads, PassCoordinator._in_backward_now = True, reduces, self
+        STATUS.set_phase(BACKWARD)
+        for bucket in self._buckets:
+            bucket.grads.check_user_modified_grads()
+        for bucket in self._buckets:
+            bucket.grads.begin_backward()
+        for unit in self._skipped_units - self._ran_units if reduces else ():
+            for bucket in unit.buckets:
+                if bucket.trainable:
+                    self._reduction_order.mark_ready(bucket)  # no gradient will come: do not delay later buckets
+
+    def complete_backward(self, *, ends_step: bool) -> None:
+        """Autograd is done: launch the remaining reductions and wait for all."""
+        if ends_step:
+            self._unused_param_error = self._check_unused_params()
+        if self._reduces_grads:
+            self._reduction_order.launch_remaining()
+        for bucket in self._buckets:
+            bucket.grads.end_backward(ends_step)
+
+    def fail_backward(self, error: BaseException) -> None:
+        try:
+            self.record_interruption(error)
+            self._log.raise_root_cause(error)
+            if not self._is_interrupted:
+                self._discard_failed_backward()
+        finally:
+            self._reset_backward_state()
+
+    def end_backward(self, *, retain_graph: bool) -> None:
+        self._reset_backward_state()
+        if not retain_graph and max(self._call_counts.values(), default=0) <= 1:
+            self._call_counts.clear()  # otherwise it is unknown which of the calls still have a backward to come
+        self._param_coordinator.release_all()
+        STATUS.set_phase("")
+
+    def _reset_backward_state(self) -> None:
+        self.in_backward, PassCoordinator._in_backward_now = False, None
+        self._backwards_begun.clear()
+        self._backwards_with_input_grads.clear()
+        self._begun_calls_of_unit.clear()
+        self._begun_calls.clear()
+
+    def _discard_failed_backward(self) -> None:
+        """Discard all gradients of the step: after a failed backward they are incomplete."""
+        self._failed_backwards += 1
+        for bucket in self._buckets:
+            bucket.grads.cancel_reduction()
+        self._reduction_order.reset()
+        self._param_coordinator.release_all()
+        for bucket in self._buckets:
+            bucket.grads.discard()
+
+    def record_interruption(self, error: BaseException) -> None:
+        """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
+        refuse later calls."""
+        if not isinstance(error, Exception) and not self._is_single_rank:
+            self._is_interrupted = True
+            self._log.record_collective(INTERRUPTED)
+
+    def check_not_interrupted(self) -> None:
+        if self._is_interrupted:
+            raise ConfigError("an earlier backward or step was interrupted half way, and the ranks no longer exchange "
+                              "the same gradients: end this run, and resume it from the last checkpoint")
+
+    def _check_unused_params(self) -> str | None:
+        """Raises ConfigError on a single rank. With more ranks it returns the message as a veto for the step, because
+        other ranks may have used the parameters."""
+        unused = [] if self._allows_unused else [name for bucket in self._buckets
+                                                 for name in bucket.grads.params_without_grad()]
+        if not unused:
+            return None
+        message = (f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
+                   "change the model, or set ignore_unused_parameters")
+        if self._is_single_rank:
+            raise ConfigError(message)
+        return message
+
+    def set_forward_modules(self, modules: Iterable[nn.Module]) -> None:
+        """The running forward calls these modules in this order, and no other units."""
+        units = [self._unit_of[part] for module in modules for part in module.modules() if part in self._unit_of]
+        self._skipped_units.update(set(self._unit_of.values()).difference(units, [self._root]))
+        self._param_coordinator.set_forward_order(units)
+
+    def veto_error(self) -> str | None:
+        """Why this rank refuses the step that its last backward ended, or None."""
+        return self._unused_param_error
+
+    def take_run_digest(self) -> int:
+        """A digest of the gathers since the last call, their order, and the number of failed backwards.
+
+        Ranks compare it at each step: after a failed backward a rank goes on with other gradients than its peers."""
+        return (self._param_coordinator.take_gather_digest() * 31 + self._failed_backwards) % DIGEST_LIMIT
+
+    # ---- events (hooks.py) --------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        STATUS.set_phase(BACKWARD if self.in_backward else FORWARD, unit.display_name)
+        for bucket in unit.buckets:
+            if bucket.is_offloaded:
+                bucket.check_not_offloaded("a forward")
+        if unit.is_root and not self.in_backward:
+            if self.before_evaluation is not None and not (torch.is_grad_enabled() and unit.module.training):
+                self.before_evaluation()
+            if torch.is_grad_enabled():
+                STATUS.set_step(self._current_step())
+            self._param_coordinator.begin_forward()
+            self._digest_before = self._param_coordinator.gather_digest
+            self._running_units.clear()  # left over from a failed forward
+            if self._ran_units_version != self.weight_version:
+                self._ran_units.clear()
+                self._skipped_units.clear()
+                self._ran_units_version = self.weight_version
+        self._ran_units.add(unit)
+        if self._params_are_sharded:
+            self._count_call(unit)
+        try:
+            self._param_coordinator.acquire(unit, UnitPhase.RECOMPUTE if self.in_backward else UnitPhase.FORWARD)
+        except RuntimeError as error:
+            self._log.raise_root_cause(error)
+            raise
+
+    def after_forward(self, unit: Unit) -> None:
+        STATUS.set_phase(BACKWARD if self.in_backward else "" if unit.is_root else FORWARD)
+        while self._running_units and self._running_units.pop() is not unit:
+            pass
+        is_training = torch.is_grad_enabled()
+        if self.in_backward:
+            self._param_coordinator.after_recompute(unit)
+            return
+        if not (unit.is_root and is_training):  # the root stays gathered: the backward begins with it
+            self._param_coordinator.after_forward(unit, backward_follows=is_training)
+        if unit.is_root and not is_training and self._param_coordinator.gather_digest != self._digest_before:
+            self.forward_checker(self._param_coordinator.gather_digest)
+
+    def before_backward(self, unit: Unit, weight_version: int, call: UnitCall) -> None:
+        if weight_version != self.weight_version:
+            raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
+                              "or a delayed update that somebody waited for): its gradients would mix old and new; run "
+                              "the forward again after it")
+        STATUS.set_phase(BACKWARD, unit.display_name)
+        # Its first output has begun it. An output that is a returned input gets its gradient while other units run.
+        if call in self._begun_calls:
+            return
+        if self.in_backward:
+            self._begun_calls.add(call)
+            self._backwards_begun[unit] += 1
+        self._running_units.clear()  # a recomputation ends before its forward does
+        if self._params_are_sharded and self.in_backward:
+            self._release_finished_units(unit, is_recompute=False, call=call)
+            if not unit.is_root:
+                self._begun_calls_of_unit.setdefault(unit, set()).add(call)
+        self._param_coordinator.acquire(unit, UnitPhase.BACKWARD)
+
+    def _count_call(self, unit: Unit) -> None:
+        self._enclosing_units.setdefault(unit, set()).update(self._running_units)
+        self._running_units.append(unit)
+        if self.in_backward:
+            self._release_finished_units(unit, is_recompute=True)
+        elif torch.is_grad_enabled():
+            if self._call_counts_version != self.weight_version:
+                self._call_counts.clear()
+                self._call_counts_version = self.weight_version
+            self._call_counts[unit] += 1
+
+    def _release_finished_units(self, unit: Unit, *, is_recompute: bool, call: UnitCall | None = None) -> None:
+        """Release the units whose backward is over when the backward of `unit` begins.
+
+        Autograd runs in the reverse order of the forward. So the backward of another unit is over once all its calls
+        have begun theirs, unless it encloses `unit` or both returned the same tensor. Calls inside
+        torch.utils.checkpoint(use_reentrant=True) are not counted; their backward is over when another unit is
+        recomputed."""
+        for other in sorted(self._begun_calls_of_unit.keys() - {unit}, key=lambda one: -one.index):
+            calls = self._call_counts[other]
+            begun = self._begun_calls_of_unit[other]
+            is_over = not calls if is_recompute else (len(begun) >= calls and unit not in self._enclosing_units[other])
+            if call is not None and any(call.shares_output_with(one) for one in begun):
+                continue
+            if is_over and other not in self._enclosing_units[unit]:
+                del self._begun_calls_of_unit[other]
+                self._param_coordinator.release(other)
+                for bucket in other.buckets if self._reduces_grads else ():
+                    if bucket.trainable:
+                        self._reduction_order.mark_ready(bucket)
+
+    def input_grads_ready(self, unit: Unit) -> None:
+        self._backwards_with_input_grads[unit] += 1
+        self._release_if_finished(unit)
+
+    def param_grad_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        if not self.in_backward:
+            bucket.parameters[index].grad = None
+            if PassCoordinator._in_backward_now is None:
+                raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not "
+                                  "loss.backward()")
+            raise ConfigError(
+                f"{bucket.layout.slots[index].name} got a gradient in the backward of another engine, which does not "
+                "sum it: where only the other model is trained (a GAN: docs/engine.md), call requires_grad_(False) on "
+                "this one before the forward, and True after the step; to train both, make one nn.Module of them")
+        if bucket.grads.accept_grad(index):
+            self._release_if_finished(unit)
+            if self._reduces_grads:
+                self._reduction_order.mark_ready(bucket)
+
+    def _release_if_finished(self, unit: Unit) -> None:
+        """Release a unit as soon as this backward cannot need it: the gradients of all its trainable parameters have
+        been computed and, if it has frozen parameters, those of its inputs."""
+        grads_are_complete = all(bucket.grads.is_complete for bucket in unit.buckets if bucket.trainable)
+        if grads_are_complete:
+            self._begun_calls_of_unit.pop(unit, None)
+        if grads_are_complete and not unit.is_root and (
+                not unit.has_frozen or self._backwards_with_input_grads[unit] >= self._backwards_begun[unit]):
+            self._param_coordinator.release(unit)

@@ -1,0 +1,227 @@
+"""Compressed gradient exchange with error feedback, for 1-bit Adam and 1-bit LAMB; it replaces the all-reduce.
+
+Once the rule is compressed, backward leaves gradients on each rank. A step asks the rule for its compression inputs,
+exchanges their mean at one bit per element (mpu/compressed_all_reduce.py), and stores this rank's part as the gradient.
+The errors (`worker_error`, `server_error`) are in checkpoints; on another number of ranks each takes the mean of the
+old worker errors. Elements whose variance is negligible are masked: one bit cannot represent zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron.optim.rule import CompressionInput, ParamGroup, UpdateRule
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.layout import FlatLayout
+from megatron.zero.state import EngineState
+from megatron.zero.step_result import clip_factor
+from mpu.collectives import all_gather_into, all_reduce
+from mpu.compressed_all_reduce import SIGNS_PER_BYTE, AddInputs, CompressedAllReduce, pack_bits, unpack_bits
+from mpu.grads import NORM_ROW
+from mpu.groups import Groups
+
+WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
+"""Kinds of state in a checkpoint, by their published names."""
+
+NEGLIGIBLE_VARIANCE = 1e-6
+"""A variance below this share of the parameter's mean variance counts as zero. One bit gives each element the typical
+magnitude of its parameter; the update divides it by the element's sqrt(variance), so by at least 1/1000 of typical."""
+
+
+class CompressedGradExchange:
+    """The exchange of one engine. All methods are collective over the world; properties are local."""
+
+    def __init__(self, state: EngineState, groups: Groups, rule: UpdateRule,
+                 param_groups: Sequence[ParamGroup]) -> None:
+        self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
+        self.bucket_exchanges: list[CompressedBucketExchange] = []
+        """One for each bucket, once the rule is compressed."""
+        self._is_paused = False
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._rule.is_compressed
+
+    def sync_with_rule(self) -> None:
+        """The state of the rule was replaced: drop all history, and set up the exchange if the rule is compressed."""
+        self.bucket_exchanges = [CompressedBucketExchange(bucket, self._groups, self._rule)
+                                 for bucket in self._state.buckets] if self._rule.is_compressed else []
+        self._set_skip_reduction()
+
+    def _set_skip_reduction(self) -> None:
+        for bucket in self._state.buckets:
+            bucket.grads.skip_reduction = self.is_compressed and not self._is_paused
+            bucket.peers_know_states = bool(self.bucket_exchanges)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps: backward passes inside reduce their gradients as without compression."""
+        self._is_paused = True
+        self._set_skip_reduction()
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._set_skip_reduction()
+
+    def begin_step(self) -> str | None:
+        """Call it before the first backward of a step. Returns a note if compression begins with this step."""
+        self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._state_sum)
+        if self._rule.is_compressed and not self.bucket_exchanges:
+            self.sync_with_rule()
+            return self._compression_note()
+        self._set_skip_reduction()
+        return None
+
+    def _state_sum(self, kind: str) -> float:
+        """The sum of an optimizer state over the whole model."""
+        total = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
+        for bucket in self._state.buckets:
+            for segment in bucket.layout.segments(bucket.shard_group.rank):
+                if segment.slot.partition is not None or self._groups.tp.rank == 0:
+                    run = _state_on_device(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
+                    total += run.sum(dtype=torch.float64)
+        return float(all_reduce(all_reduce(total, self._state.buckets[0].shard_group), self._groups.tp))
+
+    def _compression_note(self) -> str:
+        numbers = sum(slot.numel for line in self.bucket_exchanges for slot in line.layout.slots)
+        silent = sum(line.masked_numel for line in self.bucket_exchanges)
+        quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
+        step = self._state.counters.optimizer_steps + 1
+        return (f" {self._rule.name}: from step {step} on {self._rule.compression_note}: {numbers} on each tensor "
+                f"parallel rank{quiet}")
+
+    def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:
+        """Exchange and store the mean gradient of each bucket. Returns (factor for the update to apply, norm).
+
+        `grad_multiplier` unscales a rank's own gradient. The factor clips the norm of the result to `max_norm`."""
+        norm = float(all_reduce(self._exchange_mean(grad_multiplier), self._groups.tp)) ** 0.5
+        clip = clip_factor(norm, max_norm)
+        for line in self.bucket_exchanges:
+            line.set_mean_gradient(clip)
+        return clip, norm
+
+    def _exchange_mean(self, grad_multiplier: float) -> Tensor:
+        """The squared norm of the result, without what other tensor parallel ranks count; 0-dimensional, fp64."""
+        # Three loops: the sends of all buckets overlap.
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.send_to_servers(line.compression_inputs(self._rule, self._param_groups, grad_multiplier))
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.reduce_and_send()
+        square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
+        for line in self.bucket_exchanges:
+            line.one_bit_mean.wait_for_result()
+            square += (line.one_bit_mean.squared_norms() * line.counts_in_norm).sum()
+        return square
+
+
+class CompressedBucketExchange:
+    def __init__(self, bucket: FlatBucket, groups: Groups, rule: UpdateRule) -> None:
+        self.bucket, self._momentum_kind, self._dp = bucket, rule.states[0], groups.dp
+        self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
+        """Cut into one shard per rank at every stage: each rank is the server of one chunk."""
+        segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
+        rows = [_rows_per_segment([segment.shard_offset for segment in each], self.layout.shard_numel)
+                for each in segments]
+        self.one_bit_mean = CompressedAllReduce(groups.dp, rows, bucket.device)
+        numbers = max(map(len, rows))
+        self.counts_in_norm = torch.tensor(
+            [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
+             [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
+        """[ranks, segments]: 1 for segments that this tensor parallel rank counts in a norm, otherwise 0."""
+        self.mask_unused_elements(rule)
+        self._last_clip: float | None = None
+        """The last result times this is the momentum of all ranks. None: unknown, it has to be gathered."""
+
+    def states_were_modified(self, rule: UpdateRule) -> None:
+        """The user has changed optimizer states."""
+        self._last_clip = None
+        self.mask_unused_elements(rule)
+
+    def mask_unused_elements(self, rule: UpdateRule) -> None:
+        """Exclude elements whose variance is negligible, and set their variance to 0."""
+        own = _state_on_device(self.bucket, rule.compression_mask_state)
+        self._zero_negligible_variance(own)
+        packed_mask = pack_bits(own != 0)
+        if not self.bucket.shard_group.is_solo:
+            mine, packed_mask = packed_mask, packed_mask.new_empty(self.layout.numel // SIGNS_PER_BYTE)
+            all_gather_into(packed_mask, mine, self._dp).wait()
+        masked = pad(unpack_bits(packed_mask).logical_not(), (0, self.layout.numel - SIGNS_PER_BYTE * len(packed_mask)),
+                     value=True)
+        self.one_bit_mean.exclude(masked)
+        self.masked_numel = int(masked.sum()) - (len(masked) - sum(slot.numel for slot in self.layout.slots))
+        """Excluded elements of parameters, without padding."""
+
+    def _zero_negligible_variance(self, own: Tensor) -> None:
+        bucket, number = self.bucket, {slot.name: index for index, slot in enumerate(self.bucket.layout.slots)}
+        runs = [(number[segment.slot.name], own[segment.shard_offset : segment.shard_offset + segment.count])
+                for segment in bucket.layout.segments(bucket.shard_group.rank)]
+        sums = torch.zeros(len(number), dtype=torch.float64, device=own.device)
+        for index, run in runs:
+            sums[index] += run.sum(dtype=torch.float64)
+        sums = all_reduce(sums, bucket.shard_group)
+        for index, run in runs:
+            run.masked_fill_(run <= NEGLIGIBLE_VARIANCE / bucket.layout.slots[index].numel * sums[index], 0.0)
+
+    def _gather_state(self, kind: str) -> Tensor:
+        """An optimizer state of all shards, [numel]. Collective."""
+        own = _state_on_device(self.bucket, kind)
+        if self.bucket.shard_group.is_solo:
+            return pad(own, (0, self.layout.numel - len(own))) if len(own) < self.layout.numel else own
+        whole = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
+        all_gather_into(whole, own, self._dp).wait()
+        return whole
+
+    def compression_inputs(self, rule: UpdateRule, param_groups: Sequence[ParamGroup],
+                           grad_multiplier: float) -> AddInputs:
+        """A function that adds the rule's inputs for one slice of the bucket, made from this rank's gradients."""
+        before, everything = self._momentum_reader(), FlatLayout(self.layout.slots)
+        spans = [slice(*everything.group_range(0, number)) for number in range(len(param_groups))]
+
+        def give(place: slice, owed: Tensor) -> None:
+            for group, span in zip(param_groups, spans):
+                start, stop = max(place.start, span.start), min(place.stop, span.stop)
+                if start < stop:
+                    here, within = slice(start, stop), slice(start - place.start, stop - place.start)
+                    what = CompressionInput(owed[within], self.bucket.grads.shard[here], partial(before, place, within))
+                    rule.add_compression_input(what, group, factor=grad_multiplier)
+
+        return give
+
+    def _momentum_reader(self) -> Callable[[slice, slice], Tensor]:
+        """A function (slice of the bucket, slice within it) -> momentum."""
+        if self.bucket.shard_group.is_solo:
+            own = _state_on_device(self.bucket, self._momentum_kind)
+            return lambda place, within: own[place][within]
+        if self._last_clip is None:
+            whole = self._gather_state(self._momentum_kind)
+            return lambda place, within: whole[place][within]
+        said, clipped = self.one_bit_mean.previous_result(), self._last_clip
+        return lambda place, within: said(place)[within].mul_(clipped)
+
+    def set_mean_gradient(self, clip: float) -> None:
+        """Store this rank's part of the result as the reduced gradient."""
+        self._last_clip = clip
+        own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # gradients have been sent: reuse the memory
+        mean = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        self.one_bit_mean.copy_result_to(mean, None if self.bucket.shard_group.is_solo else self._dp.rank)
+        self.bucket.grads.set_reduced_shard(mean)
+
+
+def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
+    found = bucket.master_state.device_view(kind)
+    assert found is not None, "a rule with an exchange of its own keeps its states on the device"
+    return found
+
+
+def _rows_per_segment(starts: Sequence[int], numel: int) -> list[int]:
+    """The number of NORM_ROW rows of each segment. The first begins at 0; padding belongs to the segment before it."""
+    ends = [*starts[1:], numel]
+    return [(end - (start if number else 0)) // NORM_ROW for number, (start, end) in enumerate(zip(starts, ends))] \
+        or [numel // NORM_ROW]

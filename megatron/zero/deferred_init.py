@@ -1,0 +1,317 @@
+"""Parameters before `zero.initialize`: deferred initialization, and the shards that `zero.Init` keeps.
+
+    LazyInitParam      has an initializer (mpu/weight_init.py) for any part of its values. The engine draws only the
+                       shard of a rank: no value is drawn twice, and none is sent
+    InitShardedParam   `zero.Init` sharded its values: each data parallel rank keeps an equal part of rank 0's, on the
+                       device, the host or NVMe
+
+Both are placeholders (partitioned_param.py) until an engine takes their values over.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Protocol, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from megatron.errors import ConfigError
+from megatron.zero.layout import FlatLayout
+from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
+from megatron.zero.offload.storage import WEIGHT, StateSegment, StoredShard
+from megatron.zero.offload.swap_dir import SwapDir
+from megatron.zero.partitioned_param import (Placeholder, param_owner, replace_by_placeholder, set_param_data,
+                                             set_param_owner)
+from mpu.collectives import all_gather_into, broadcast_into
+from mpu.groups import Group
+from mpu.weight_init import Initializer, initializer_of
+
+
+@dataclass
+class InitContext:
+    """A `zero.Init` block; while it is open, all ranks build the same model."""
+
+    is_open: bool = False
+
+
+class DeferredParam(ABC):
+    """The owner of one parameter before there is an engine (see `ParamOwner` in partitioned_param.py)."""
+
+    is_engine_owned = is_offloaded = False
+    params_are_sharded = True
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
+        self._param_ref, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
+        self._init_context = init_context
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        parameter = self._param_ref()
+        assert isinstance(parameter, nn.Parameter), "it has gone, and its holder should have gone with it"
+        return parameter
+
+    @property
+    def allows_in_place_writes(self) -> bool:
+        return self._init_context.is_open
+
+    def _take_ownership(self) -> None:
+        self._become_placeholder()
+        set_param_owner(self._parameter, self)
+
+    def _become_placeholder(self) -> None:
+        replace_by_placeholder(self._parameter, self._parameter.detach().new_empty(0, dtype=self._dtype))
+
+    def clone(self) -> nn.Parameter:
+        """A copy of the parameter that is deferred as well."""
+        other = copy(self)
+        parameter = nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._parameter.device),
+                                 self._parameter.requires_grad)
+        other._param_ref = TensorWeakRef(parameter)
+        other._unshare_after_clone()
+        other._take_ownership()
+        return parameter
+
+    @abstractmethod
+    def _unshare_after_clone(self) -> None:
+        """After a copy: stop sharing mutable values with the original."""
+
+    @abstractmethod
+    def full_value(self, device: torch.device | None = None) -> Tensor:
+        """All elements, on every rank. Collective."""
+
+    @abstractmethod
+    def _is_unmodified(self, value: Tensor) -> bool:
+        """Whether `value` equals the elements, as far as this rank has them."""
+
+    @abstractmethod
+    def reshard_after_user(self, modifier_rank: int | None) -> None: ...
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return self._shape
+
+    def describe(self, parameter: Tensor) -> str:
+        return f"a parameter of shape {tuple(self._shape)}"
+
+    @property
+    def dp(self) -> Group:
+        return self._dp
+
+    def check_before_user_gather(self) -> None:
+        """Always possible."""
+
+    def gather_for_user(self) -> None:
+        if isinstance(self._parameter, Placeholder):
+            set_param_data(self._parameter, self.full_value())
+
+    def check_before_user_reshard(self, modifier_rank: int | None) -> None:
+        value = self._parameter.detach()
+        if (value.shape, value.dtype) != (self._shape, self._dtype):
+            raise ConfigError(f"a parameter of {self._dtype} and shape {tuple(self._shape)} became {value.dtype} of "
+                              f"shape {tuple(value.shape)} inside GatheredParameters; give it values of its kind")
+        if modifier_rank is None and not self._is_unmodified(value):
+            raise ConfigError(f"a parameter of shape {tuple(self._shape)} was edited inside GatheredParameters without "
+                              "modifier_rank: the edits would be lost; say which rank's edits count")
+
+    def cancel_user_gather(self) -> None:
+        if not isinstance(self._parameter, Placeholder):
+            self._become_placeholder()
+
+
+def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
+    """The full value of a parameter without an engine; rank 0's value on every rank. Collective."""
+    holder = param_owner(parameter)
+    if holder is None:
+        value = parameter.detach().to(device).contiguous()
+        broadcast_into(value, 0, dp).wait()
+        return value
+    if isinstance(holder, DeferredParam):
+        return holder.full_value(device)
+    raise ConfigError(f"a parameter of shape {tuple(holder.full_shape(parameter))} belongs to another engine already: "
+                      "build one engine for a model, or destroy() the other first")
+
+
+# ---- drawn by the engine ---------------------------------------------------------------------------------------------
+
+
+@final
+class LazyInitParam(DeferredParam):
+    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
+                 init_context: InitContext = InitContext()) -> None:
+        super().__init__(parameter, parameter.dtype, dp, init_context)
+        self.source = source
+        self._modified_value: Tensor | None = None
+        self._take_ownership()
+
+    @property
+    def is_modified(self) -> bool:
+        """The user has edited the values, which no longer follow from the source."""
+        return self._modified_value is not None
+
+    def full_value(self, device: torch.device | None = None) -> Tensor:
+        if self._modified_value is not None:
+            return self._modified_value.to(device)
+        flat = torch.empty(self._shape.numel(), device=device)
+        self.source(flat, 0)
+        return flat.view(self._shape).to(self._dtype)
+
+    def _is_unmodified(self, value: Tensor) -> bool:
+        return torch.equal(value, self.full_value(value.device))
+
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
+        value = self._parameter.detach()
+        if modifier_rank is not None:
+            self._modified_value = value.contiguous()
+            broadcast_into(self._modified_value, modifier_rank, self._dp).wait()
+        self._become_placeholder()
+
+    def _unshare_after_clone(self) -> None:
+        """Nothing to do: `_modified_value` is never written in place."""
+
+
+def lacks_values(parameter: nn.Parameter) -> bool:
+    """The parameter has no memory for its values: it has an initializer, or will get one (mpu/weight_init.py)."""
+    return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
+
+
+def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
+    """Turn parameters with an initializer into placeholders."""
+    for parameter in parameters:
+        if (source := initializer_of(parameter)) is not None and param_owner(parameter) is None:
+            LazyInitParam(parameter, source, dp)
+
+
+def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
+    """The initializers of the parameters, or None unless all are still to be drawn."""
+    holders = [param_owner(parameter) for parameter in parameters]
+    found = [holder.source for holder in holders if isinstance(holder, LazyInitParam) and not holder.is_modified]
+    return found if len(found) == len(holders) else None
+
+
+def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:
+    """Draw the values of `chunk` of shard `rank` into `out`, fp32; padding is left unchanged."""
+    source_of_slot = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
+    for segment in layout.segments(rank, chunk):
+        segment_values = out[segment.shard_offset - chunk.start : segment.shard_offset - chunk.start + segment.count]
+        source_of_slot[segment.slot.name](segment_values, segment.slot_offset)
+
+
+# ---- sharded by zero.Init --------------------------------------------------------------------------------------------
+
+
+IO_BYTES = 1 << 20
+"""Bytes per read or write; there are three buffers of this size on the host."""
+
+FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
+"""Bytes of the first and of the largest file. A larger parameter gets a larger file."""
+
+
+@final
+class NvmeInitArena:
+    def __init__(self, folder: SwapDir) -> None:
+        self._storage = NvmeStorage(folder, "waiting", (),
+                                    NvmeSettings(chunk_numel=IO_BYTES, buffer_sets=3, dtype=torch.uint8))
+        self._current_shard: StoredShard | None = None
+        self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
+
+    def store(self, values: Tensor) -> NvmeInitShard:
+        """Append a flat tensor to the current file. Each new file is twice as large."""
+        nbytes = values.nbytes
+        if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
+            self._current_shard = self._storage.allocate_shard(str(self._shard_count),
+                                                               max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
+            self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
+        stored = NvmeInitShard(self, StateSegment(self._current_shard, WEIGHT, self._used, nbytes), values.dtype)
+        self._used += nbytes
+        stored.write(values)
+        return stored
+
+
+@final
+class NvmeInitShard:
+    def __init__(self, arena: NvmeInitArena, segment: StateSegment, dtype: torch.dtype) -> None:
+        self._arena, self._segment, self._dtype = arena, segment, dtype
+
+    def write(self, values: Tensor) -> None:
+        self._segment.shard.write(self._segment.kind, self._segment.start, values.contiguous().view(torch.uint8).cpu())
+
+    def read(self) -> Tensor:
+        return self._segment.fetch().view(self._dtype)
+
+    def copy(self) -> NvmeInitShard:
+        return self._arena.store(self.read())
+
+
+class InitShard(Protocol):
+    """A rank's shard of one parameter."""
+
+    def write(self, values: Tensor) -> None: ...
+
+    def read(self) -> Tensor: ...
+
+    def copy(self) -> Self: ...
+
+
+@final
+class MemoryInitShard:
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def write(self, values: Tensor) -> None:
+        self._values = values.to(self._values.device)
+
+    def read(self) -> Tensor:
+        return self._values
+
+    def copy(self) -> MemoryInitShard:
+        return MemoryInitShard(self._values.clone())
+
+
+@final
+class InitShardedParam(DeferredParam):
+    def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
+                 dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
+                 remote_device: str | None = None) -> None:
+        """`storage` of the shard: a device (None: the parameter's) or NVMe. `remote_device`: zero.Init's argument."""
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        super().__init__(parameter, kind, dp, init_context)
+        self.remote_device = remote_device
+        self._device = parameter.device
+        self._shard_numel = -(-parameter.numel() // dp.size)
+        own = self._shard_of(self._broadcast_from(parameter.detach(), source_rank=0))
+        self._shard: InitShard = (storage.store(own) if isinstance(storage, NvmeInitArena)
+                                  else MemoryInitShard(own.to(storage)))
+        self._take_ownership()
+
+    def full_value(self, device: torch.device | None = None) -> Tensor:
+        part = self._shard.read().to(self._device)
+        flat = part.new_empty(self._dp.size * part.numel())
+        all_gather_into(flat, part, self._dp).wait()
+        return flat[: self._shape.numel()].view(self._shape).to(device)
+
+    def _is_unmodified(self, value: Tensor) -> bool:
+        return torch.equal(self._shard_of(value), self._shard.read().to(value.device))
+
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
+        if modifier_rank is not None:
+            self._shard.write(self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank)))
+        self._become_placeholder()
+
+    def _unshare_after_clone(self) -> None:
+        self._shard = self._shard.copy()
+
+    def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
+        value = value.to(self._device).contiguous()
+        broadcast_into(value, source_rank, self._dp).wait()
+        return value
+
+    def _shard_of(self, value: Tensor) -> Tensor:
+        """This rank's part of the flattened values, padded with zeros."""
+        own = value.new_zeros(self._shard_numel, dtype=self._dtype)
+        mine = value.flatten()[self._dp.rank * self._shard_numel : (self._dp.rank + 1) * self._shard_numel]
+        own[: mine.numel()] = mine
+        return own

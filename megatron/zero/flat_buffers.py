@@ -1,0 +1,109 @@
+"""Flat buffers: the dtypes of a bucket's buffers, and a pool of buffers that buckets of equal layout use in turn.
+
+A flat buffer is one tensor with a view for each slot. Reuse keeps addresses fixed and the heap without holes. The
+pool holds as many buffers as were in use at the same time. A buffer whose copy to the host is still running may be
+acquired: the device then waits for the copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.tree import PrecisionConfig
+from megatron.optim.loss_scale import LossScaleRule
+from megatron.zero.layout import FlatLayout
+from megatron.zero.offload.copy_streams import CopyEvent
+from megatron.zero.stages import StagePolicy
+from mpu.device import on_accelerator
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class BucketDtypes:
+    params: torch.dtype = torch.float32
+    grads: torch.dtype = torch.float32
+    """Of the full gradient buffer that backward fills."""
+    grad_shard: torch.dtype = torch.float32
+    communication: torch.dtype | None = None
+    """Gradients are sent in this dtype; None: in `grads`."""
+    master: torch.dtype = torch.float32
+    masters_are_separate: bool = False
+    """Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py)."""
+    frozen_have_masters: bool = False
+    """Store frozen parameters in the dtype of the masters too."""
+
+    @property
+    def reduction(self) -> torch.dtype:
+        """The dtype of partial sums over ranks on an accelerator."""
+        return self.communication or torch.float32
+
+    def copies_for_reduction(self, device: torch.device) -> bool:
+        return self.communication not in (None, self.grads) or on_accelerator(device) and self.reduction != self.grads
+
+
+def bucket_dtypes(policy: StagePolicy, precision: PrecisionConfig, accumulation: int, *,
+                  masters_are_separate: bool = False) -> BucketDtypes:
+    """Sums over several 16-bit micro-batches are in fp32, and so are sums over ranks of gradients that are sent in
+    another dtype than that of the parameters."""
+    work = DTYPES[precision.name]
+    sent = None if precision.communication is None else DTYPES[precision.communication]
+    wide = accumulation > 1 or sent not in (None, work)
+    sums = torch.float32 if wide else work
+    in_place = sent == torch.float32 or not policy.grads_are_sharded  # micro-batches accumulate in `grads`
+    return BucketDtypes(work, sums if in_place else work, sums, sent, masters_are_separate=masters_are_separate)
+
+
+def loss_scale_rule(precision: PrecisionConfig) -> LossScaleRule:
+    if not precision.fp16:
+        return LossScaleRule()
+    return LossScaleRule(precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window,
+                         precision.hysteresis, precision.min_scale, dynamic=precision.loss_scale is None,
+                         is_enabled=True)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBuffer:
+    flat: Tensor
+    views: list[Tensor]
+    """One for each slot, in its shape."""
+
+    @staticmethod
+    def allocate(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+        """Allocate a buffer. The padding between slots is zero and is never written."""
+        flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        for start, stop in layout.padding_ranges():
+            flat[start:stop].zero_()
+        return FlatBuffer(flat, [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots])
+
+
+class BufferPool:
+    """The free buffers of one engine."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[object, ...], list[tuple[FlatBuffer, CopyEvent | None]]] = {}
+
+    def acquire(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+        free = self._free.get((dtype, layout.buffer_key))
+        if not free:
+            return FlatBuffer.allocate(layout, dtype, device)
+        buffer, pending_copy = free.pop(0 if free[0][1] is not None else
+                                        -1)  # the oldest copy, or else the buffer that is warmest in the cache
+        if pending_copy is not None:
+            pending_copy.wait_on_device()
+        return buffer
+
+    def release(self, layout: FlatLayout, buffer: FlatBuffer, pending_copy: CopyEvent | None = None) -> None:
+        """Return a buffer to the pool. All device work on it has been launched; `pending_copy` may still be reading."""
+        self._free.setdefault((buffer.flat.dtype, layout.buffer_key), []).append((buffer, pending_copy))
+
+    def clear(self) -> None:
+        """Free the memory of all buffers in the pool."""
+        self._free.clear()
+
+    @property
+    def free_nbytes(self) -> int:
+        return sum(buffer.flat.nbytes for free in self._free.values() for buffer, _ in free)

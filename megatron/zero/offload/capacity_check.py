@@ -1,0 +1,116 @@
+"""Checks before the model is built: free host memory, and free space and speed of the NVMe path.
+
+    probe = probe_nvme("/nvme", contents="optimizer state", needed=..., read_per_step=..., written_per_step=...,
+                       flag="--offload-optimizer-nvme-path")
+
+Without the memory check the kernel's OOM killer would end a process without a message. Bytes are those of all ranks of
+a node. Call it after the swap directories exist: they reclaim what a killed run left. The probe file is unlinked before
+it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import host_memory
+from megatron.errors import ConfigError, StorageError, format_bytes
+from megatron.zero.offload.direct_io import PAGE_SIZE, DirectIoFile, page_aligned_bytes
+from megatron.zero.offload.swap_dir import check_nvme_path, explain_create_error, format_seconds, free_space
+
+
+def check_host_memory(needed: int, ranks: int, flags: str) -> None:
+    """Raise ConfigError if the node's ranks, at `needed` bytes each, exceed the available host memory (if it is
+    known)."""
+    available = host_memory.available_bytes()
+    if available is not None and needed * ranks > available:
+        free_text = f"{host_memory.describe_owner('it')} has {available / 2**30:.1f} GiB available"
+        raise ConfigError(f"{flags}: the {ranks} ranks of this node keep {needed * ranks / 2**30:.1f} GiB on the host, "
+                          f"and {free_text}: use more nodes, or --offload-optimizer-device nvme")
+
+
+PROBE_BLOCK_BYTES = 8 << 20
+"""Bytes of one system call, the default of async_file.py; less if the probe is smaller."""
+
+PROBE_SECONDS = 0.4
+"""Of writing, and of reading."""
+
+MAX_PROBE_BYTES = 256 << 20
+"""Upper limit of the probe, besides what the run needs and a quarter of the free space: on some file systems freeing
+space takes as long as writing it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeProbe:
+    path: Path
+    contents: str
+    """Which state of the run, for messages."""
+    free: int
+    needed: int
+    read_rate: float
+    """Bytes per second."""
+    write_rate: float
+    read_per_step: int
+    written_per_step: int
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Sum of both: reads and writes share the drive."""
+        return self.read_per_step / self.read_rate + self.written_per_step / self.write_rate
+
+    def __str__(self) -> str:
+        return (f" nvme {self.path} for {self.contents}: {format_bytes(self.free)} free, needs "
+                f"{format_bytes(self.needed)}; reads {format_bytes(self.read_rate)}/s, writes "
+                f"{format_bytes(self.write_rate)}/s: about {format_seconds(self.seconds_per_step)} of a step")
+
+
+def probe_nvme(nvme_path: str | os.PathLike[str], *, contents: str, needed: int, read_per_step: int,
+               written_per_step: int, flag: str, other_needed: int = 0) -> NvmeProbe:
+    """Measure the drive in about a second. `other_needed`: bytes that the run needs in other folders of the drive.
+    Raises ConfigError if the folder does not exist, StorageError if it is read-only, too small or broken."""
+    path = check_nvme_path(nvme_path, flag)
+    free = free_space(path)
+    if free < needed + other_needed:
+        other = f" and {format_bytes(other_needed)} in other folders of that drive" if other_needed else ""
+        raise StorageError(f"{flag} {path}: {format_bytes(free)} free, but this run needs {format_bytes(needed)} "
+                           f"there{other}; free space or choose another folder")
+    try:
+        read_rate, write_rate = _measure_rates(path, min(MAX_PROBE_BYTES, free // 4, needed))
+    except OSError as error:
+        raise StorageError(
+            f"{flag} {path}: cannot write there and read back: {explain_create_error(error, path)}") from error
+    return NvmeProbe(path=path, contents=contents, free=free, needed=needed, read_rate=read_rate, write_rate=write_rate,
+                     read_per_step=read_per_step, written_per_step=written_per_step)
+
+
+def _measure_rates(path: Path, size: int) -> tuple[float, float]:
+    """Read and write rate in bytes per second, with a probe of about `size` bytes in whole pages."""
+    length = max(PAGE_SIZE, min(PROBE_BLOCK_BYTES, size) // PAGE_SIZE * PAGE_SIZE)
+    block = page_aligned_bytes(length, pinned=False).numpy().data
+    block[:] = os.urandom(length)  # a drive may compress
+    disk = DirectIoFile(_open_unlinked_file(path), 0)
+    try:
+        begin, end = time.perf_counter(), 0
+        while end == 0 or (end + length <= size and time.perf_counter() - begin < PROBE_SECONDS):
+            disk.write(block, end)
+            end += length
+        os.fsync(disk.descriptor)
+        write_rate = end / (time.perf_counter() - begin)
+        os.posix_fadvise(disk.descriptor, 0, end, os.POSIX_FADV_DONTNEED)  # if O_DIRECT was not available
+        begin, at = time.perf_counter(), 0
+        while at == 0 or (at < end and time.perf_counter() - begin < PROBE_SECONDS):
+            disk.read(block, at)
+            at += length
+        return at / (time.perf_counter() - begin), write_rate
+    finally:
+        disk.close()
+
+
+def _open_unlinked_file(folder: Path) -> int:
+    path = folder / f".probe-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    return descriptor

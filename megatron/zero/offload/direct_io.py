@@ -1,0 +1,206 @@
+"""O_DIRECT file access, and the page-aligned host buffers that it and fast device copies need.
+
+`DirectIoFile` opens a file twice: with O_DIRECT, and normally for calls that O_DIRECT refuses. Offsets are multiples of
+a page, and a last partial page is padded. Buffers are private mappings (huge pages where available), not inherited by
+forked children, and optionally page-locked with cudaHostRegister, as torch's own pinned memory rounds sizes up to
+powers of two.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 4096
+"""Bytes. O_DIRECT needs addresses, lengths and offsets that are multiples of a sector, which is at most this."""
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+PositionedCall = Callable[[int, Sequence[memoryview], int], int]
+"""preadv or pwritev: (descriptor, buffers, offset) -> bytes transferred."""
+
+
+@final
+class DirectIoFile:
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Take ownership of an empty file and reserve `size` bytes, so that a full disk is detected now."""
+        self.descriptor = descriptor
+        try:
+            _preallocate(self.descriptor, size)
+            self._direct = _reopen_direct(self.descriptor)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def write(self, data: memoryview, offset: int) -> None:
+        whole = len(data) // PAGE_SIZE * PAGE_SIZE
+        parts = [data[:whole]]
+        if whole < len(data):
+            last = memoryview(mmap.mmap(-1, PAGE_SIZE))
+            last[:len(data) - whole] = data[whole:]
+            parts.append(last)
+        self._transfer(os.pwritev, parts, offset)
+
+    def read(self, into: memoryview, offset: int) -> None:
+        whole = len(into) // PAGE_SIZE * PAGE_SIZE
+        parts, last = [into[:whole]], None
+        if whole < len(into):
+            last = memoryview(mmap.mmap(-1, PAGE_SIZE))
+            parts.append(last)
+        self._transfer(os.preadv, parts, offset)
+        if last is not None:
+            into[whole:] = last[:len(into) - whole]
+
+    def close(self) -> None:
+        for descriptor in {self.descriptor, self._direct}:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _transfer(self, call: PositionedCall, parts: list[memoryview], offset: int) -> None:
+        """Repeat the call until all bytes are transferred."""
+        while parts := [part for part in parts if len(part)]:
+            count = self._call(call, parts, offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends before its time")
+            offset += count
+            parts = _skip_bytes(parts, count)
+
+    def _call(self, call: PositionedCall, parts: list[memoryview], offset: int) -> int:
+        try:
+            return call(self._direct, parts, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._direct == self.descriptor:
+                raise
+        return call(self.descriptor, parts, offset)
+
+
+def round_up_to_page(nbytes: int) -> int:
+    return -(-nbytes // PAGE_SIZE) * PAGE_SIZE
+
+
+def _skip_bytes(parts: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    left = []
+    for part in parts:
+        skipped = min(count, len(part))
+        count -= skipped
+        left.append(part[skipped:])
+    return left
+
+
+def _preallocate(descriptor: int, size: int) -> None:
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)  # no reservation on this file system: a full disk shows at a write
+
+
+def _reopen_direct(descriptor: int) -> int:
+    """A second descriptor with O_DIRECT, or the given one if that is not supported."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
+    except OSError:
+        return descriptor
+
+
+_LIVE_MAPPINGS: weakref.WeakSet[_HostMapping] = weakref.WeakSet()
+_PARENT_MAPPINGS: list[_HostMapping] = []
+"""In a forked child: keeps the parent's mappings from being unmapped, as their addresses may now hold something
+else."""
+
+os.register_at_fork(after_in_child=lambda: _PARENT_MAPPINGS.extend(_LIVE_MAPPINGS))
+
+_PIN_WARNINGS: list[str] = []
+"""Reasons why page-locking failed; the warning is printed once per process."""
+
+_CUDA_HOST_REGISTER_PORTABLE = 1
+"""cudaHostRegister flag: page-locked for every device of the process."""
+
+
+def page_aligned_bytes(nbytes: int, *, pinned: bool) -> Tensor:
+    """uint8 zeros [nbytes], page-aligned. `pinned` (needs a GPU) page-locks them; if the system refuses, a warning is
+    printed once and the memory is pageable."""
+    memory = _map_pages(nbytes)
+    if pinned and nbytes:
+        try:
+            memory.pin()
+        except RuntimeError as error:
+            _warn_once(str(error).partition("\n")[0])
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def page_aligned_zeros(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeros [numel], page-aligned; see `page_aligned_bytes`."""
+    return page_aligned_bytes(numel * dtype.itemsize, pinned=pinned).view(dtype)
+
+
+class _HostMapping(mmap.mmap):
+    _registered_address = 0
+    """Nonzero if registered with CUDA."""
+
+    def pin(self) -> None:
+        all_bytes = torch.frombuffer(self, dtype=torch.uint8)
+        all_bytes.zero_()  # faults the pages in with all threads; cudaHostRegister would use one
+        address, self._device = all_bytes.data_ptr(), _current_device()
+        if int(error := _cudart().cudaHostRegister(address, len(self), _CUDA_HOST_REGISTER_PORTABLE)):
+            _clear_cuda_error()
+            raise RuntimeError(_cudart().cudaGetErrorString(error))
+        self._registered_address = address
+
+    def __del__(self) -> None:  # unregister before the memory is unmapped
+        if self._registered_address:
+            with suppress(Exception):  # at interpreter exit CUDA may be shut down
+                _synchronize(self._device)  # a copy may still be running
+                _cudart().cudaHostUnregister(self._registered_address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
+
+
+def _synchronize(device: int) -> None:
+    torch.cuda.synchronize(device)
+
+
+def _clear_cuda_error() -> None:
+    """Launch an unneeded kernel that consumes the sticky error; otherwise the next real kernel would report it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _map_pages(nbytes: int) -> _HostMapping:
+    try:
+        memory = _HostMapping(-1, max(round_up_to_page(nbytes), PAGE_SIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
+    _LIVE_MAPPINGS.add(memory)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        try:
+            memory.madvise(getattr(mmap, name))
+        except (AttributeError, OSError):
+            pass  # not supported by this system
+    return memory
+
+
+def _warn_once(reason: str) -> None:
+    if _PIN_WARNINGS:
+        return
+    _PIN_WARNINGS.append(reason)
+    print(f"warning: memory cannot be page-locked ({reason}); offloading uses ordinary memory, which is copied more "
+          "slowly: raise the limit (ulimit -l), or set pin_memory to false", file=sys.stderr, flush=True)

@@ -1,0 +1,332 @@
+"""Offload to NVMe (ZeRO-Infinity): one swap file for each bucket, behind a few staging buffers in host memory.
+
+A chunk holds as many elements of each kind as fit a buffer; in the file each kind of a chunk is one tile. A set of
+staging buffers (one buffer for each kind) serves one chunk at a time. A released set keeps its chunk until another
+chunk needs the buffers, so a chunk that was used last is not read again; `prefetch` acquires a set, starts the read and
+releases it. A step reads into one set, computes in a second and writes from a third. Tiles that were never written read
+as zeros.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.metrics.step_metrics import NvmeStats
+from megatron.zero.offload.async_file import AioSettings, AsyncSwapFile, SwapRequest, SwapTraffic
+from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
+from megatron.zero.offload.direct_io import page_aligned_bytes
+from megatron.zero.offload.host import HostShard
+from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, StateTensors, StoredShard
+from megatron.zero.offload.swap_dir import SwapDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeSettings:
+    chunk_numel: int
+    """Elements of a chunk, at most."""
+    write_chunk_numel: int | None = None
+    """Elements of a chunk that a step writes at a time; chunks do not cross its boundaries."""
+    buffer_sets: int
+    """Staging buffer sets on the host, at most; at least one more than a step uses at a time."""
+    dtype: torch.dtype = torch.float32
+    keeps_shards_whole: bool = False
+    """A chunk is a whole shard, for update rules that need full parameters."""
+    host_numel: int = 0
+    """Elements that stay in host memory: the shards that are allocated first."""
+    pinned: bool = False
+    device_is_separate: bool = False
+    """The device is an accelerator, not the host."""
+    pipeline_read: bool = True
+    pipeline_write: bool = True
+    aio: AioSettings = AioSettings()
+
+
+@dataclass
+class _IoWaitTime:
+    """Seconds that the training thread waited for I/O, over all staging buffers of a storage."""
+
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _StagingBuffers:
+    """Host buffers for one chunk, one for each kind."""
+
+    buffers: Mapping[str, Tensor]
+    wait_time: _IoWaitTime
+    chunk_key: tuple[int, int] | None = None
+    """(id of the shard, first element) of the chunk in the buffers."""
+    valid_kinds: set[str] = field(default_factory=set)
+    """Kinds that need no read: the buffer equals the tile on disk, or will when pending writes are done."""
+    pending_io: list[SwapRequest] = field(default_factory=list)
+    pending_copy: CopyEvent | None = None
+    """Copy from the buffers to the device."""
+
+    def wait_for_io(self) -> None:
+        """Wait for pending I/O. After an error the buffers are invalid and the error is raised."""
+        if (error := self.drain_io()) is not None:
+            raise error
+
+    def drain_io(self) -> Exception | None:
+        """As `wait_for_io`, but return the error. A caller that discards the content may ignore it: a tile whose write
+        failed raises by itself until it is written again."""
+        first: Exception | None = None
+        self.wait_for_copy()
+        begin = time.perf_counter()
+        while self.pending_io:
+            error = self.pending_io[-1].error()
+            self.pending_io.pop()
+            if error is not None:
+                self.valid_kinds.clear()
+                first = first or error
+        self.wait_time.seconds += time.perf_counter() - begin
+        return first
+
+    def wait_for_copy(self) -> None:
+        """Wait until no copy to the device reads from the buffers."""
+        if self.pending_copy is not None:
+            self.pending_copy.wait_on_host()
+            self.pending_copy = None
+
+    def invalidate(self) -> None:
+        self.chunk_key = None
+        self.valid_kinds.clear()
+
+
+@final
+class NvmeShard(StoredShard):
+    def __init__(self, storage: NvmeStorage, file: AsyncSwapFile, numel: int, chunks: Sequence[slice]) -> None:
+        super().__init__(numel, storage.settings.dtype)
+        self.file, self._storage, self._chunks = file, storage, chunks
+        self._chunk_index = {part.start: number for number, part in enumerate(chunks)}
+        self._kinds: tuple[str, ...] = (WEIGHT,)
+        self._written_tiles: set[int] = set()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self._kinds
+
+    @property
+    def chunks(self) -> Sequence[slice]:
+        return self._chunks
+
+    @property
+    def is_on_nvme(self) -> bool:
+        return True
+
+    def add_kinds(self, kinds: Sequence[str]) -> None:
+        self._kinds += tuple(kinds)
+
+    @contextmanager
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
+        kinds = self._kinds if kinds is None else kinds
+        with self._storage.staging_buffers(self.chunk_key(chunk)) as buffers:
+            if not reads:
+                buffers.valid_kinds.update(kinds)
+            kept = self.start_read(chunk, kinds, buffers)
+            buffers.wait_for_io()
+            yield kept
+            if writes:
+                self.start_write(chunk, kinds, buffers)
+
+    def prefetch(self) -> None:
+        for part in self._chunks[: self._storage.settings.buffer_sets - 1]:
+            if not self._storage.is_buffered(self.chunk_key(part)):
+                with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
+                    self.start_read(part, self._kinds, buffers)
+
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
+        for part in self._chunks:
+            with self._storage.staging_buffers(self.chunk_key(part)) as buffers:
+                kept = self.start_read(part, [WEIGHT], buffers)
+                buffers.wait_for_io()
+                mark = buffers.pending_copy = stream.copy(out[part], kept[WEIGHT])
+        return mark
+
+    def chunk_key(self, chunk: slice) -> tuple[int, int]:
+        return id(self), chunk.start
+
+    def start_read(self, chunk: slice, kinds: Sequence[str], buffers: _StagingBuffers) -> StateTensors:
+        """Start to read a chunk; the tensors are valid after `buffers.wait_for_io()`."""
+        for kind in kinds:
+            if kind in buffers.valid_kinds:
+                continue
+            if (tile := self._tile_index(chunk, kind)) in self._written_tiles:
+                buffers.pending_io.append(self.file.read(tile, buffers.buffers[kind]))
+            else:
+                buffers.buffers[kind].zero_()
+            buffers.valid_kinds.add(kind)
+        return {kind: buffers.buffers[kind].view(self.dtype)[: chunk.stop - chunk.start] for kind in kinds}
+
+    def start_write(self, chunk: slice, kinds: Iterable[str], buffers: _StagingBuffers) -> None:
+        for kind in kinds:
+            tile = self._tile_index(chunk, kind)
+            buffers.pending_io.append(self.file.write(tile, buffers.buffers[kind]))
+            self._written_tiles.add(tile)
+
+    def _tile_index(self, chunk: slice, kind: str) -> int:
+        return self._chunk_index[chunk.start] * len(self._storage.kinds) + self._storage.kinds.index(kind)
+
+
+@final
+class NvmeStorage:
+    """NVMe storage of one engine on one rank."""
+
+    is_offloaded = True
+
+    def __init__(self, swap_dir: SwapDir, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
+        self.kinds, self.settings = (WEIGHT, *states), settings
+        self._swap_dir, self._name = swap_dir, name
+        self._files: list[AsyncSwapFile] = []
+        self._host_shards: list[HostShard] = []
+        self._free_buffers: deque[_StagingBuffers] = deque()
+        """Least recently released first."""
+        self._chunks_in_use: set[tuple[int, int]] = set()
+        """Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
+        interrupt may have left a read into them that is not recorded in `pending_io`."""
+        self._is_closed = False
+        self._wait_time = _IoWaitTime()
+        self._buffer_numel = 0
+        self._host_numel = 0
+
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        if self._host_numel + numel <= self.settings.host_numel:
+            self._host_numel += numel
+            if self.settings.device_is_separate:
+                self._host_shards.append(HostShard(numel, self.settings.dtype, [slice(0, numel)],
+                                                   pinned=self.settings.pinned))
+                return self._host_shards[-1]
+            return DeviceShard(torch.zeros(numel, dtype=self.settings.dtype))
+        parts = split_into_chunks(numel, numel if self.settings.keeps_shards_whole else self.settings.chunk_numel,
+                                  self.settings.write_chunk_numel)
+        tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
+        file = AsyncSwapFile(self._swap_dir, f"{self._name}-{len(self._files)}-{name}", tiles,
+                             settings=self.settings.aio)
+        self._files.append(file)
+        self._grow_buffers(largest_chunk(parts))
+        return NvmeShard(self, file, numel, parts)
+
+    @property
+    def updates_on_host(self) -> bool:
+        return self.settings.device_is_separate
+
+    @property
+    def has_nvme_shards(self) -> bool:
+        """At least one shard is on NVMe (not all are on the host)."""
+        return bool(self._files)
+
+    @property
+    def traffic(self) -> SwapTraffic:
+        """Total since the engine was created."""
+        total = SwapTraffic()
+        for file in self._files:
+            for name, value in vars(file.traffic).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    @property
+    def stats(self) -> NvmeStats:
+        return NvmeStats(self._wait_time.seconds, sum(file.traffic.read_bytes for file in self._files),
+                         sum(file.traffic.written_bytes for file in self._files))
+
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShard)]
+        acquired: deque[_StagingBuffers] = deque()
+        try:
+            for number, (shelf, part) in enumerate(order):
+                shelf.file.raise_if_lost()  # fail early: an earlier write was lost
+                # with pipeline_read, one chunk ahead of the one that is yielded
+                for next_shard, next_chunk in order[number + len(acquired) : number + 1 + self.settings.pipeline_read]:
+                    acquired.append(self._acquire_buffers(next_shard.chunk_key(next_chunk)))
+                    next_shard.start_read(next_chunk, next_shard.kinds, acquired[-1])
+                acquired[0].wait_for_io()
+                yield [shelf.start_read(part, shelf.kinds, acquired[0])]
+                shelf.start_write(part, shelf.kinds, acquired[0])
+                if not self.settings.pipeline_write:
+                    acquired[0].wait_for_io()
+                self._release_buffers(acquired.popleft())
+        except BaseException:
+            self._chunks_in_use.difference_update(shelf.chunk_key(part) for shelf, part in order)
+            raise
+
+    @contextmanager
+    def staging_buffers(self, key: tuple[int, int]) -> Iterator[_StagingBuffers]:
+        buffers = None
+        try:
+            buffers = self._acquire_buffers(key)
+            yield buffers
+            self._release_buffers(buffers)
+        except BaseException:
+            if buffers is not None:
+                buffers.wait_for_copy()
+            self._chunks_in_use.discard(key)  # changes in the buffers are discarded
+            raise
+
+    def is_buffered(self, key: tuple[int, int]) -> bool:
+        """The chunk is in released staging buffers, or being read into them."""
+        return any(buffers.chunk_key == key for buffers in self._free_buffers)
+
+    def _acquire_buffers(self, key: tuple[int, int]) -> _StagingBuffers:
+        """The buffers that hold the chunk, or others that are assigned to it. Raises ConfigError after `close`."""
+        self._swap_dir.check_same_process()
+        if self._is_closed:
+            raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
+        assert key not in self._chunks_in_use, "two sets of one part would know nothing of each other's changes"
+        found = next((buffers for buffers in self._free_buffers if buffers.chunk_key == key), None)
+        if found is not None:
+            self._free_buffers.remove(found)
+        elif len(self._free_buffers) + len(self._chunks_in_use) < self.settings.buffer_sets:
+            found = self._allocate_buffers()
+        else:
+            found = self._free_buffers.popleft()
+        found.drain_io()
+        if found.chunk_key != key:
+            found.invalidate()
+            found.chunk_key = key
+        self._chunks_in_use.add(key)
+        return found
+
+    def _release_buffers(self, buffers: _StagingBuffers) -> None:
+        """The buffers keep their chunk, which equals the disk's once pending writes are done."""
+        assert buffers.chunk_key is not None
+        self._chunks_in_use.discard(buffers.chunk_key)
+        self._free_buffers.append(buffers)
+
+    def _allocate_buffers(self) -> _StagingBuffers:
+        size = self._buffer_numel * self.settings.dtype.itemsize
+        return _StagingBuffers({kind: page_aligned_bytes(size, pinned=self.settings.pinned) for kind in self.kinds},
+                               self._wait_time)
+
+    def _grow_buffers(self, numel: int) -> None:
+        """Buffers fit the largest chunk. The root's bucket is allocated first and is mostly the largest, so this rarely
+        repeats."""
+        if numel > self._buffer_numel:
+            self.wait_for_writes()
+            self._buffer_numel = numel
+            self._free_buffers.clear()
+
+    def wait_for_writes(self) -> None:
+        for buffers in self._free_buffers:
+            buffers.drain_io()
+        for shelf in self._host_shards:
+            shelf.wait_for_pending()
+        for file in self._files:
+            file.wait_for_requests()
+
+    def close(self) -> None:
+        self._is_closed = True
+        for buffers in self._free_buffers:
+            buffers.wait_for_copy()
+        self._free_buffers.clear()
+        self._swap_dir.close()

@@ -1,0 +1,233 @@
+"""The interface of offload storage, and its device implementation.
+
+    for chunk in shard.chunks:
+        with shard.open(chunk, writes=True) as tensors:     # kind -> tensor, on the device or on the host
+            tensors["weight"].mul_(0.5)
+
+A `StorageBackend` holds one `StoredShard` for each bucket: this rank's fp32 masters ("weight") and optimizer states, or
+its 16-bit parameters. All kinds of a shard have equal length. A *chunk* is the slice of a shard that is accessed at a
+time. `open` gives views where the data is in memory; from NVMe it gives a host copy, which is written back. An
+optimizer step uses `StorageBackend.iter_chunks`, which prefetches the next chunk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from megatron.zero.offload.chunk_sizes import OffloadRatio
+from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
+
+StateTensors = Mapping[str, Tensor]
+"""Kind ("weight", "exp_avg", ...) -> the elements of one chunk."""
+
+WEIGHT = "weight"
+
+HOST = torch.device("cpu")
+
+ChunkIterator = Generator[list[StateTensors], None, None]
+"""Yields the tensors of each chunk of a step. A caller that stops early must close the generator."""
+
+
+class StoredShard(ABC):
+    """One bucket's shard in a storage backend: `numel` elements of each kind."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.numel, self.dtype = numel, dtype
+
+    @property
+    @abstractmethod
+    def kinds(self) -> tuple[str, ...]: ...
+
+    @property
+    @abstractmethod
+    def chunks(self) -> Sequence[slice]:
+        """Slices that `open` accepts, in order and without gaps."""
+
+    @abstractmethod
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> AbstractContextManager[StateTensors]:
+        """Tensors of one chunk, of all kinds or of `kinds`. With `reads=False` the content is undefined; changes are
+        kept only with `writes=True`."""
+
+    @abstractmethod
+    def add_kinds(self, kinds: Sequence[str]) -> None:
+        """Add optimizer states, initialized with zeros."""
+
+    def device_view(self, kind: str) -> Tensor | None:
+        """All elements of a kind as a writable view, or None if they are not on the device."""
+        return None
+
+    @property
+    def is_on_nvme(self) -> bool:
+        return False
+
+    def memory_view(self, kind: str) -> Tensor | None:
+        """All elements of a kind as a view on the device or in host memory, or None if they are on NVMe."""
+        return self.device_view(kind)
+
+    def prefetch(self) -> None:
+        """Start to read the shard: it will be needed soon."""
+
+    def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
+        """Copy all weights into `out` on the device; return the event of the last copy. For shards that are not on the
+        device."""
+        raise NotImplementedError
+
+    def read(self, kind: str, start: int, out: Tensor) -> None:
+        """out <- elements from `start` on."""
+        for part, overlap in self._overlapping_chunks(start, start + len(out)):
+            with self.open(part, [kind]) as kept:
+                out[part.start + overlap.start - start : part.start + overlap.stop - start] = kept[kind][overlap]
+
+    def write(self, kind: str, start: int, values: Tensor) -> None:
+        """Elements from `start` on <- values."""
+        for part, overlap in self._overlapping_chunks(start, start + len(values)):
+            everything = overlap == slice(0, part.stop - part.start)
+            with self.open(part, [kind], reads=not everything, writes=True) as kept:
+                kept[kind][overlap] = values[part.start + overlap.start - start : part.start + overlap.stop - start]
+
+    def _overlapping_chunks(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Chunks that overlap [start, stop), each with the overlap relative to the chunk's first element."""
+        for part in self.chunks:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                yield part, slice(low - part.start, high - part.start)
+
+
+@dataclass(frozen=True)
+class StateSegment:
+    """A segment of one kind of a shard."""
+
+    shard: StoredShard
+    kind: str
+    start: int
+    count: int
+
+    @property
+    def device_view(self) -> Tensor | None:
+        """The elements as a view, or None if they are not on the device."""
+        everything = self.shard.device_view(self.kind)
+        return None if everything is None else everything[self.start : self.start + self.count]
+
+    def fetch(self) -> Tensor:
+        """The elements: a view if they are in memory, or a copy read from NVMe."""
+        if (everything := self.shard.memory_view(self.kind)) is not None:
+            return everything[self.start : self.start + self.count]
+        copy = torch.empty(self.count, dtype=self.shard.dtype)
+        self.shard.read(self.kind, self.start, copy)
+        return copy
+
+
+class StorageBackend(Protocol):
+    """Stores the masters and optimizer states of all buckets of an engine, or its 16-bit parameter shards."""
+
+    is_offloaded: bool
+    """State is not on the device. Masters then exist even if the parameters are fp32, and a step updates one chunk
+    after the other."""
+
+    @property
+    def updates_on_host(self) -> bool:
+        """`iter_chunks` yields host tensors although the device is an accelerator: the optimizer runs on the host."""
+
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        """A new shard of zeros."""
+
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        """Yield the chunks of each step for an in-place update; a chunk is written back when the next one is
+        requested."""
+
+    def wait_for_writes(self) -> None:
+        """Wait until all writes are done; raise their errors."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineStorage:
+    """The storage backends of one engine."""
+
+    optimizer: StorageBackend
+    params: StorageBackend
+    """Of sharded parameters (stage 3)."""
+    copy_streams: CopyStreams | None = None
+    """None if the device is the host."""
+    pin_memory: bool = False
+    """Host buffers of device copies are page-locked."""
+    delays_update: bool = False
+    """The host update overlaps the next forward and backward (`delayed_param_update`)."""
+    device_optimizer: StorageBackend | None = None
+    """Holds the buckets that stay on the device, if `offload_ratio` offloads only some."""
+    offload_ratio: OffloadRatio = field(default_factory=OffloadRatio)
+
+    def storage_for_masters(self, numel: int) -> StorageBackend:
+        """The backend of the next bucket, whose shard has `numel` elements."""
+        return (self.optimizer if self.device_optimizer is None or self.offload_ratio.offloads_next(numel)
+                else self.device_optimizer)
+
+    @property
+    def has_offloaded_state(self) -> bool:
+        """Some state is not on the device."""
+        return self.optimizer.is_offloaded or self.params.is_offloaded
+
+    def wait_for_writes(self) -> None:
+        self.optimizer.wait_for_writes()
+        self.params.wait_for_writes()
+
+    def close(self) -> None:
+        self.optimizer.close()
+        self.params.close()
+
+
+@final
+class DeviceShard(StoredShard):
+    """Tensors on the device; `open` yields the tensors themselves."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(len(weight), weight.dtype)
+        self.tensors = {WEIGHT: weight}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    @property
+    def chunks(self) -> Sequence[slice]:
+        return [slice(0, self.numel)]
+
+    @contextmanager
+    def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
+             writes: bool = False) -> Iterator[StateTensors]:
+        yield self.tensors
+
+    def add_kinds(self, kinds: Sequence[str]) -> None:
+        self.tensors |= {kind: torch.zeros_like(self.tensors[WEIGHT]) for kind in kinds}
+
+    def device_view(self, kind: str) -> Tensor | None:
+        return self.tensors[kind]
+
+
+class DeviceStorage:
+    is_offloaded = updates_on_host = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self._device, self._dtype = device, dtype
+
+    def allocate_shard(self, name: str, numel: int) -> StoredShard:
+        return DeviceShard(torch.zeros(numel, dtype=self._dtype, device=self._device))
+
+    def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
+        for step in steps:
+            yield [shelf.tensors for shelf, _ in step if isinstance(shelf, DeviceShard)]
+
+    def wait_for_writes(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to release."""

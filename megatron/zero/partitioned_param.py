@@ -1,0 +1,318 @@
+"""Partitioned parameters: which object owns a parameter's elements, and the placeholder it is while they are sharded.
+
+The owner of a parameter is `zero.Init` or a bucket of an engine; an ordinary tensor has none. The registry from
+parameter to owner is global, because `GatheredParameters(params)` gets only parameters.
+
+A placeholder has no elements and reports the size of the full parameter. Its class refuses every torch operation
+that needs values (`ALLOWED_OPS` and `SIZE_OPS` need none), so use outside the parameter's unit is an error, never a
+wrong number. A gathered parameter has its normal class again: no overhead in a forward. Inside `zero.Init`, in-place
+operations run on the full parameter. torch does not dispatch `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)`
+to the class: they see an empty tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron.errors import ConfigError
+from mpu.groups import Group
+
+
+class ParamOwner(Protocol):
+    """Keeps parameters sharded, and gathers them for a user."""
+
+    is_engine_owned: bool
+    """An engine owns the parameters: dtype and device are final."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """engine.offload_states() has moved the elements to the host."""
+
+    @property
+    def allows_in_place_writes(self) -> bool:
+        """The model is being built: in-place operations gather the parameter and run on the full values."""
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
+
+    def describe(self, parameter: Tensor) -> str:
+        """The parameter for a message: its name, if known, and its shape."""
+
+    @property
+    def params_are_sharded(self) -> bool:
+        """The parameters are gathered only while they are used."""
+
+    @property
+    def dp(self) -> Group:
+        """The ranks that hold the shards."""
+
+    def check_before_user_gather(self) -> None:
+        """Raise ConfigError if the parameters cannot be gathered for a user. Local."""
+
+    def gather_for_user(self) -> None:
+        """Gather the parameters; the user may edit them. Collective."""
+
+    def check_before_user_reshard(self, modifier_rank: int | None) -> None:
+        """Raise ConfigError if the user's edits cannot be kept. Local."""
+
+    def reshard_after_user(self, modifier_rank: int | None) -> None:
+        """Reshard, with the edits of data parallel rank `modifier_rank` (None: no edits). Collective."""
+
+    def cancel_user_gather(self) -> None:
+        """Reshard, and undo all edits. Not collective."""
+
+
+class DeferredParamOwner(ParamOwner, Protocol):
+    """The owner of one parameter before there is an engine."""
+
+    def clone(self) -> nn.Parameter:
+        """A copy of the parameter, with an owner of the same kind."""
+
+
+_PARAM_OWNERS = WeakTensorKeyDictionary()
+"""Parameter -> a function that returns its owner, or None."""
+
+
+def set_param_owner(parameter: nn.Parameter, owner: ParamOwner, *, keeps_owner_alive: bool = True) -> None:
+    """Register the owner. Without `keeps_owner_alive` only a weak reference is kept."""
+    _PARAM_OWNERS[parameter] = (lambda: owner) if keeps_owner_alive else ref(owner)
+
+
+def release_param(parameter: nn.Parameter) -> None:
+    _PARAM_OWNERS.pop(parameter, None)
+
+
+def param_owner(parameter: Tensor) -> ParamOwner | None:
+    found: Callable[[], ParamOwner | None] | None = _PARAM_OWNERS.get(parameter)
+    return None if found is None else found()
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of the full parameter, sharded or not."""
+    holder = param_owner(parameter)
+    return parameter.shape if holder is None else holder.full_shape(parameter)
+
+
+_EXTERNAL = "zero_external_parameters"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that the forward of `module` uses a parameter of another module. Call it before `zero.initialize`: the
+    parameter is then gathered whenever the model runs. (Modules that share a Parameter object need no such call.)"""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise ConfigError(f"register_external_parameter takes a Module and a Parameter, not {type(module).__name__} "
+                          f"and {type(parameter).__name__}")
+    known: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    known: list[nn.Parameter] = module.__dict__.get(_EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        raise ConfigError(f"the parameter of shape {tuple(full_shape(parameter))} is not registered as an external one "
+                          f"of {type(module).__name__}")
+    module.__dict__[_EXTERNAL] = [other for other in known if other is not parameter]
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    found: Any = module.__dict__.get(_EXTERNAL, [])
+    return list(found)
+
+
+_TENSOR: Any = Tensor
+
+
+def _getters(names: str) -> Iterator[Any]:
+    return (getattr(_TENSOR, name).__get__ for name in names.split())
+
+
+def _methods(names: str) -> Iterator[Any]:
+    return (getattr(_TENSOR, name) for name in names.split())
+
+
+_has_compatible_data: Any = torch._has_compatible_shallow_copy_type
+
+ALLOWED_OPS = frozenset(
+    (*_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested "
+               "is_quantized is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad "
+               "grad grad_fn output_nr _backward_hooks _post_accumulate_grad_hooks _version"),
+     *_methods("storage_offset element_size get_device is_complex is_contiguous is_floating_point is_inference "
+               "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook backward __dir__ __hash__"),
+     _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
+     _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data, torch.is_complex, torch.is_floating_point,
+     torch.is_inference, torch.is_signed, torch.autograd.backward, torch.autograd.grad))
+"""Operations that need no values: metadata, hooks, gradients, and being an input of torch.autograd.grad."""
+
+SIZE_OPS = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
+                      torch.numel))
+"""Operations that answer for the full parameter."""
+
+CONVERSION_OPS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
+"""`Module.to` and similar calls return another placeholder. A parameter of an engine cannot change dtype or device;
+`zero.initialize` decides dtype and device of parameters from `zero.Init`."""
+
+_GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
+
+_ASSIGNMENT_OPS = frozenset((_SET_DATA, *_methods(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__")))
+
+
+class Placeholder(nn.Parameter):
+    """A sharded parameter, without elements. Instances have a subclass made by `_placeholder_class`."""
+
+    own_class: type[nn.Parameter]
+    """The class of the gathered parameter."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = {} if kwargs is None else kwargs
+        if func in ALLOWED_OPS or func == _SET_DATA and isinstance(args[1], Placeholder):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        used = next(_find_placeholders((*args, *given.values())), None)
+        if func in SIZE_OPS and used is not None and used is args[0] and param_owner(used) is not None:
+            return func(_full_size_meta(used), *args[1:], **given)
+        if func in CONVERSION_OPS and used is not None and used is args[0]:
+            return _convert(used, func, args, given)
+        holder = None if used is None else param_owner(used)
+        if holder is not None and holder.allows_in_place_writes:
+            if func == _GET_DATA:
+                return used  # in-place writes to `p.data` run on the parameter
+            if _is_in_place(func):
+                return _run_in_place(func, args, given)
+        if holder is None:
+            raise ConfigError(f"a parameter cannot be used here ({_op_name(func)}): its elements were split over the "
+                              "data parallel ranks, and nothing has them now. Either its engine could not be built, "
+                              "or is gone: build the model anew; or this is a copy: use the parameter itself")
+        if holder.is_offloaded:
+            raise ConfigError(f"{_describe(used)} cannot be used here ({_op_name(func)}): engine.offload_states() has "
+                              "set its elements aside; call engine.reload_states() first")
+        outside = "" if holder.is_engine_owned else "build a model that reads it outside zero.Init, "
+        raise ConfigError(
+            f"{_describe(used)} cannot be used here ({_op_name(func)}): its elements are split over the data parallel "
+            f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
+            "engine.save_16bit_model or engine.save_checkpoint")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        holder = param_owner(self)
+        if holder is None or not holder.allows_in_place_writes:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
+        if id(self) not in memo:
+            memo[id(self)] = cast(DeferredParamOwner, holder).clone()
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder({_describe(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = _op_name(func)
+    return func in _ASSIGNMENT_OPS or name.endswith("_") and not name.endswith("__")
+
+
+def _run_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an in-place operation on gathered parameters. Collective; rank 0's result is kept."""
+    holders = {id(holder): holder for used in _find_placeholders((*args, *kwargs.values()))
+               if (holder := param_owner(used)) is not None}.values()
+    try:
+        for holder in holders:
+            holder.gather_for_user()
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+        for holder in holders:
+            holder.check_before_user_reshard(0)
+    except BaseException:
+        for holder in holders:
+            holder.cancel_user_gather()
+        raise
+    for holder in holders:
+        holder.reshard_after_user(0)
+    return result
+
+
+def replace_by_placeholder(parameter: Any, empty: Tensor, placeholder_class: type[Placeholder] = Placeholder) -> None:
+    """Turn the parameter into a placeholder with the data `empty`, which has the dtype and device to report and usually
+    no elements (another `placeholder_class` may have some)."""
+    set_param_data(parameter, empty)
+    own: type[nn.Parameter] = type(parameter)
+    parameter.__class__ = _placeholder_class(own, placeholder_class)
+
+
+def set_param_data(parameter: Any, data: Tensor) -> None:
+    """Give the parameter its normal class and these elements."""
+    now: type[nn.Parameter] = type(parameter)
+    parameter.__class__ = _own_class(now)
+    parameter.data = data
+
+
+@cache
+def _placeholder_class(own: type[nn.Parameter], kind: type[Placeholder]) -> type[nn.Parameter]:
+    bases = (kind,) if own is nn.Parameter else (kind, own)
+    return type(kind.__name__, bases, {"own_class": own, "__module__": kind.__module__})
+
+
+@cache
+def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    return cls.own_class if issubclass(cls, Placeholder) else cls
+
+
+def _full_size_meta(placeholder: Placeholder) -> Tensor:
+    """A meta tensor of the full shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(full_shape(placeholder), dtype=placeholder.dtype, device="meta")
+
+
+def _convert(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
+             kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        result: Any = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
+        if not isinstance(result, Tensor):  # `type()` without arguments returns a string
+            return result
+        holder = param_owner(placeholder)
+        if holder is not None and holder.is_engine_owned:
+            _check_conversion(placeholder, func, result)
+    result.__class__ = type(placeholder)
+    return result
+
+
+def _check_conversion(placeholder: Placeholder, func: Callable[..., Any], result: Tensor) -> None:
+    if (result.dtype, result.device) != (placeholder.dtype, placeholder.device):
+        raise ConfigError(f"{_describe(placeholder)} cannot become {result.dtype} on {result.device} "
+                          f"({_op_name(func)}): its elements are split over the data parallel ranks, in "
+                          f"{placeholder.dtype} on {placeholder.device}; choose fp16 or bf16 in the configuration and "
+                          "the device by the launcher, and read values inside zero.GatheredParameters")
+
+
+def _describe(placeholder: Placeholder | None) -> str:
+    holder = None if placeholder is None else param_owner(placeholder)
+    return "a parameter" if holder is None or placeholder is None else holder.describe(placeholder)
+
+
+def _find_placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
+    """Yield the placeholders among the arguments of a function, also inside sequences and mappings."""
+    for value in values:
+        if isinstance(value, Placeholder):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _find_placeholders(value)
+        elif isinstance(value, dict):
+            yield from _find_placeholders(value.values())
+
+
+def _op_name(func: Callable[..., Any]) -> str:
+    """The name of an operation; for a property's getter or setter, that of the property."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

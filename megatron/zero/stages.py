@@ -1,0 +1,93 @@
+"""The ZeRO stage table: which of optimizer state, gradients and parameters are sharded over data parallel.
+
+    stage  optimizer  gradients  parameters  reduction
+    0      full       full       full        at the accumulation boundary, all-reduce
+    1      sharded    full       full        at the boundary, reduce-scatter into the shard
+    2      sharded    sharded    full        after every backward, reduce-scatter
+    3      sharded    sharded    sharded     after every backward, reduce-scatter
+
+The engine asks this table, never the stage number. `CommConfig` says how gradients and parameters are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from megatron.config.tree import ZeroConfig, flag_name
+
+SHARDED_FROM_STAGE = {"optim": 1, "grads": 2, "params": 3}
+"""Kind of state -> the first stage that shards it."""
+
+
+@dataclass(frozen=True)
+class StagePolicy:
+    """One row of the table. Each kind is sharded only together with those left of it."""
+
+    optim_is_sharded: bool
+    grads_are_sharded: bool
+    params_are_sharded: bool
+
+    @property
+    def for_persistent_params(self) -> StagePolicy:
+        """For small parameters, which are never sharded."""
+        return replace(self, params_are_sharded=False)
+
+    @property
+    def for_frozen_params(self) -> StagePolicy:
+        """For parameters that have neither gradients nor optimizer state."""
+        return StagePolicy(self.params_are_sharded, False, self.params_are_sharded)
+
+
+def stage_policy(stage: int) -> StagePolicy:
+    return StagePolicy(*(stage >= SHARDED_FROM_STAGE[kind] for kind in ("optim", "grads", "params")))
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How gradients and parameters are communicated."""
+
+    reduce_bucket_size: int | None = None
+    """Elements per collective, on CPU; accelerators send a bucket at once (docs/decisions/010-wires.md)."""
+    allgather_bucket_size: int | None = None
+    reduce_scatter: bool = True
+    """Reduce-scatter sharded gradients instead of all-reducing them."""
+    contiguous_gradients: bool = True
+    """Copy each gradient into the flat buffer when it is computed, not all of a unit together."""
+    overlap_comm: bool = True
+    """Overlap collectives with forward and backward."""
+    gradient_predivide_factor: float = 1.0
+    """Divide gradients by this before the reduction, so that a 16-bit sum does not overflow."""
+
+
+def make_comm_config(zero: ZeroConfig, dp_size: int) -> CommConfig:
+    return CommConfig(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
+                      zero.contiguous_gradients, zero.overlap_comm,
+                      dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
+
+
+def ineffective_setting_notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
+    """One line for each setting that is not at its default and has no effect in this run."""
+    given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
+    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}"
+            for name, why in _ineffective_settings(zero.zero_stage, precision, on_cuda) if name in given]
+
+
+def _ineffective_settings(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]]:
+    """Yield (setting, why it has no effect)."""
+    if stage < SHARDED_FROM_STAGE["params"]:
+        for item in fields(ZeroConfig):
+            if item.name.startswith("stage3_"):
+                yield item.name, f"at stage {stage}, where parameters are whole"
+    is_sharded = stage >= SHARDED_FROM_STAGE["optim"]
+    for name in () if is_sharded else ("reduce_scatter", "allgather_bucket_size", "allgather_partitions"):
+        yield name, f"at stage {stage}, where nothing is split"
+    if is_sharded:
+        yield "allgather_partitions", "here: each device has one way to collect weights"
+    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_sharded else [])) if on_cuda else ():
+        yield name, "on GPUs, where a block travels in one piece"
+    if on_cuda:
+        yield "contiguous_gradients", "on GPUs, where one operation moves the gradients of a block"
+    if precision == "fp32":
+        yield "load_from_fp32_weights", "in fp32, where masters and weights are one"
+    yield "round_robin_gradients", "without offloading to the host"

@@ -1,0 +1,320 @@
+"""The result of an optimizer step, all-reduced once: gradient norm, overflow, and whether all ranks agree.
+
+Each rank contributes the squared norm of its gradients, a digest of what it ran and of its hyper-parameters, a veto
+flag, and extra scalars of the caller (a loss, a stop request). The sums are on the device at once, so the optimizer
+step follows without a wait; the host reads them later (`to_host`). Where digests differ, the texts behind them are
+gathered and the error names the difference.
+
+A learning rate that is a tensor on the device is not compared: reading it would make the host wait.
+`NoGradForwardChecker` makes the same check after a forward without gradients, which no step follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from math import isfinite
+from operator import is_
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.distributed.collective_log import (NO_ENTRY, CollectiveLog, CollectiveLogSnapshot, describe_positions,
+                                                 divergence_positions)
+from megatron.distributed.rank_text import describe_differences
+from megatron.errors import ConfigError
+from megatron.optim.rule import ParamGroup
+from mpu import collective_tracker
+from mpu.collectives import all_gather_json, all_reduce_into
+from mpu.device import on_accelerator
+from mpu.groups import Group
+
+_RESULT_SCALARS = 4
+"""Numbers of the all-reduce before the extra scalars: squares, digests, squares of digests, vetoes."""
+
+
+class HostStepResult(NamedTuple):
+    norm: float
+    """Of the mean gradient over all ranks; inf or nan if any element is."""
+    grad_multiplier: float
+    """The factor for the sums of gradients: unscaling, averaging and clipping."""
+    digests_match: bool
+    """All ranks gave the same digest."""
+    has_veto: bool
+    """At least one rank refuses the step."""
+    scalars: tuple[float, ...] = ()
+
+    @property
+    def ranks_disagree(self) -> bool:
+        return self.has_veto or not self.digests_match
+
+    @property
+    def applied(self) -> bool:
+        return math.isfinite(self.norm) and not self.ranks_disagree
+
+
+class StepResult:
+    """The result of a step on the device, as 0-dimensional tensors."""
+
+    def __init__(self, sums: Tensor, ranks: int, *, mean_factor: float, max_norm: float) -> None:
+        """`sums` is the result of `all_reduce_step_scalars`. `mean_factor` turns the sum of gradients into their mean;
+        the norm is clipped to `max_norm` (0: no clipping)."""
+        self._ranks, self._mean_factor, self._max_norm = ranks, mean_factor, max_norm
+        squares, digests, squared_digests, objections = sums[:_RESULT_SCALARS].unbind()
+        norm = squares.sqrt() * mean_factor
+        # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
+        self.is_applied = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
+        self._host_scalars = HostScalars(torch.cat([norm.view(1), sums]))
+        self._norm = norm
+
+    def grad_divisor(self) -> Tensor:
+        """1 / `grad_multiplier`, in fp32, on the device."""
+        if not self._max_norm:
+            return torch.full((), 1.0 / self._mean_factor, dtype=torch.float32, device=self._norm.device)
+        clipped = torch.where(self._norm > self._max_norm, self._max_norm / (self._norm + 1e-6), 1.0)
+        return (clipped * self._mean_factor).reciprocal().float()
+
+    def to_host(self) -> HostStepResult:
+        """Read the result; waits for the device."""
+        norm, _, digests, squared_digests, vetoes, *scalars = self._host_scalars.values()
+        return HostStepResult(norm, self._mean_factor * clip_factor(norm, self._max_norm),
+                              squared_digests * self._ranks == digests * digests, vetoes > 0, tuple(scalars))
+
+
+def all_reduce_step_scalars(norm_squared: Tensor, world: Group, *, counts_norm: bool = True, digest: int = 0,
+                            has_veto: bool = False, scalars: Sequence[Tensor | float] = ()) -> Tensor:
+    """Sum the scalars of the step over the world: [4 + len(scalars)], fp64, on the device.
+
+    `counts_norm` is False on ranks whose gradients another rank counts. `digest` has at most `digest_bits(ranks)` bits,
+    so that its sums are exact."""
+    numbers = scalars_on_device(norm_squared.device,
+                                (norm_squared if counts_norm else 0, digest, digest * digest, has_veto, *scalars))
+    all_reduce_into(numbers, world).wait()
+    return numbers
+
+
+def scalars_on_device(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
+    """The numbers as one fp64 tensor on the device. All host numbers take one copy from page-locked memory, without a
+    wait or a kernel launch; each 0-dimensional tensor takes one more copy."""
+    on_host = torch.tensor([0.0 if isinstance(number, Tensor) else number for number in numbers], dtype=torch.float64,
+                           pin_memory=device.type == "cuda")
+    row = torch.empty(len(numbers), dtype=torch.float64, device=device)
+    row.copy_(on_host, non_blocking=True)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            row[place].copy_(number)
+    return row
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """The factor that limits the norm of gradients to `max_norm` (0: no limit)."""
+    return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
+
+
+class HostScalars:
+    """A few numbers that are copied to the host asynchronously; `values` waits for them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._arrived = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def values(self) -> list[float]:
+        if self._arrived is not None:
+            collective_tracker.mark_waiting()  # the device may be waiting for other ranks
+            self._arrived.synchronize()
+            collective_tracker.mark_idle()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+FLOAT64_INTEGER_BITS = 53
+"""float64 represents integers of this many bits exactly."""
+NOT_COMPARED = frozenset({"params", "param_names"})
+"""Keys of a param group that are not hyper-parameters."""
+
+
+@dataclass(frozen=True)
+class HyperparamTexts:
+    """The hyper-parameters of all param groups at one step: names, and values as JSON."""
+
+    names: Sequence[str]
+    values: Sequence[str]
+    checksum: bytes
+    """Of the names and values."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of one optimizer step on this rank, which must be equal on all ranks."""
+
+    step: Mapping[str, str]
+    """Settings of the step itself: name in messages -> value."""
+    groups: HyperparamTexts
+
+    def as_dict(self) -> dict[str, str]:
+        return {**self.step, **dict(zip(self.groups.names, self.groups.values, strict=True))}
+
+    def digest(self, run_digest: int, ranks: int) -> int:
+        """A digest of the settings and of `run_digest`, of `digest_bits(ranks)` bits."""
+        text = f"{run_digest} {' '.join(self.step.values())} ".encode()
+        found = blake2b(text + self.groups.checksum, digest_size=8).digest()
+        return int.from_bytes(found) & (1 << digest_bits(ranks)) - 1
+
+
+def make_step_settings(number: int, losses: Mapping[str, int], accumulation: int, micro_batch: int | None,
+                       groups: HyperparamTexts) -> StepSettings:
+    """`losses`: factor of a loss ("1/4") -> number of losses with it."""
+    summed = " + ".join(f"{count} x {part}" for part, count in sorted(losses.items()))
+    return StepSettings({"the number of the step": str(number), "the step's sum of losses": summed,
+                         "gradient_accumulation_steps": str(accumulation),
+                         "train_micro_batch_size_per_gpu": str(micro_batch)}, groups)
+
+
+@final
+class HyperparamDigest:
+    """Reads the param groups once per step. Only values that are another object than in the step before, or that can
+    change in place, are converted to text again."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+        # All groups concatenated: the keys, the number of keys of each group, and the values last seen.
+        self._keys: list[str] = []
+        self._lengths: list[int] = []
+        self._last_values: list[Any] = []
+        self._name_index: dict[int, int] = {}
+        """Index of a compared value in `_last_values` -> its index in `names`. Names are sorted within a group, so that
+        the order of keys in a group makes no difference."""
+        self._mutable: set[int] = set()
+        """Indices in `_last_values` of values that can change in place."""
+        self._last = HyperparamTexts((), (), b"")
+
+    def __call__(self) -> HyperparamTexts:
+        keys, lengths = list(chain.from_iterable(self._groups)), list(map(len, self._groups))
+        if keys != self._keys or lengths != self._lengths:
+            self._set_keys(keys, lengths)
+            self._update_texts(list(self._values()), self._name_index)
+        elif self._mutable or not all(map(is_, self._last_values, self._values())):
+            values = list(self._values())
+            changed = {i for i, (old, new) in enumerate(zip(self._last_values, values, strict=True)) if old is not new}
+            self._update_texts(values, self._name_index.keys() & (changed | self._mutable))
+        return self._last
+
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._groups))
+
+    def _set_keys(self, keys: list[str], lengths: list[int]) -> None:
+        self._keys, self._lengths, self._mutable = keys, lengths, set()
+        group_of = [number for number, length in enumerate(lengths) for _ in range(length)]
+        compared = sorted((number, str(key), i) for i, (key, number) in enumerate(zip(keys, group_of, strict=True))
+                          if key not in NOT_COMPARED)
+        self._name_index = {i: place for place, (_, _, i) in enumerate(compared)}
+        names = tuple(f"{key} of param group {number}" for number, key, _ in compared)
+        self._last = HyperparamTexts(names, ("",) * len(names), b"")
+
+    def _update_texts(self, values: list[Any], changed: Collection[int]) -> None:
+        """Convert the changed values. Texts of earlier steps stay unchanged: their errors may be raised later."""
+        self._last_values, texts = values, list(self._last.values)
+        for i in changed:
+            value = values[i]
+            texts[self._name_index[i]] = _json_text(value)
+            (self._mutable.discard if _is_immutable(value) else self._mutable.add)(i)
+        content = "\n".join((*self._last.names, *texts))
+        self._last = HyperparamTexts(self._last.names, tuple(texts), blake2b(content.encode(), digest_size=16).digest())
+
+
+def _json_text(value: Any) -> str:
+    if type(value) is float and isfinite(value):
+        return repr(value + 0.0)  # like JSON, but faster; + 0.0 turns -0.0 into 0.0
+    if type(value) is int and value == float(value):
+        return repr(float(value))  # 1 equals 1.0
+    return json.dumps(to_plain_values(value, reads_device=False), sort_keys=True)
+
+
+def _is_immutable(value: Any) -> bool:
+    """Tensors on the device count as immutable: their values are not compared."""
+    return value is None or isinstance(value, (bool, int, float, str)) or \
+        isinstance(value, tuple) and all(map(_is_immutable, value)) or \
+        isinstance(value, Tensor) and on_accelerator(value)
+
+
+def to_plain_values(value: Any, *, reads_device: bool = True) -> Any:
+    """`value` as comparable plain numbers, strings, lists and dicts; other objects as their class name. Without
+    `reads_device` a tensor on the device is not read."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor) and not reads_device and on_accelerator(value):
+        return "a tensor on the device"
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [to_plain_values(item, reads_device=reads_device) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((to_plain_values(item, reads_device=reads_device) for item in value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_values(item, reads_device=reads_device) for key, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def digest_bits(ranks: int) -> int:
+    """Bits of a digest, 25 for two ranks and 16 for a thousand.
+
+    float64 is then exact in ranks * sum(digest^2) and in sum(digest)^2, which are equal only if all digests are."""
+    return (FLOAT64_INTEGER_BITS - 2 * (ranks - 1).bit_length()) // 2
+
+
+def different_settings_error(settings: StepSettings, world: Group) -> ConfigError | None:
+    """The error that names the settings that differ between ranks; None if the settings are equal. Collective."""
+    gathered = all_gather_json(settings.as_dict(), world)
+    found = describe_differences([(facts, [rank]) for rank, facts in enumerate(gathered)])
+    return ConfigError(f"the ranks would take different steps, and their weights would part: {found}. No weight was "
+                       "changed; every rank must set the same hyper-parameters, from numbers that all ranks have, the "
+                       "same batch sizes, and step after as many micro-batches") if found else None
+
+
+class NoGradForwardChecker:
+    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog) -> None:
+        self._dp, self._device, self._log = dp, device, log
+        self._pending: HostScalars | None = None
+
+    def __call__(self, gather_digest: int) -> None:
+        """After a forward: start to compare its digest over data parallel. On an accelerator the error is raised by the
+        next call, or by `raise_if_diverged`."""
+        self.raise_if_diverged()
+        self._log.purpose = ""
+        self._log.awaited_entry = self._log.record_collective("the end of a forward without gradients")
+        numbers = scalars_on_device(self._device, (gather_digest, gather_digest * gather_digest))
+        all_reduce_into(numbers, self._dp).wait()
+        self._log.awaited_entry = NO_ENTRY
+        self._pending = HostScalars(numbers)
+        if not on_accelerator(self._device):
+            self.raise_if_diverged()
+
+    def raise_if_diverged(self) -> None:
+        """Raise ConfigError if the ranks differed at the last check. Collective then: all ranks must call it."""
+        numbers, self._pending = self._pending, None
+        if numbers is None:
+            return
+        traces, squares = numbers.values()
+        if squares * self._dp.size != traces * traces:
+            raise diverged_blocks_error(self._log, self._dp)
+
+
+def diverged_blocks_error(log: CollectiveLog, ranks: Group) -> ConfigError:
+    """The error that says where the collective logs of the ranks diverge. Collective."""
+    packed = all_gather_json(log.snapshot(ranks.rank).pack(), ranks)
+    where = describe_positions(divergence_positions([CollectiveLogSnapshot.unpack(one) for one in packed]))
+    return ConfigError(
+        "the ranks ran different blocks of the model, or in another order, and have received each other's "
+        f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) must be "
+        "drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward failed on some ranks "
+        "only, and they went on without it: end the run then, and resume it from the last checkpoint")

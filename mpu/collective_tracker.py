@@ -1,0 +1,66 @@
+"""Tracks whether this process is inside a collective, and how many it has started: two numbers for the watchdog.
+
+State 0: not in a collective; 1 (`LAUNCHING`): starting one; 2 (`WAITING`): waiting for other ranks. A rank that waits
+is not the culprit of a hang. A collective that raises leaves its state in place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LAUNCHING, WAITING = 1, 2
+
+
+class CollectiveCounters(Protocol):
+    def __getitem__(self, place: int) -> int: ...
+
+    def __setitem__(self, place: int, number: int) -> None: ...
+
+
+_COUNTERS: list[CollectiveCounters] = [memoryview(array("Q", [0, 0]))]
+"""The counters of this process: [state, collectives started]."""
+
+
+def write_counters_to(counters: CollectiveCounters) -> None:
+    """Move the counters to another memory, such as the launcher's shared file."""
+    counters[0], counters[1] = _COUNTERS[0][0], _COUNTERS[0][1]
+    _COUNTERS[0] = counters
+
+
+def current_counters() -> CollectiveCounters:
+    return _COUNTERS[0]
+
+
+def mark_waiting() -> None:
+    _COUNTERS[0][0] = WAITING
+
+
+def mark_idle() -> None:
+    _COUNTERS[0][0] = 0
+
+
+def is_waiting() -> bool:
+    return bool(_COUNTERS[0][0] == WAITING)
+
+
+def track_collective(collective: Callable[P, T], state: int = WAITING) -> Callable[P, T]:
+    """Wrap a function that runs one collective, or (state LAUNCHING) starts one without waiting."""
+    @wraps(collective)
+    def tracked(*args: P.args, **kwargs: P.kwargs) -> T:
+        numbers = _COUNTERS[0]
+        numbers[1] += 1
+        numbers[0] = state
+        result = collective(*args, **kwargs)
+        numbers[0] = 0
+        return result
+    return tracked
+
+
+def track_async_collective(collective: Callable[P, T]) -> Callable[P, T]:
+    return track_collective(collective, LAUNCHING)
