@@ -228,7 +228,8 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
         assert memory.cuda_logit_rows(tokens, columns, element) == accelerator.rows_per_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.backends.SUM_BLOCK
-    assert (memory.INIT_ELEMENTS_CPU, memory.INIT_ELEMENTS_CUDA) == (mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
+    assert (memory.INIT_ELEMENTS_CPU, memory.INIT_ELEMENTS_CUDA) == (
+        mpu.weight_init.CPU_BLOCK, mpu.weight_init.ACCELERATOR_BLOCK)
     assert megatron.plan.footprint.MAX_TILE == adam.MAX_TILE_NUMEL
     assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.CACHE_TILE_NUMEL
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
