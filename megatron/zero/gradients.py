@@ -152,25 +152,15 @@ class FlatGradients:
             for index, parameter in enumerate(self.parameters):
                 grad = parameter.grad
                 if index in self._slots_with_grad_view:
-                    if grad is not self.grad_view(index):
-                        self._apply_user_grad(index, grad)
+                    view = self.grad_view(index)
+                    if grad is not view:
+                        view.zero_() if grad is None else view.copy_(grad)
+                        self._set_grad_view(index)
                 elif grad is not None:
                     raise ConfigError(
                         f"{self.layout.slots[index].name}.grad was set by hand, where the engine does not look: call "
                         "safe_set_full_grad(parameter, value) of megatron.zero.utils after the last backward of a "
                         "step, or engine.zero_grad() to forget it")
-
-    def _apply_user_grad(self, index: int, grad: Tensor | None) -> None:
-        if grad is None:
-            self.grad_view(index).zero_()
-        else:
-            self.grad_view(index).copy_(grad)
-        self._set_grad_view(index)
-
-    def _drop_grad_views(self) -> None:
-        """Clear `parameter.grad` before a reduction, which overwrites this rank's gradients in the buffer."""
-        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
-            self._clear_param_grads()
 
     def _clear_param_grads(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -261,7 +251,9 @@ class FlatGradients:
         """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
         self._copy_remaining_grads()
-        self._drop_grad_views()
+        # The reduction overwrites this rank's gradients in the buffer, of which `parameter.grad` may be a view.
+        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
+            self._clear_param_grads()
         self.state = GradState.REDUCING
         self._evict_all_reservations()
         grads = self._get_full_buffer().flat
@@ -311,34 +303,23 @@ class FlatGradients:
         reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
         if self.sum_multiplier != 1.0:
             reduced.mul_(self.sum_multiplier)
+        is_in_buffer = self._full_buffer is not None and \
+            reduced.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
         if self._offloader is not None:
-            self._offload_shard(reduced, self._offloader)
-        elif self._accumulates_shard or self._shard is not None:
-            self._accumulate_shard(reduced)
-        else:
-            self._shard = reduced
-
-    def _accumulate_shard(self, reduced: Tensor) -> None:
-        """Add to the shard and release the full buffer."""
-        if self._shard is not None:
+            copy = self._offloader.offload(reduced)
+            self._release_buffer(copy if is_in_buffer else None)
+            self._shard = reduced.new_empty(0)  # the sums are in the offloader
+        elif self._shard is not None:  # sums of earlier micro-batches
             self._shard.add_(reduced)
             self._release_buffer()
-        elif self._is_in_buffer(reduced):  # the shard keeps this memory; the pool does not get it back
-            self._shard, self._full_buffer = reduced, None
         else:
             self._shard = reduced
+            if not self._accumulates_shard:
+                return  # the sums stay in the full buffer until the step
+            if is_in_buffer:  # the shard keeps this memory; the pool does not get it back
+                self._full_buffer = None
             self._release_buffer()
         self.filled_slots.clear()
-
-    def _offload_shard(self, reduced: Tensor, offloader: GradOffloader) -> None:
-        copy = offloader.offload(reduced)
-        self._release_buffer(copy if self._is_in_buffer(reduced) else None)
-        self._shard = reduced.new_empty(0)  # the sums are in the offloader
-        self.filled_slots.clear()
-
-    def _is_in_buffer(self, tensor: Tensor) -> bool:
-        return self._full_buffer is not None and \
-            tensor.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
 
     @property
     def params_with_grad(self) -> frozenset[int]:
