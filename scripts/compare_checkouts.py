@@ -54,8 +54,8 @@ RUNS = {"stage 0": [], "stage 2 bf16": ["--zero-stage", "2", "--bf16"], "stage 3
         "stage 3 host": ["--zero-stage", "3", "--bf16", "--offload-optimizer-device", "cpu"],
         "tp2 lamb": ["--model-parallel-size", "2", "--optimizer", "lamb", "--checkpoint-activations"],
         "muon": ["--optimizer", "muon", "--zero-stage", "1"], "one bit": ["--optimizer", "onebit_adam", "--bf16"]}
-VARYING = {"run_id", "save_id", "saved_at", "branch", "crc32", "nbytes", "size",
-           "step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes"}
+VARYING = {"run_id", "save_id", "saved_at", "branch", "crc32", "nbytes", "size", "began", "seconds", "step_ms",
+           "tokens_per_s", "tflops", "mfu", "max_memory_bytes"}
 TIMES = re.compile(r"[\d.]+ (s|ms|GiB|MB)\b|time per iteration \(ms\): [\d.]+|tokens/s \d+|TFLOP/s [\d.]+")
 
 
@@ -89,7 +89,8 @@ class Checkout:
                 if path.is_file() and not path.name.startswith("."):
                     found[f"run {name} {path.relative_to(folder)}"] = fingerprint(path, str(self.scratch))
             if (metrics := folder.with_suffix(".jsonl")).exists():
-                rows = [without_varying(json.loads(line)) for line in metrics.read_text().splitlines()]
+                lines = metrics.read_text().replace(str(self.scratch), "SCRATCH").splitlines()
+                rows = [without_varying(json.loads(line)) for line in lines]
                 found[f"run {name} metrics"] = "\n".join(map(str, rows))
         return found
 
@@ -120,7 +121,8 @@ def main() -> int:
     parser.add_argument("after", type=Path)
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        sides = [Checkout(getattr(parsed, name), Path(folder) / name) for name in ("before", "after")]
+        # names of one length: the paths are in saved files, whose sizes are compared
+        sides = [Checkout(root, Path(folder) / name) for root, name in ((parsed.before, "1"), (parsed.after, "2"))]
         for side in sides:
             side.scratch.mkdir()
         before, after = pool.map(Checkout.facts, sides)

@@ -28,7 +28,7 @@ from megatron.zero.flat_buffers import BucketDtypes, BufferPool
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
-from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, StoredShard
+from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
 from megatron.zero.param_writes import GatheredParamsSession, InPlaceWriteGuard, copy_into_buffer
 from megatron.zero.partitioned_param import release_param, replace_by_placeholder, set_param_data, set_param_owner
 from megatron.zero.stages import CommConfig, StagePolicy
@@ -75,8 +75,6 @@ class FlatBucket:
     """Applied when masters are copied to parameters, in addition to the cast."""
     peers_know_states = False
     """The compressed communication (compression.py) gives every rank the optimizer states of all ranks."""
-    is_on_device: bool
-    """`param_shard` is on the device, not offloaded."""
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *,
                  policy: StagePolicy, dp: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
@@ -85,7 +83,7 @@ class FlatBucket:
                  values_are_equal: bool = False) -> None:
         """`show_sharded` changes the parameters when they are resharded. Unless `values_are_equal`, the first rank of
         `dp` broadcasts its values."""
-        self.name, self.device, self._dtypes, self._comm, self._dp, self._log = name, device, dtypes, comm, dp, log
+        self.name, self.device, self._dtypes, self._comm, self.dp, self.log = name, device, dtypes, comm, dp, log
         self.show_sharded, self._broadcast_group = show_sharded, SOLO if values_are_equal else dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
@@ -99,44 +97,38 @@ class FlatBucket:
         self._copy_streams = engine_storage.copy_streams
         self._pending_gather: CollectiveWork | None = None
         self._pending_shard_copy: CopyEvent | None = None  # this rank's shard, host to device
+        offloader = None
+        if self.trainable and self.storage.update_location is Location.HOST and self._copy_streams is not None:
+            offloader = GradOffloader(self.layout.shard_numel, dtypes.grad_shard, device, self._copy_streams,
+                                      pinned=engine_storage.pin_memory)
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy,
                                    shard_group=self.shard_group, replica_group=self.replica_group,
                                    device=device, dtypes=dtypes, comm=comm, buffer_pool=buffer_pool, log=log,
-                                   offloader=self._make_grad_offloader(engine_storage))
+                                   offloader=offloader)
         self.grad_mean_factor: Callable[[], float] = lambda: 1.0
         """Returns the factor that turns a sum of gradients into their mean."""
         self._user_session: GatheredParamsSession | None = None  # an open zero.GatheredParameters block
-        self._versions_are_shifted = self._params_are_placeholders = False  # true while the parameters are sharded
+        self._versions_are_shifted = self.params_are_placeholders = False  # true while the parameters are sharded
         self.offloaded_states: set[str] = set()
         """Names of the states that engine.offload_states() has moved to the host."""
         self._take_over_params(engine_storage)
         self._write_guard = InPlaceWriteGuard(self.layout, self.parameters, self.shard_group.rank)
 
-    def _make_grad_offloader(self, engine_storage: EngineStorage) -> GradOffloader | None:
-        if not (self.trainable and self.storage.updates_on_host) or engine_storage.copy_streams is None:
-            return None
-        return GradOffloader(self.layout.shard_numel, self._dtypes.grad_shard, self.device, engine_storage.copy_streams,
-                             pinned=engine_storage.pin_memory)
-
     @property
     def update_device(self) -> torch.device:
         """The device on which the optimizer step computes."""
-        return HOST if self.storage.updates_on_host else self.device
+        return HOST if self.storage.update_location is Location.HOST else self.device
 
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Become a bucket of a larger model, with new names. Call it before the first collective."""
-        self.name, self._log, self.grads.name = name, log, name
+        self.name, self.log, self.grads.name = name, log, name
         self.layout.add_prefix(prefix)
         self.grads.rebind(log, buffer_pool)
 
     @property
-    def log(self) -> CollectiveLog:
-        return self._log
-
-    @property
     def empty_param(self) -> Tensor:
         """An empty tensor with the dtype and device of the parameters: the data of a sharded parameter."""
-        return self._gathered_params.new_empty(0)
+        return self.gathered_params.new_empty(0)
 
     @property
     def overwrites_user_writes(self) -> bool:
@@ -148,16 +140,15 @@ class FlatBucket:
         return self.master_state is not self.param_shard
 
     @property
-    def device_param_shard(self) -> Tensor:
-        """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
-        shard = self.param_shard.device_view(WEIGHT)
-        assert shard is not None, f"the weights of {self.name} are elsewhere"
-        return shard
+    def is_on_device(self) -> bool:
+        """The parameter shard is on the device, not offloaded."""
+        return self.param_shard.is_on_device
 
     @property
-    def gathered_params(self) -> Tensor:
-        """All parameters, flat, of shape [numel]; [0] while they are sharded."""
-        return self._gathered_params
+    def device_param_shard(self) -> Tensor:
+        """This rank's parameter shard of shape [shard_numel]; it must be on the device."""
+        assert self.is_on_device, f"the weights of {self.name} are offloaded"
+        return self.param_shard.view(WEIGHT)
 
     @property
     def params_are_sharded(self) -> bool:
@@ -168,17 +159,16 @@ class FlatBucket:
         """Move the initial values into the flat buffers, one parameter at a time: the full fp32 model is never on the
         device."""
         param_dtype, layout = self._dtypes.params, self.layout
-        self._gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel, dtype=param_dtype,
+        self.gathered_params = torch.zeros(0 if self.params_are_sharded else layout.numel, dtype=param_dtype,
                                             device=self.device)
         if self.params_are_sharded:
             self.shard_state = ShardState.SHARDED
             self.param_shard: StoredShard = engine_storage.params.allocate_shard(self.name, layout.shard_numel)
         else:
-            self.param_shard = DeviceShard(self._shard_of(self._gathered_params))
-        self.is_on_device = self.param_shard.device_view(WEIGHT) is not None
+            self.param_shard = DeviceShard(self._shard_of(self.gathered_params))
         masters_are_separate = (self.trainable or self._dtypes.frozen_have_masters) and (
-            param_dtype != self._dtypes.master or self._dtypes.masters_are_separate or self.storage.is_offloaded
-            or not self.is_on_device)
+            param_dtype != self._dtypes.master or self._dtypes.masters_are_separate
+            or self.storage.location is not Location.DEVICE or not self.is_on_device)
         self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
                                           if masters_are_separate else self.param_shard)
         sources = init_sources(self.parameters)
@@ -199,7 +189,7 @@ class FlatBucket:
         for chunk in self.master_state.chunks:
             with self.master_state.open(chunk, [WEIGHT], writes=True) as kept:
                 masters = kept[WEIGHT]
-                is_there = self.master_state.device_view(WEIGHT) is not None or self._copy_streams is None
+                is_there = self.master_state.is_on_device or self._copy_streams is None
                 wide = masters if is_there and masters.dtype == torch.float32 else torch.zeros_like(
                     masters, dtype=torch.float32, device=self.device)
                 init_chunk(wide, self.layout, self.shard_group.rank, chunk, sources)
@@ -208,7 +198,7 @@ class FlatBucket:
                 if self.has_separate_masters:
                     self.param_shard.write(WEIGHT, chunk.start, wide)
         if self.is_unsharded:
-            all_gather_into(self._gathered_params, self.device_param_shard, self.shard_group).wait()
+            all_gather_into(self.gathered_params, self.device_param_shard, self.shard_group).wait()
 
     def _copy_initial_values(self) -> None:
         """Copy existing values, one parameter and one chunk of the shard at a time."""
@@ -236,7 +226,7 @@ class FlatBucket:
             yield slot, value
 
     def _param_view(self, slot: Slot) -> Tensor:
-        return self._gathered_params.as_strided(slot.shape, slot.stride, slot.offset)
+        return self.gathered_params.as_strided(slot.shape, slot.stride, slot.offset)
 
     def _point_params_into_buffer(self) -> None:
         """Make each `parameter.data` a view of the gathered buffer."""
@@ -262,10 +252,10 @@ class FlatBucket:
     def start_gather(self) -> None:
         """Start the all-gather of the parameters; `wait_for_param_gather` waits for it."""
         if not self.is_unsharded:
-            self._gathered_params = self._gathered_params.new_empty(self.layout.numel)
+            self.gathered_params = self.gathered_params.new_empty(self.layout.numel)
             try:
                 if not self.is_on_device and self._secondary_shard is None:
-                    self._fetch_param_shard(self._shard_of(self._gathered_params))
+                    self._fetch_param_shard(self._shard_of(self.gathered_params))
                 self._launch_gather()
             except BaseException:  # an NVMe read failed, say: the buffer does not hold weights
                 if self._pending_gather is None:
@@ -284,18 +274,18 @@ class FlatBucket:
 
     def _launch_gather(self) -> None:
         self._set_shard_state(ShardState.GATHERING)
-        self._gather_entry = self._log.record_collective(self.name)
+        self._gather_entry = self.log.record_collective(self.name)
         if self._secondary_shard is not None:
             # [numel] <- [numel / size of the secondary group] of each of its ranks
             part, self._secondary_shard = self._secondary_shard, None
-            self._pending_gather = all_gather_into(self._gathered_params, part, self.secondary_shard_group,
+            self._pending_gather = all_gather_into(self.gathered_params, part, self.secondary_shard_group,
                                                    self._comm.allgather_bucket_size)
             return
         # [numel] <- [shard_numel] of each rank; an offloaded shard was copied to its place in the output
-        own = self.device_param_shard if self.is_on_device else self._shard_of(self._gathered_params)
+        own = self.device_param_shard if self.is_on_device else self._shard_of(self.gathered_params)
         with nullcontext() if self._copy_streams is None \
                 or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
-            self._pending_gather = all_gather_into(self._gathered_params, own, self.shard_group,
+            self._pending_gather = all_gather_into(self.gathered_params, own, self.shard_group,
                                                    self._comm.allgather_bucket_size)
         if not self._comm.overlap_comm:
             self.wait_for_param_gather()
@@ -303,9 +293,9 @@ class FlatBucket:
     def wait_for_param_gather(self) -> None:
         """Wait for the all-gather of the parameters, if one is running, and make the parameters usable."""
         if self._pending_gather is not None:
-            self._log.awaited_entry = self._gather_entry
+            self.log.awaited_entry = self._gather_entry
             self._pending_gather.wait()
-            self._log.awaited_entry = NO_ENTRY
+            self.log.awaited_entry = NO_ENTRY
             if self._pending_shard_copy is not None:
                 self._pending_shard_copy.wait_on_device()
                 self._pending_shard_copy = None
@@ -315,9 +305,9 @@ class FlatBucket:
             self._restore_params()
 
     def _restore_params(self) -> None:
-        if self._params_are_placeholders:
+        if self.params_are_placeholders:
             self._point_params_into_buffer()
-            self._params_are_placeholders = False
+            self.params_are_placeholders = False
         if self._versions_are_shifted:
             self._write_guard.shift_versions(-1)
             self._versions_are_shifted = False
@@ -340,18 +330,18 @@ class FlatBucket:
             self.wait_for_param_gather()
             if keep_secondary_shard and not self.secondary_shard_group.is_solo:
                 # [numel] -> [size, numel / size], of which this rank keeps one row
-                self._secondary_shard = self._gathered_params.view(
+                self._secondary_shard = self.gathered_params.view(
                     self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
             self._write_guard.before_reshard()
             self._versions_are_shifted = True
             self._set_shard_state(ShardState.SHARDED)
-        if self._gathered_params.numel():
+        if self.gathered_params.numel():
             self._free_gathered_params()
 
     def _free_gathered_params(self) -> None:
         # The buffer goes last: `reshard` takes an empty buffer as a sign that all parameters are placeholders.
         self.show_params_sharded()
-        self._gathered_params = self.empty_param
+        self.gathered_params = self.empty_param
 
     def drop_secondary_shard(self) -> None:
         """Call it when the weights have changed: the copy is out of date."""
@@ -359,12 +349,8 @@ class FlatBucket:
 
     def show_params_sharded(self) -> None:
         """Turn the parameters into placeholders."""
-        self._params_are_placeholders = True
+        self.params_are_placeholders = True
         self.show_sharded(self)
-
-    @property
-    def params_are_placeholders(self) -> bool:
-        return self._params_are_placeholders
 
     def check_params_unchanged(self) -> None:
         """Raise ConfigError if the user froze, unfroze or replaced a parameter since initialize."""
@@ -380,7 +366,7 @@ class FlatBucket:
         """Raise ConfigError if a gathered parameter is no longer a view of the engine's buffer. (A sharded one is a
         placeholder, which refuses new data.)"""
         for slot, parameter in zip(self.layout.slots,
-                                   self.parameters) if self.is_unsharded and not self._params_are_placeholders else ():
+                                   self.parameters) if self.is_unsharded and not self.params_are_placeholders else ():
             if not self._is_in_buffer(parameter, slot):
                 raise ConfigError(
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
@@ -388,13 +374,13 @@ class FlatBucket:
                     "zero.GatheredParameters")
 
     def _is_in_buffer(self, parameter: Tensor, slot: Slot) -> bool:
-        place = self._gathered_params.data_ptr() + slot.offset * self._gathered_params.element_size()
+        place = self.gathered_params.data_ptr() + slot.offset * self.gathered_params.element_size()
         return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
 
     def has_view(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of the gathered parameters."""
         return torch._C._has_storage(tensor) and \
-            tensor.untyped_storage()._cdata == self._gathered_params.untyped_storage()._cdata
+            tensor.untyped_storage()._cdata == self.gathered_params.untyped_storage()._cdata
 
     @property
     def has_user_writes(self) -> bool:
@@ -432,7 +418,7 @@ class FlatBucket:
         if self.rounding is not None:
             self.rounding()
         if self.params_are_sharded:
-            assert not self.is_unsharded, f"{self.name} is whole, with values of before the step"
+            assert not self.is_unsharded, f"{self.name} is gathered, with the values before the step"
         elif self.shard_group.size > 1:
             self.wait_for_param_gather()
             self._launch_gather()
@@ -452,7 +438,7 @@ class FlatBucket:
         self.is_offloaded = True
         if not self.params_are_sharded:
             self._write_guard.shift_versions(+1)
-            self._versions_are_shifted = self._params_are_placeholders = True
+            self._versions_are_shifted = self.params_are_placeholders = True
             replace_params_by_placeholders(self)
 
     def end_param_offload(self) -> None:
@@ -475,10 +461,6 @@ class FlatBucket:
     def _param_index(self, parameter: Tensor) -> int:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
-    @property
-    def dp(self) -> Group:
-        return self._dp
-
     def check_before_user_gather(self) -> None:
         self.check_not_offloaded("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
         self.check_not_gathered_by_user("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
@@ -487,9 +469,9 @@ class FlatBucket:
                 self.check_user_writes(compare_values=False)
 
     def gather_for_user(self) -> None:
-        was_sharded, self._log.purpose = not self.is_unsharded, "GatheredParameters"
+        was_sharded, self.log.purpose = not self.is_unsharded, "GatheredParameters"
         self.gather()
-        self._user_session = GatheredParamsSession(self._gathered_params, self.layout, self.shard_group.rank,
+        self._user_session = GatheredParamsSession(self.gathered_params, self.layout, self.shard_group.rank,
                                                    was_sharded=was_sharded)
         if self.has_separate_masters and not self.params_are_sharded:
             # Compare with the masters later, so that in-place writes from before this block count as its edits.
@@ -516,8 +498,8 @@ class FlatBucket:
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         assert self._user_session is not None, f"bucket {self.name} was not lent"
         if modifier_rank is not None:
-            self._log.record_collective(f"edits of {self.name}")
-            broadcast_into(self._gathered_params, modifier_rank, self._dp).wait()
+            self.log.record_collective(f"edits of {self.name}")
+            broadcast_into(self.gathered_params, modifier_rank, self.dp).wait()
             self._user_session.store_modified_shard(self.param_shard, self.master_state)
             if self.rounding is not None:
                 self._round_modified_params()
@@ -529,7 +511,7 @@ class FlatBucket:
         self.copy_masters_to_params()
         self.rounding()
         if not self.is_on_device:
-            self._fetch_param_shard(self._shard_of(self._gathered_params))
+            self._fetch_param_shard(self._shard_of(self.gathered_params))
         self._launch_gather()
         self.wait_for_param_gather()
 

@@ -215,9 +215,8 @@ class CompressedBucketExchange:
 
 
 def _state_on_device(bucket: FlatBucket, kind: str) -> Tensor:
-    found = bucket.master_state.device_view(kind)
-    assert found is not None, "a rule with an exchange of its own keeps its states on the device"
-    return found
+    assert bucket.master_state.is_on_device, "rules with compressed communication keep their states on the device"
+    return bucket.master_state.view(kind)
 
 
 def _rows_per_segment(starts: Sequence[int], numel: int) -> list[int]:

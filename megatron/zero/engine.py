@@ -30,7 +30,7 @@ from megatron.zero.flat_buffers import BufferPool, bucket_dtypes, loss_scale_rul
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
-from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, StateSegment
+from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location, StateSegment
 from megatron.zero.param_coordinator import NoopCoordinator, ParamCoordinator, units_reused_within
 from megatron.zero.stages import make_comm_config, stage_policy
 from megatron.zero.state import LP_PARAMS, EngineState, ModuleBufferSnapshot, StateOffloader, broadcast_module_buffers
@@ -84,7 +84,7 @@ class ZeroEngine:
         if (schedule := quantize.schedule) is not None:
             self.state.moq = MoQState(quantize, schedule, module, self.buckets, groups, seed)
             publish_masters(self.buckets)
-        on_host = [bucket.storage.updates_on_host for bucket in self.buckets]
+        on_host = [bucket.storage.update_location is Location.HOST for bucket in self.buckets]
         rule.bind_device(HOST if all(on_host) else device, groups.world)
         for bucket in (*self.buckets, *self.frozen_buckets):
             register_owning_engine(bucket, self)

@@ -13,6 +13,7 @@ it is reduced. Until then `parameter.grad` is a view of the buffer if dtypes are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -36,6 +37,13 @@ STAGE3_OUTPUT_RULE = ("at ZeRO stage 3 what a block computes must leave it in it
                       "and its parameters are used in its forward alone; return it, or use stage 2")
 
 
+class GradState(Enum):
+    UNREDUCED = "gradients in the full buffer, or none; the shard, if any, holds sums of earlier backwards"
+    REDUCING = "this backward has started the reduction: no other gradient may arrive"
+    REDUCED = "the shard holds the sums of all gradients so far, apart from the full buffer"
+    REDUCED_IN_BUFFER = "the same, in the full buffer, which is to be kept until the step"
+
+
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: StagePolicy,
                  shard_group: Group, replica_group: Group, device: torch.device, dtypes: BucketDtypes, comm: CommConfig,
@@ -51,10 +59,9 @@ class FlatGradients:
         self._arrived_in_backward: set[int] = set()  # parameters whose gradient of this backward has arrived
         self._params_with_grad: set[int] = set()  # parameters that got a gradient since the last `discard`
         self.filled_slots: set[int] = set()  # slots that already hold a gradient; the next one is added
-        self._is_reduced_in_backward = False  # this backward has started the reduction
+        self.state = GradState.UNREDUCED
         self.has_all_step_grads = False
         """The backward that ends a step has run, and the shard holds all gradients of the step."""
-        self._adds_to_shard = policy.grads_are_sharded  # the next reduction is added to the shard
         self.skip_reduction = False
         """Keep each rank's full gradients without reduction; the optimizer communicates them (compression.py)."""
         self.predivide_factor, self.sum_multiplier = comm.gradient_predivide_factor, 1.0
@@ -92,13 +99,13 @@ class FlatGradients:
 
     def _mark_grad_received(self, index: int) -> None:
         """Record that the parameter got a gradient. Raises ConfigError if its bucket has been reduced already."""
-        if index in self._arrived_in_backward and (self._is_reduced_in_backward
+        if index in self._arrived_in_backward and (self.state is GradState.REDUCING
                                                    or self._reduces_when_complete and self.is_complete):
             raise ConfigError(
                 f"{self.layout.slots[index].name} got a second gradient in one backward, after those of its "
                 "block were complete: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
-        if self._is_reduced_in_backward:
+        if self.state is GradState.REDUCING:
             raise ConfigError(f"{self.layout.slots[index].name} got its gradient after the backward of its block, "
                               f"whose gradients had been summed over the ranks: {STAGE3_OUTPUT_RULE}")
         self._params_with_grad.add(index)
@@ -145,25 +152,15 @@ class FlatGradients:
             for index, parameter in enumerate(self.parameters):
                 grad = parameter.grad
                 if index in self._slots_with_grad_view:
-                    if grad is not self.grad_view(index):
-                        self._apply_user_grad(index, grad)
+                    view = self.grad_view(index)
+                    if grad is not view:
+                        view.zero_() if grad is None else view.copy_(grad)
+                        self._set_grad_view(index)
                 elif grad is not None:
                     raise ConfigError(
                         f"{self.layout.slots[index].name}.grad was set by hand, where the engine does not look: call "
                         "safe_set_full_grad(parameter, value) of megatron.zero.utils after the last backward of a "
                         "step, or engine.zero_grad() to forget it")
-
-    def _apply_user_grad(self, index: int, grad: Tensor | None) -> None:
-        if grad is None:
-            self.grad_view(index).zero_()
-        else:
-            self.grad_view(index).copy_(grad)
-        self._set_grad_view(index)
-
-    def _drop_grad_views(self) -> None:
-        """Clear `parameter.grad` before a reduction, which overwrites this rank's gradients in the buffer."""
-        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
-            self._clear_param_grads()
 
     def _clear_param_grads(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,7 +175,7 @@ class FlatGradients:
     def reserve_slot(self, index: int) -> WgradReservation | None:
         """Let a forward write to the slot early; None if the slot already holds a gradient."""
         self._evict_reservation(index)
-        if index in self.filled_slots or self._is_reduced_in_place:
+        if index in self.filled_slots or self.state in (GradState.REDUCING, GradState.REDUCED_IN_BUFFER):
             return None
         claim = WgradReservation(self, index, self.grad_view(index))
         self._reservations[index] = ref(claim)
@@ -254,8 +251,10 @@ class FlatGradients:
         """Start the reduction of the full buffer over data parallel. Parameters without a gradient count as zero."""
         assert self._pending_reduction is None, f"the gradients of {self.name} are on their way already"
         self._copy_remaining_grads()
-        self._drop_grad_views()
-        self._is_reduced_in_backward = True
+        # The reduction overwrites this rank's gradients in the buffer, of which `parameter.grad` may be a view.
+        if self._slots_with_grad_view or self._arrived_in_backward and not (self._copies_each_grad or self.is_complete):
+            self._clear_param_grads()
+        self.state = GradState.REDUCING
         self._evict_all_reservations()
         grads = self._get_full_buffer().flat
         for index, slot in enumerate(self.layout.slots):
@@ -271,7 +270,7 @@ class FlatGradients:
         self._reduction_number = self._log.record_reduction(self.name)
         output = self._shard_of(grads)
         # The first reduction of sharded gradients becomes the shard, which outlives the full buffer: allocate it apart.
-        keeps_output = self._adds_to_shard and self._shard is None and self._offloader is None
+        keeps_output = self._accumulates_shard and self._shard is None and self._offloader is None
         if keeps_output and self._shard_group.size > 1 or self._dtypes.grad_shard != grads.dtype:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         self._reduction_output, self._pending_reduction = output, self._launch_reduction(
@@ -304,34 +303,23 @@ class FlatGradients:
         reduced, self._pending_reduction, self._reduction_output = self._reduction_output, None, None
         if self.sum_multiplier != 1.0:
             reduced.mul_(self.sum_multiplier)
+        is_in_buffer = self._full_buffer is not None and \
+            reduced.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
         if self._offloader is not None:
-            self._offload_shard(reduced, self._offloader)
-        elif self._adds_to_shard:
-            self._accumulate_shard(reduced)
-        else:
-            self._shard = reduced
-
-    def _accumulate_shard(self, reduced: Tensor) -> None:
-        """Add to the shard and release the full buffer."""
-        if self._shard is not None:
+            copy = self._offloader.offload(reduced)
+            self._release_buffer(copy if is_in_buffer else None)
+            self._shard = reduced.new_empty(0)  # the sums are in the offloader
+        elif self._shard is not None:  # sums of earlier micro-batches
             self._shard.add_(reduced)
             self._release_buffer()
-        elif self._is_in_buffer(reduced):  # the shard keeps this memory; the pool does not get it back
-            self._shard, self._full_buffer = reduced, None
         else:
             self._shard = reduced
+            if not self._accumulates_shard:
+                return  # the sums stay in the full buffer until the step
+            if is_in_buffer:  # the shard keeps this memory; the pool does not get it back
+                self._full_buffer = None
             self._release_buffer()
         self.filled_slots.clear()
-
-    def _offload_shard(self, reduced: Tensor, offloader: GradOffloader) -> None:
-        copy = offloader.offload(reduced)
-        self._release_buffer(copy if self._is_in_buffer(reduced) else None)
-        self._shard, self._adds_to_shard = reduced.new_empty(0), True  # empty: the sums are in the offloader
-        self.filled_slots.clear()
-
-    def _is_in_buffer(self, tensor: Tensor) -> bool:
-        return self._full_buffer is not None and \
-            tensor.untyped_storage().data_ptr() == self._full_buffer.flat.untyped_storage().data_ptr()
 
     @property
     def params_with_grad(self) -> frozenset[int]:
@@ -389,14 +377,9 @@ class FlatGradients:
     # ---- from backward to backward ------------------------------------------------------------------------------
 
     @property
-    def _is_reduced_in_place(self) -> bool:
-        """The full buffer, or this rank's part of it, holds sums over ranks."""
-        return self._shard is not None and not self._adds_to_shard
-
-    @property
     def is_reduced(self) -> bool:
-        """The shard holds all gradients there are, and there are some."""
-        return self._shard is not None and not (self._adds_to_shard and self.filled_slots)
+        """The shard holds the sums of all gradients so far."""
+        return self.state in (GradState.REDUCED, GradState.REDUCED_IN_BUFFER)
 
     def set_accumulation_dtype(self, *, in_shard_dtype: bool) -> None:
         """Before a backward, while the full buffer is free: choose its dtype. The dtype of the shard is for a backward
@@ -409,23 +392,27 @@ class FlatGradients:
             hooks = hook.hooks_dict_ref()
             if hooks is not None and hook.id in hooks and next(reversed(hooks)) != hook.id:
                 hooks[hook.id] = hooks.pop(hook.id)  # run the user's newer hooks before the engine's
-        if self._is_reduced_in_place and self.skip_reduction:  # the shard was not summed over ranks
+        if self.state is GradState.REDUCED_IN_BUFFER and self.skip_reduction:  # the shard was not summed over ranks
             self._shard = None
-        elif self._is_reduced_in_place:
+        elif self.state is GradState.REDUCED_IN_BUFFER:
             # Another backward after the reduction and before a step: keep the sums apart, so that they are not
-            # reduced twice, and add the next reduction to them.
-            self._shard, self._adds_to_shard = self.shard.clone(), True
+            # reduced twice; the next reduction is added to them.
+            self._shard = self.shard.clone()
             self._release_buffer()
             self.filled_slots.clear()
+        self.state = GradState.UNREDUCED
 
     def end_backward(self, ends_step: bool) -> None:
         self._copy_remaining_grads()
         self.wait_for_reduction()
-        if self._grads_are_views and not self._is_reduced_in_place:
+        if self.state is GradState.REDUCING:  # an accumulated or offloaded sum has released the full buffer
+            self.state = GradState.REDUCED if self._full_buffer is None else GradState.REDUCED_IN_BUFFER
+        elif self._shard is not None and not self.filled_slots:  # this backward has added nothing
+            self.state = GradState.REDUCED
+        if self._grads_are_views and self.state is not GradState.REDUCED_IN_BUFFER:
             for index in self.filled_slots - self._slots_with_grad_view:
                 self._set_grad_view(index)  # gradients that an operation wrote in place
         self._arrived_in_backward.clear()
-        self._is_reduced_in_backward = False
         self.has_all_step_grads = ends_step and self.is_reduced
 
     def discard(self) -> None:
@@ -435,9 +422,7 @@ class FlatGradients:
         for marks in (self._arrived_in_backward, self._params_with_grad, self.filled_slots):
             marks.clear()
         self._release_buffer()
-        self._shard = None
-        self._is_reduced_in_backward, self._adds_to_shard = False, self._accumulates_shard
-        self.has_all_step_grads = False
+        self._shard, self.state, self.has_all_step_grads = None, GradState.UNREDUCED, False
 
 
 class MainGradWriter:

@@ -210,8 +210,8 @@ def _tensors_by_storage(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]
         return
     masters = [WEIGHT] if bucket.has_separate_masters else []
     for kind in masters if state == MASTERS else [one for one in bucket.master_state.kinds if one != WEIGHT]:
-        if (tensor := bucket.master_state.device_view(kind)) is not None:
-            yield [tensor]
+        if bucket.master_state.is_on_device:
+            yield [bucket.master_state.view(kind)]
 
 
 def _byte_view(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -28,7 +28,8 @@ from megatron.zero.layout import FlatLayout, Segment, Slot, align
 from megatron.zero.offload.copy_streams import CopyEvent, StagingDoubleBuffer
 from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import HOST, WEIGHT, ChunkIterator, EngineStorage, StateTensors, StorageBackend
+from megatron.zero.offload.storage import (HOST, WEIGHT, ChunkIterator, EngineStorage, Location, StateTensors,
+                                           StorageBackend)
 from megatron.zero.state import EngineState
 from mpu.backends import Op
 from mpu.collectives import all_gather_into, all_reduce
@@ -116,33 +117,28 @@ class UpdateTile:
 class MasterToParamCopier:
     def __init__(self, engine_storage: EngineStorage, buckets: Sequence[FlatBucket]) -> None:
         self._copy_streams = engine_storage.copy_streams
-        across = [bucket for bucket in buckets if self.crosses_devices(bucket)]
-        self._staging = {on_host: self._make_staging(
-            [bucket for bucket in across if bucket.storage.updates_on_host == on_host],
-            engine_storage.pin_memory) for on_host in {one.storage.updates_on_host for one in across}}
         self._last_copy: CopyEvent | None = None
+        self._staging: dict[Location, StagingDoubleBuffer] = {}
+        for location in (Location.DEVICE, Location.HOST):
+            across = [bucket for bucket in buckets
+                      if bucket.storage.update_location is location and self.crosses_devices(bucket)]
+            if across:
+                size = max(chunk.stop - chunk.start for bucket in across for chunk in bucket.master_state.chunks)
+                self._staging[location] = StagingDoubleBuffer(
+                    size, across[0].param_shard.dtype, None if location is Location.HOST else across[0].device,
+                    pinned=engine_storage.pin_memory)
 
-    def _make_staging(self, buckets: Sequence[FlatBucket], pinned: bool) -> StagingDoubleBuffer:
-        size, first = max(part.stop - part.start for bucket in buckets
-                          for part in bucket.master_state.chunks), buckets[0]
-        return StagingDoubleBuffer(size, first.param_shard.dtype,
-                                   None if first.storage.updates_on_host else first.device, pinned=pinned)
-
-    def make_tile(self, bucket: FlatBucket, chunk: slice, master_state: StateTensors, grads: Tensor) -> UpdateTile:
-        return UpdateTile(bucket, chunk, master_state, grads, self._lp_out_for(bucket, chunk))
-
-    def _lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
+    def lp_out_for(self, bucket: FlatBucket, chunk: slice) -> Tensor | None:
         if not bucket.has_separate_masters:
             return None
         if self.crosses_devices(bucket):
-            return self._staging[bucket.storage.updates_on_host].acquire(chunk.stop - chunk.start)
-        weights = bucket.param_shard.memory_view(WEIGHT)
-        return None if weights is None else weights[chunk]
+            return self._staging[bucket.storage.update_location].acquire(chunk.stop - chunk.start)
+        return None if bucket.param_shard.location is Location.NVME else bucket.param_shard.view(WEIGHT)[chunk]
 
     def crosses_devices(self, bucket: FlatBucket) -> bool:
         """The parameter shard is in the memory of another device than the one that updates."""
-        return self._copy_streams is not None and bucket.is_on_device == bucket.storage.updates_on_host \
-            and not bucket.param_shard.is_on_nvme
+        return self._copy_streams is not None and \
+            bucket.param_shard.location not in (bucket.storage.update_location, Location.NVME)
 
     def __call__(self, tiles: Sequence[UpdateTile], *, lp_is_written: bool) -> None:
         """Copy the new parameters to their shards. Unless `lp_is_written`, first cast the masters into `lp_out`."""
@@ -165,7 +161,7 @@ class MasterToParamCopier:
             mark = bucket.param_shard.copy_chunk_from_device({WEIGHT: lp_out}, chunk, self._copy_streams.to_host)
         else:
             mark = self._last_copy = self._copy_streams.to_device.copy(bucket.device_param_shard[chunk], lp_out)
-        self._staging[bucket.storage.updates_on_host].mark_sent(mark)
+        self._staging[bucket.storage.update_location].mark_sent(mark)
 
     def copy_all_params(self, bucket: FlatBucket, weights: Tensor) -> CopyEvent | None:
         """Copy a bucket's parameter shard from the host. `weights` must not change before the returned event."""
@@ -212,15 +208,16 @@ class OptimizerUpdate:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._copier = MasterToParamCopier(engine_storage, state.buckets)
         self._storage_updates = [
-            self._make_storage_update(home, [bucket for bucket in state.buckets if bucket.storage is home])
-            for home in sorted({bucket.storage for bucket in state.buckets}, key=lambda it: it.is_offloaded)]
+            self._make_storage_update(storage, [bucket for bucket in state.buckets if bucket.storage is storage])
+            for storage in sorted({bucket.storage for bucket in state.buckets},
+                                  key=lambda storage: storage.location is not Location.DEVICE)]
         """Device storage first: the device then computes while the host updates its part."""
         self.is_batched = all(each.is_batched for each in self._storage_updates)
         self._is_tp_sharded = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                     device=bucket.device) for bucket in state.buckets}
 
     def _make_storage_update(self, storage: StorageBackend, buckets: Sequence[FlatBucket]) -> _StorageUpdate:
-        is_batched = on_accelerator(buckets[0].device) and not storage.is_offloaded and \
+        is_batched = on_accelerator(buckets[0].device) and storage.location is Location.DEVICE and \
             not any(map(self._copier.crosses_devices, buckets))
         chunks = [(bucket, part) for bucket in buckets for part in bucket.master_state.chunks]
         return _StorageUpdate(storage, buckets[0].update_device, is_batched,
@@ -236,8 +233,9 @@ class OptimizerUpdate:
             at = scalars(storage_update.device)
             with closing(storage_update.iter_tiles()) as chunk_iterator:
                 for tiles, chunk_states in zip(storage_update.tiles, chunk_iterator, strict=True):
-                    new = [self._copier.make_tile(bucket, part, numbers, bucket.grads.shard[part])
-                           for (bucket, part), numbers in zip(tiles, chunk_states, strict=True)]
+                    new = [UpdateTile(bucket, chunk, states, bucket.grads.shard[chunk],
+                                      self._copier.lp_out_for(bucket, chunk))
+                           for (bucket, chunk), states in zip(tiles, chunk_states, strict=True)]
                     self._copier(new, lp_is_written=self._apply_rule(new, hypers, at, grad_multiplier, taken))
                     self._start_allgathers(
                         [tile.bucket for tile in new if tile.chunk.stop == tile.bucket.layout.shard_numel])
@@ -322,18 +320,18 @@ class DelayedOptimizerUpdate(OptimizerUpdate):
 
     def __call__(self, scalars: ScalarsForDevice, grad_multiplier: float | None = None) -> None:
         assert self._running is None, "an update is under way"
-        shelves = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
+        shards = [bucket.master_state for bucket in self._state.buckets if isinstance(bucket.master_state, HostShard)]
         for mark in self._pending_copies:
             mark.wait_on_host()
         tiles = []
-        for bucket, shelf in zip(self._state.buckets, shelves, strict=True):
+        for bucket, shard in zip(self._state.buckets, shards, strict=True):
             grads = bucket.grads.detach_host_grads()
-            tiles += [UpdateTile(bucket, part, shelf.lend_chunk(part), grads[part], self._new_params[bucket][part])
-                      for part in shelf.chunks]
+            tiles += [UpdateTile(bucket, part, shard.lend_chunk(part), grads[part], self._new_params[bucket][part])
+                      for part in shard.chunks]
         self._running = self._worker.submit(self._update_tiles, tiles, _copy_hyperparams(self._current_hyperparams()),
                                             scalars(HOST), grad_multiplier, self._state.counters.optimizer_steps)
-        for shelf in shelves:
-            shelf.set_pending_update(self._running)
+        for shard in shards:
+            shard.set_pending_update(self._running)
 
     def _update_tiles(self, tiles: Sequence[UpdateTile], hypers: GroupHyperparams, at: StepScalars,
                       factor: float | None, taken: int) -> None:

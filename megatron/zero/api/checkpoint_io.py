@@ -166,8 +166,8 @@ def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[
 
 
 def _segment_data(segment: StateSegment) -> Tensor | LazyData:
-    return LazyData(segment.count, segment.shard.dtype,
-                    segment.fetch) if segment.device_view is None else segment.device_view
+    return segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
+                                                                       segment.fetch)
 
 
 def _tensor_entries(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:

@@ -36,7 +36,7 @@ from megatron.zero.offload.copy_streams import CopyStreams, StagingDoubleBuffer,
 from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.host import HostShard, HostStorage, StreamingHostStorage
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import WEIGHT, DeviceStorage, EngineStorage, StorageBackend
+from megatron.zero.offload.storage import WEIGHT, DeviceStorage, EngineStorage, Location, StorageBackend
 from megatron.zero.offload.swap_dir import SwapDir, close_all_swap_dirs, remove_stale_swap_dirs
 from megatron.zero.partitioned_param import full_shape
 from mpu.collectives import all_reduce_scalar
@@ -178,9 +178,10 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, nvme
     offload = config.offload
     pins = device.type == "cuda" and offload.offload_optimizer_pin_memory
     delays = offload.delayed_param_update and isinstance(optimizer, HostStorage) and rule.elementwise
-    here = DeviceStorage(device) if optimizer.is_offloaded and offload.offload_optimizer_ratio < 1 else None
+    splits = optimizer.location is not Location.DEVICE and offload.offload_optimizer_ratio < 1
     return EngineStorage(optimizer, _create_param_storage(config, device, nvme_dirs, copy_streams, part), copy_streams,
-                         pins, delays, here, OffloadRatio(offload.offload_optimizer_ratio))
+                         pins, delays, DeviceStorage(device) if splits else None,
+                         OffloadRatio(offload.offload_optimizer_ratio))
 
 
 def _create_optimizer_storage(config: Config, rule: UpdateRule, device: torch.device, nvme_dirs: NvmeDirs,
@@ -247,7 +248,7 @@ def offload_notes(config: Config, storage: EngineStorage, *, params_are_sharded:
         if getattr(offload, name) == "cpu" and storage.copy_streams is None:
             found.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
     is_asked = offload.offload_optimizer_device != "none"
-    if is_asked and offload.offload_update != "auto" and not storage.optimizer.is_offloaded:
+    if is_asked and offload.offload_update != "auto" and storage.optimizer.location is Location.DEVICE:
         found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
                      "where the model is")
     ratio = f"{flag_name('offload_optimizer_ratio')} {offload.offload_optimizer_ratio}"

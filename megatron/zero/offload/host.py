@@ -18,12 +18,14 @@ from torch import Tensor
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream, CopyStreams
 from megatron.zero.offload.direct_io import page_aligned_zeros
-from megatron.zero.offload.storage import WEIGHT, ChunkIterator, StateTensors, StoredShard
+from megatron.zero.offload.storage import WEIGHT, ChunkIterator, Location, StateTensors, StoredShard
 
 
 @final
 class HostShard(StoredShard):
     """A shard in host memory; `open` gives views. Reads wait for pending copies and updates first."""
+
+    location = Location.HOST
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Sequence[slice], *, pinned: bool) -> None:
         super().__init__(numel, dtype)
@@ -47,9 +49,9 @@ class HostShard(StoredShard):
     @contextmanager
     def open(self, chunk: slice, kinds: Sequence[str] | None = None, *, reads: bool = True,
              writes: bool = False) -> Iterator[StateTensors]:
-        yield {kind: self.memory_view(kind)[chunk] for kind in self.kinds if kinds is None or kind in kinds}
+        yield {kind: self.view(kind)[chunk] for kind in self.kinds if kinds is None or kind in kinds}
 
-    def memory_view(self, kind: str) -> Tensor:
+    def view(self, kind: str) -> Tensor:
         self.wait_for_pending()
         return self._tensors[kind]
 
@@ -65,8 +67,8 @@ class HostShard(StoredShard):
         if self._pending_update is not None:
             wait([self._pending_update])
             self._pending_update = None
-        for mark in self._pending_copies.values():
-            mark.wait_on_host()
+        for event in self._pending_copies.values():
+            event.wait_on_host()
         self._pending_copies.clear()
 
     def copy_to_device(self, out: Tensor, stream: CopyStream) -> CopyEvent:
@@ -77,27 +79,27 @@ class HostShard(StoredShard):
         """Copy the kinds in `out` from the host, after `after` and after pending copies into this range."""
         after = [*after, *self._overlapping_copies(chunk, stream)]
         for kind, target in out.items():
-            mark = stream.copy(target, self._tensors[kind][chunk], after)
-        return self._record_copy(chunk, stream, mark)
+            event = stream.copy(target, self._tensors[kind][chunk], after)
+        return self._record_copy(chunk, stream, event)
 
     def copy_chunk_from_device(self, values: StateTensors, chunk: slice, stream: CopyStream) -> CopyEvent:
         """Copy `values` to the host, after pending copies out of this range."""
         after = self._overlapping_copies(chunk, stream)
         for kind, source in values.items():
-            mark = stream.copy(self._tensors[kind][chunk], source, after)
-        return self._record_copy(chunk, stream, mark)
+            event = stream.copy(self._tensors[kind][chunk], source, after)
+        return self._record_copy(chunk, stream, event)
 
     def _record_copy(self, chunk: slice, stream: CopyStream, event: CopyEvent) -> CopyEvent:
         self._pending_copies[stream, chunk.start, chunk.stop] = event
         return event
 
     def _overlapping_copies(self, chunk: slice, stream: CopyStream) -> list[CopyEvent]:
-        return [mark for (other, start, stop), mark in self._pending_copies.items()
+        return [event for (other, start, stop), event in self._pending_copies.items()
                 if other is not stream and start < chunk.stop and chunk.start < stop]
 
 
 class HostStorage:
-    is_offloaded = updates_on_host = True
+    location = update_location = Location.HOST
 
     def __init__(self, dtype: torch.dtype, chunk_numel: int, *, pinned: bool) -> None:
         """`chunk_numel`: elements of a shard that a step updates at a time; 0 for the whole shard."""
@@ -105,19 +107,19 @@ class HostStorage:
         self._shards: list[HostShard] = []
 
     def allocate_shard(self, name: str, numel: int) -> HostShard:
-        shelf = HostShard(numel, self._dtype, split_into_chunks(numel, self._chunk_numel or max(1, numel)),
+        shard = HostShard(numel, self._dtype, split_into_chunks(numel, self._chunk_numel or max(1, numel)),
                           pinned=self._pinned)
-        self._shards.append(shelf)
-        return shelf
+        self._shards.append(shard)
+        return shard
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
-        for ((shelf, part),) in steps:
-            with shelf.open(part) as kept:
+        for ((shard, part),) in steps:
+            with shard.open(part) as kept:
                 yield [kept]
 
     def wait_for_writes(self) -> None:
-        for shelf in self._shards:
-            shelf.wait_for_pending()
+        for shard in self._shards:
+            shard.wait_for_pending()
 
     def close(self) -> None:
         self.wait_for_writes()
@@ -125,7 +127,7 @@ class HostStorage:
 
 @final
 class StreamingHostStorage:
-    is_offloaded, updates_on_host = True, False
+    location, update_location = Location.HOST, Location.DEVICE
 
     def __init__(self, host: HostStorage, copy_streams: CopyStreams, device: torch.device) -> None:
         self._host, self._copy_streams, self._device = host, copy_streams, device
@@ -134,18 +136,18 @@ class StreamingHostStorage:
         return self._host.allocate_shard(name, numel)
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
-        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, HostShard)]
-        sets = _DeviceBufferRing(self._device, max((part.stop - part.start for _, part in order), default=0))
+        order = [(shard, part) for ((shard, part),) in steps if isinstance(shard, HostShard)]
+        ring = _DeviceBufferRing(self._device, max((part.stop - part.start for _, part in order), default=0))
         arriving: deque[tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]] = deque()
-        for number, (shelf, part) in enumerate(order):
+        for number, (shard, part) in enumerate(order):
             # keep one chunk ahead: the next copy overlaps this chunk's update
             for next_shard, next_chunk in order[number + len(arriving) : number + 2]:
-                arriving.append(self._copy_chunk_to_device(next_shard, next_chunk, sets.next()))
+                arriving.append(self._copy_chunk_to_device(next_shard, next_chunk, ring.next()))
             buffers, kept, arrival = arriving.popleft()
             arrival.wait_on_device()
             yield [kept]
-            buffers.copies_to_host = [shelf.copy_chunk_from_device(kept, part, self._copy_streams.to_host)]
-        sets.wait_on_device()
+            buffers.copies_to_host = [shard.copy_chunk_from_device(kept, part, self._copy_streams.to_host)]
+        ring.wait_on_device()
 
     def _copy_chunk_to_device(self, shard: HostShard, chunk: slice,
                               into: _DeviceChunkBuffers) -> tuple[_DeviceChunkBuffers, StateTensors, CopyEvent]:
@@ -184,8 +186,8 @@ class _DeviceBufferRing:
     def wait_on_device(self) -> None:
         """After this the buffers may be freed."""
         for buffers in self._ring:
-            for mark in buffers.copies_to_host:
-                mark.wait_on_device()
+            for event in buffers.copies_to_host:
+                event.wait_on_device()
 
     def next(self) -> _DeviceChunkBuffers:
         self._ring.rotate(-1)

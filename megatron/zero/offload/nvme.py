@@ -26,7 +26,7 @@ from megatron.zero.offload.chunk_sizes import largest_chunk, split_into_chunks
 from megatron.zero.offload.copy_streams import CopyEvent, CopyStream
 from megatron.zero.offload.direct_io import page_aligned_bytes
 from megatron.zero.offload.host import HostShard
-from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, StateTensors, StoredShard
+from megatron.zero.offload.storage import WEIGHT, ChunkIterator, DeviceShard, Location, StateTensors, StoredShard
 from megatron.zero.offload.swap_dir import SwapDir
 
 
@@ -105,6 +105,8 @@ class _StagingBuffers:
 
 @final
 class NvmeShard(StoredShard):
+    location = Location.NVME
+
     def __init__(self, storage: NvmeStorage, file: AsyncSwapFile, numel: int, chunks: Sequence[slice]) -> None:
         super().__init__(numel, storage.settings.dtype)
         self.file, self._storage, self._chunks = file, storage, chunks
@@ -119,10 +121,6 @@ class NvmeShard(StoredShard):
     @property
     def chunks(self) -> Sequence[slice]:
         return self._chunks
-
-    @property
-    def is_on_nvme(self) -> bool:
-        return True
 
     def add_kinds(self, kinds: Sequence[str]) -> None:
         self._kinds += tuple(kinds)
@@ -183,7 +181,7 @@ class NvmeShard(StoredShard):
 class NvmeStorage:
     """NVMe storage of one engine on one rank."""
 
-    is_offloaded = True
+    location = Location.NVME
 
     def __init__(self, swap_dir: SwapDir, name: str, states: Sequence[str], settings: NvmeSettings) -> None:
         self.kinds, self.settings = (WEIGHT, *states), settings
@@ -195,6 +193,7 @@ class NvmeStorage:
         self._chunks_in_use: set[tuple[int, int]] = set()
         """Chunks whose buffers are acquired. After an error their buffers are dropped and replaced, not reused: an
         interrupt may have left a read into them that is not recorded in `pending_io`."""
+        self.update_location = Location.HOST if settings.device_is_separate else Location.DEVICE
         self._is_closed = False
         self._wait_time = _IoWaitTime()
         self._buffer_numel = 0
@@ -218,10 +217,6 @@ class NvmeStorage:
         return NvmeShard(self, file, numel, parts)
 
     @property
-    def updates_on_host(self) -> bool:
-        return self.settings.device_is_separate
-
-    @property
     def has_nvme_shards(self) -> bool:
         """At least one shard is on NVMe (not all are on the host)."""
         return bool(self._files)
@@ -241,23 +236,23 @@ class NvmeStorage:
                          sum(file.traffic.written_bytes for file in self._files))
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
-        order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShard)]
+        order = [(shard, part) for ((shard, part),) in steps if isinstance(shard, NvmeShard)]
         acquired: deque[_StagingBuffers] = deque()
         try:
-            for number, (shelf, part) in enumerate(order):
-                shelf.file.raise_if_lost()  # fail early: an earlier write was lost
+            for number, (shard, part) in enumerate(order):
+                shard.file.raise_if_lost()  # fail early: an earlier write was lost
                 # with pipeline_read, one chunk ahead of the one that is yielded
                 for next_shard, next_chunk in order[number + len(acquired) : number + 1 + self.settings.pipeline_read]:
                     acquired.append(self._acquire_buffers(next_shard.chunk_key(next_chunk)))
                     next_shard.start_read(next_chunk, next_shard.kinds, acquired[-1])
                 acquired[0].wait_for_io()
-                yield [shelf.start_read(part, shelf.kinds, acquired[0])]
-                shelf.start_write(part, shelf.kinds, acquired[0])
+                yield [shard.start_read(part, shard.kinds, acquired[0])]
+                shard.start_write(part, shard.kinds, acquired[0])
                 if not self.settings.pipeline_write:
                     acquired[0].wait_for_io()
                 self._release_buffers(acquired.popleft())
         except BaseException:
-            self._chunks_in_use.difference_update(shelf.chunk_key(part) for shelf, part in order)
+            self._chunks_in_use.difference_update(shard.chunk_key(part) for shard, part in order)
             raise
 
     @contextmanager
@@ -319,8 +314,8 @@ class NvmeStorage:
     def wait_for_writes(self) -> None:
         for buffers in self._free_buffers:
             buffers.drain_io()
-        for shelf in self._host_shards:
-            shelf.wait_for_pending()
+        for shard in self._host_shards:
+            shard.wait_for_pending()
         for file in self._files:
             file.wait_for_requests()
 

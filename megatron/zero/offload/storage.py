@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, final
 
 import torch
@@ -35,8 +36,18 @@ ChunkIterator = Generator[list[StateTensors], None, None]
 """Yields the tensors of each chunk of a step. A caller that stops early must close the generator."""
 
 
+class Location(Enum):
+    """Where a shard is stored between its uses, or which side computes an update (never NVMe)."""
+
+    DEVICE = "on the device"
+    HOST = "in host memory"
+    NVME = "on an NVMe drive"
+
+
 class StoredShard(ABC):
     """One bucket's shard in a storage backend: `numel` elements of each kind."""
+
+    location: Location
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
@@ -60,17 +71,13 @@ class StoredShard(ABC):
     def add_kinds(self, kinds: Sequence[str]) -> None:
         """Add optimizer states, initialized with zeros."""
 
-    def device_view(self, kind: str) -> Tensor | None:
-        """All elements of a kind as a writable view, or None if they are not on the device."""
-        return None
-
     @property
-    def is_on_nvme(self) -> bool:
-        return False
+    def is_on_device(self) -> bool:
+        return self.location is Location.DEVICE
 
-    def memory_view(self, kind: str) -> Tensor | None:
-        """All elements of a kind as a view on the device or in host memory, or None if they are on NVMe."""
-        return self.device_view(kind)
+    def view(self, kind: str) -> Tensor:
+        """All elements of a kind as a writable view, on the device or in host memory; not for a shard on NVMe."""
+        raise NotImplementedError(self.location)
 
     def prefetch(self) -> None:
         """Start to read the shard: it will be needed soon."""
@@ -110,16 +117,10 @@ class StateSegment:
     start: int
     count: int
 
-    @property
-    def device_view(self) -> Tensor | None:
-        """The elements as a view, or None if they are not on the device."""
-        everything = self.shard.device_view(self.kind)
-        return None if everything is None else everything[self.start : self.start + self.count]
-
     def fetch(self) -> Tensor:
         """The elements: a view if they are in memory, or a copy read from NVMe."""
-        if (everything := self.shard.memory_view(self.kind)) is not None:
-            return everything[self.start : self.start + self.count]
+        if self.shard.location is not Location.NVME:
+            return self.shard.view(self.kind)[self.start : self.start + self.count]
         copy = torch.empty(self.count, dtype=self.shard.dtype)
         self.shard.read(self.kind, self.start, copy)
         return copy
@@ -128,13 +129,12 @@ class StateSegment:
 class StorageBackend(Protocol):
     """Stores the masters and optimizer states of all buckets of an engine, or its 16-bit parameter shards."""
 
-    is_offloaded: bool
-    """State is not on the device. Masters then exist even if the parameters are fp32, and a step updates one chunk
-    after the other."""
+    location: Location
+    """If it is not the device, masters exist even if the parameters are fp32, and a step updates chunk by chunk."""
 
     @property
-    def updates_on_host(self) -> bool:
-        """`iter_chunks` yields host tensors although the device is an accelerator: the optimizer runs on the host."""
+    def update_location(self) -> Location:
+        """Where `iter_chunks` yields the tensors. Without an accelerator the device is the host."""
 
     def allocate_shard(self, name: str, numel: int) -> StoredShard:
         """A new shard of zeros."""
@@ -174,7 +174,7 @@ class EngineStorage:
     @property
     def has_offloaded_state(self) -> bool:
         """Some state is not on the device."""
-        return self.optimizer.is_offloaded or self.params.is_offloaded
+        return {self.optimizer.location, self.params.location} != {Location.DEVICE}
 
     def wait_for_writes(self) -> None:
         self.optimizer.wait_for_writes()
@@ -188,6 +188,8 @@ class EngineStorage:
 @final
 class DeviceShard(StoredShard):
     """Tensors on the device; `open` yields the tensors themselves."""
+
+    location = Location.DEVICE
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(len(weight), weight.dtype)
@@ -209,12 +211,12 @@ class DeviceShard(StoredShard):
     def add_kinds(self, kinds: Sequence[str]) -> None:
         self.tensors |= {kind: torch.zeros_like(self.tensors[WEIGHT]) for kind in kinds}
 
-    def device_view(self, kind: str) -> Tensor | None:
+    def view(self, kind: str) -> Tensor:
         return self.tensors[kind]
 
 
 class DeviceStorage:
-    is_offloaded = updates_on_host = False
+    location = update_location = Location.DEVICE
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device, self._dtype = device, dtype
@@ -224,7 +226,7 @@ class DeviceStorage:
 
     def iter_chunks(self, steps: Iterable[Sequence[tuple[StoredShard, slice]]]) -> ChunkIterator:
         for step in steps:
-            yield [shelf.tensors for shelf, _ in step if isinstance(shelf, DeviceShard)]
+            yield [shard.tensors for shard, _ in step if isinstance(shard, DeviceShard)]
 
     def wait_for_writes(self) -> None:
         """Nothing to wait for."""

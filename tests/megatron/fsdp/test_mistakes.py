@@ -20,7 +20,7 @@ from megatron.distributed import watchdog
 from megatron.errors import TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
-from megatron.fsdp.sharded_tensor import ShardedParam
+from megatron.fsdp.sharded_tensor import ShardedParam, UnreducedGrad, local_tensor
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
@@ -802,3 +802,30 @@ def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
     partial(failed_backwards_of_other_forwards, True), recomputed, recomputed_outside])
 def test_other_orders_of_calls_give_the_same_weights(way: Callable[[int], dict[str, torch.Tensor]]) -> None:
     assert max(run_ranks(same_as_ddp, 2, way)) <= 1e-6
+
+
+class TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return (self.second(self.first(x)) if both else self.first(x)).square().sum()
+
+
+def grads_of_a_block_left_out_of_a_backward_without_sync(rank: int, world: int) -> tuple[bool, bool]:
+    model: Any = TwoWays()
+    for block in (model.first, model.second):
+        fully_shard(block)
+    fully_shard(model)
+    model(torch.ones(2, 6), both=True).backward()
+    before = local_tensor(model.second.weight.grad).clone()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 6), both=False).backward()
+    return (isinstance(model.first.weight.grad, UnreducedGrad),
+            torch.equal(before, local_tensor(model.second.weight.grad)))
+
+
+def test_a_block_left_out_of_a_backward_without_sync_keeps_its_reduced_gradients() -> None:
+    assert run_ranks(grads_of_a_block_left_out_of_a_backward_without_sync, 2) == [(True, True)] * 2

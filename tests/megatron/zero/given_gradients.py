@@ -73,12 +73,10 @@ def same(found: Sequence[dict[str, Tensor]], wanted: Sequence[dict[str, Tensor]]
 
 def all_state(engine: Engine) -> list[Tensor]:
     """Of this rank: masters, states, and what is owed."""
-    kept = [
-        bucket.master_state.device_view(kind) for bucket in engine.core.buckets for kind in bucket.master_state.kinds
-    ]
+    kept = [bucket.master_state.view(kind) for bucket in engine.core.buckets for kind in bucket.master_state.kinds]
     owed = [owed for line in engine.core.compressed_exchanges
             for owed in (line.one_bit_mean.worker_error, line.one_bit_mean.server_error)]
-    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
+    return [tensor.clone() for tensor in (*kept, *owed)]
 
 
 class Flat:

@@ -37,12 +37,11 @@ def on_device(engine: ZeroEngine) -> int:
     """Bytes of all storages that the engine has, its homes on the host left out."""
     found = {}
     for bucket in (*engine.buckets, *engine.frozen_buckets):
-        kept = (bucket.master_state.device_view(kind) for kind in bucket.master_state.kinds)
-        tensors = [bucket.param_shard.device_view("weight"), bucket._gathered_params, *kept]
-        for tensor in tensors:
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+        states = [shard.view(kind) for shard in (bucket.master_state, bucket.param_shard) if shard.is_on_device
+                  for kind in shard.kinds]
+        for tensor in (bucket.gathered_params, *states):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
     return sum(found.values())
 
 

@@ -21,8 +21,8 @@ def live_bytes(engine: ZeroEngine) -> int:
     for bucket in engine.buckets:
         whole = bucket.grads._full_buffer
         held = [
-            bucket._gathered_params, bucket.device_param_shard, None if whole is None else whole.flat,
-            bucket.grads._shard, *map(bucket.master_state.device_view, bucket.master_state.kinds)
+            bucket.gathered_params, bucket.device_param_shard, None if whole is None else whole.flat,
+            bucket.grads._shard, *map(bucket.master_state.view, bucket.master_state.kinds)
         ]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():
@@ -90,7 +90,7 @@ def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) 
     for bucket in engine.buckets:
         def start(start=bucket._launch_gather) -> None:  # type: ignore[no-untyped-def]
             start()
-            whole = [other._gathered_params.untyped_storage().nbytes() // 4 for other in engine.buckets]
+            whole = [other.gathered_params.untyped_storage().nbytes() // 4 for other in engine.buckets]
             counts.append((sum(whole), sum(map(bool, whole))))
 
         bucket._launch_gather = start  # type: ignore[method-assign]
