@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,8 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
             for note in found.notes:
                 print(f"note: {found.where}: {note}")
             report, shape = import_weights(found, output), found.model
-            print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} "
+            parameters = sum(map(prod, found.shapes.values()))
+            print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
                   f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
                   f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
@@ -189,21 +191,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def run_command(arguments: list[str]) -> None:
-    options = parse_arguments(arguments)
-    if options.command == "merge":
-        merge_weights(options.dir, options.tag, options.output)
-    elif options.command == "convert":
-        convert(options.dir, options.tag, options)
-    elif options.command == "list":
-        list_tags(options.dir, options.tag)
-    else:
-        (verify_tags if options.command == "verify" else print_digest)(options.dir, options.tag)
-
-
 def main(arguments: list[str]) -> int:
     try:
-        run_command(arguments)
+        options = parse_arguments(arguments)
+        if options.command == "merge":
+            merge_weights(options.dir, options.tag, options.output)
+        elif options.command == "convert":
+            convert(options.dir, options.tag, options)
+        else:
+            commands = {"list": list_tags, "verify": verify_tags, "digest": print_digest}
+            commands[options.command](options.dir, options.tag)
         sys.stdout.flush()
     except BrokenPipeError:
         raise  # exit_codes.py ends a command whose reader has seen enough
