@@ -105,21 +105,6 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(f"{damaged[0]}{more}")
 
 
-def print_digest(root: Path, tag: str | None) -> None:
-    from megatron.checkpoint.reader import digest_lines, open_checkpoint
-
-    for line in digest_lines(open_checkpoint(root, tag, int8=True)):
-        print(line, flush=True)
-
-
-def merge_weights(root: Path, tag: str | None, output: Path) -> None:
-    from megatron.checkpoint.reader import open_checkpoint, write_fp32_weights
-
-    checkpoint = open_checkpoint(root, tag)
-    _print_quantised_note(checkpoint)
-    print(f"{output}: weights of {checkpoint.tag} as fp32, {write_fp32_weights(checkpoint, output)} bytes")
-
-
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.huggingface import export_huggingface
@@ -194,13 +179,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     try:
         options = parse_arguments(arguments)
-        if options.command == "merge":
-            merge_weights(options.dir, options.tag, options.output)
+        if options.command == "list":
+            list_tags(options.dir, options.tag)
+        elif options.command == "verify":
+            verify_tags(options.dir, options.tag)
         elif options.command == "convert":
             convert(options.dir, options.tag, options)
         else:
-            commands = {"list": list_tags, "verify": verify_tags, "digest": print_digest}
-            commands[options.command](options.dir, options.tag)
+            from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
+
+            checkpoint = open_checkpoint(options.dir, options.tag, int8=options.command == "digest")
+            if options.command == "digest":
+                for line in digest_lines(checkpoint):
+                    print(line, flush=True)
+            else:
+                _print_quantised_note(checkpoint)
+                print(f"{options.output}: weights of {checkpoint.tag} as fp32, "
+                      f"{write_fp32_weights(checkpoint, options.output)} bytes")
         sys.stdout.flush()
     except BrokenPipeError:
         raise  # exit_codes.py ends a command whose reader has seen enough

@@ -42,6 +42,7 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+MAX_JSON_BYTES = 256 << 20
 PROVENANCE_FIELDS = ("save_id", "rank", "run_id", "tag", "iteration")
 """What a file says of the checkpoint that it is of."""
 
@@ -144,7 +145,7 @@ class TagReader:
                 self._read_rank_manifest(rank)
             for name in ("shared.json", *sorted(name for name in self.files if name.endswith(".safetensors"))):
                 self._verify_file(name)
-            shared = json.loads((self.folder / "shared.json").read_bytes())
+            shared = json.loads(read_json_bytes(self.folder / "shared.json"))
             if self.version > 3:
                 self._check_provenance(self.folder / "shared.json", shared["origin"], 0)
                 shared = shared["state"]
@@ -278,18 +279,24 @@ def latest_tag(folder: Path, tag_folders: Mapping[str, Path]) -> str | None:
     if path.is_file():
         with explain_damage(path), open(path, "rb") as file:
             latest = file.read(256).decode("utf-8", "replace").strip()
-    with suppress(OSError, ValueError, KeyError, TypeError, MemoryError, RecursionError, AttributeError):
-        pending = json.loads((folder / ".latest-pending").read_bytes())
+    with suppress(OSError, DamagedCheckpoint, AttributeError, KeyError, TypeError, ValueError):
+        pending = json.loads(read_json_bytes(folder / ".latest-pending"))
         if pending["was"] == latest and (tag_folders[pending["tag"]] / "manifest.json").read_bytes().endswith(
                 b'%s"}\n' % pending["seal"].encode()):
             return str(pending["tag"])
     return latest if latest is not None and latest in tag_folders and any(tag_folders[latest].iterdir()) else None
 
 
+def read_json_bytes(path: Path) -> bytes:
+    with explain_damage(path):
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:  # a sparse file, say: not read into memory
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, and no file of its kind more than {MAX_JSON_BYTES}")
+        return path.read_bytes()
+
+
 def read_sealed(path: Path) -> dict[str, Any]:
     """A JSON file that ends with the checksum of what is before."""
-    with explain_damage(path):
-        data = path.read_bytes()
+    data = read_json_bytes(path)
     text, mark, rest = data.rpartition(b',"crc32":"')
     if not mark or rest != b'%08x"}\n' % crc32(text):
         raise DamagedCheckpoint(
@@ -302,7 +309,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """(metadata, tensors by key) of a safetensors file, whose tensors must follow one another to its end."""
     with explain_damage(path), open(path, "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length)) if length <= size - 8 else None
+        header = json.loads(file.read(length)) if length <= min(size - 8, MAX_JSON_BYTES) else None
     if not isinstance(header, dict):
         raise DamagedCheckpoint(f"{path}: its header is damaged; choose another tag with -t")
     metadata, tensors, end = header.pop("__metadata__", {}), {}, 0
