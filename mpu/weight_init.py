@@ -44,7 +44,7 @@ class StridedSegments:
 
 def strided_segments_of(shape: tuple[int, ...], partition: Partition | None, rank: int,
                         tp_size: int) -> StridedSegments:
-    """The segments of a rank's local tensor of `shape` (the same lengths as TPSliceMap in checkpoint/reshard.py)."""
+    """The segments of a rank's local tensor of `shape` (the same lengths as TPSharding in checkpoint/reshard.py)."""
     if partition is None:
         numel = math.prod(shape)
         return StridedSegments(numel, numel, 0)
