@@ -26,12 +26,9 @@ class ForeignFlag:
     """A flag of another program: what to use instead."""
 
     answer: str
-    accepted_values: tuple[str, ...] = ()
-    """Values that are accepted without effect; "" is a switch, "*" any value."""
-    prints_note: bool = False
-    """It has an effect in the other program, so an accepted value prints a note."""
-    is_alias: bool = False
-    """Other values go to the field that declares this name as an alias."""
+    accepted_values: tuple[str, ...] = ()  # values that are accepted without effect; "" is a switch, "*" any value
+    prints_note: bool = False  # it has an effect in the other program, so an accepted value prints a note
+    is_alias: bool = False  # other values go to the field that declares this name as an alias
 
 
 _ON_VALUES = ("", "True", "true")

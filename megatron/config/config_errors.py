@@ -18,8 +18,7 @@ from megatron.config.schema import flag_name
 from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 _FLAG = r"--[a-z][\w-]*"
-NAME_PREFIX_END = "\0"
-"""Ends a name that joins the next word of the message: "optimizer.params." and a parameter."""
+NAME_PREFIX_END = "\0"  # ends a name that joins the next word of the message: "optimizer.params." and a parameter
 
 
 def flags_in(message: str) -> set[str]:
@@ -31,14 +30,11 @@ def flags_in(message: str) -> set[str]:
 class FlagToKeyNames:
     """Rewrites flags in messages to the keys of the JSON file that set them."""
 
-    keys_of_given: Mapping[str, str] = field(default_factory=dict)
-    """Flag -> the key that was given in its place."""
+    keys_of_given: Mapping[str, str] = field(default_factory=dict)  # flag -> the key that was given in its place
     keys_of_others: Mapping[str, str] = field(default_factory=dict)
     """Flag that neither the file nor the command line set -> its key."""
-    has_only_keys: bool = False
-    """The reader knows keys only (an engine without a command line)."""
-    file: str = ""
-    """Name of the file."""
+    has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
+    file: str = ""  # name of the file
 
     def translate(self, message: str) -> str:
         """The message with keys in place of flags, if any of these came from the file."""
@@ -60,8 +56,7 @@ class FlagToKeyNames:
             raise
 
 
-MAX_SHOWN_ERRORS = 40
-"""Errors shown in one message."""
+MAX_SHOWN_ERRORS = 40  # errors shown in one message
 
 
 class ConfigErrors(ConfigError):
@@ -106,8 +101,7 @@ class ErrorCollector:
     """Errors found so far, and the settings that they concern."""
 
     def __init__(self) -> None:
-        self.key_names = FlagToKeyNames()
-        """Translates the errors added from now on."""
+        self.key_names = FlagToKeyNames()  # translates the errors added from now on
         self.has_errors = False
         self._sentences: list[str] = []
         self._doubtful: set[str] = set()

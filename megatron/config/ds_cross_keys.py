@@ -17,8 +17,7 @@ from megatron.config.optimizer_config import (AUTO_STEPS, DEEPSPEED_TYPES, OPTIM
                                               SCHEDULER_TYPES, OptimConfig, ScheduleConfig)
 from megatron.config.schema import require
 
-FieldValue = tuple[str, Any, str]
-"""(field, value, path of the key)"""
+FieldValue = tuple[str, Any, str]  # (field, value, path of the key)
 
 OPTIMIZER_PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
 COMMON_OPTIMIZER_PARAMS = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
@@ -229,8 +228,7 @@ def weight_group_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Ite
 BATCH_SIZE_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BATCH_FIELDS = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "batch_size"}
 
-ValueAndSource = tuple[int, str] | None
-"""(number, name of its source), or None."""
+ValueAndSource = tuple[int, str] | None  # (number, name of its source), or None
 
 
 def solve_batch_sizes(total: ValueAndSource, micro: ValueAndSource, accumulation: ValueAndSource,

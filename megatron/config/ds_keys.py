@@ -35,8 +35,7 @@ class IgnoredKey:
     json_type: JsonType
     default: Any
     reason: str
-    is_honoured_by_engine: bool = False
-    """The engine of `zero.initialize` honours it; `reason` applies to the trainer."""
+    is_honoured_by_engine: bool = False  # the engine of `zero.initialize` honours it; `reason` applies to the trainer
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ class RenamedKey:
     new_paths: tuple[str, ...]
     json_type: JsonType
     convert: Callable[[Any], Any] = lambda value: value
-    deprecated: bool = True
-    """Deprecated in DeepSpeed; otherwise both names are equal, and no note is printed."""
+    deprecated: bool = True  # deprecated in DeepSpeed; otherwise both names are equal, and no note is printed
 
 
 @dataclass(frozen=True)
 class UnsupportedSection:
     reason: str
-    off: tuple[Any, ...] = ()
-    """More values that mean "off"."""
+    off: tuple[Any, ...] = ()  # more values that mean "off"
 
 
 DsKeyRow = JsonKey | FixedValue | IgnoredKey | RenamedKey | UnsupportedSection

@@ -68,16 +68,12 @@ class DsKeyValues:
 
     name: str
     keys: Mapping[str, Any]
-    raw_values: Mapping[str, Any]
-    """Path -> unconverted value."""
-    deprecated_names: Mapping[str, str]
-    """Path -> the deprecated name used in the file."""
+    raw_values: Mapping[str, Any]  # path -> unconverted value
+    deprecated_names: Mapping[str, str]  # path -> the deprecated name used in the file
     auto_keys: tuple[str, ...]
     notices: tuple[str, ...]
-    engine_values: Mapping[str, Any]
-    """Path -> value, for keys that only the engine of `zero.initialize` honours."""
-    invalid_keys: frozenset[str] = frozenset()
-    """Keys with an invalid value or a misspelt name."""
+    engine_values: Mapping[str, Any]  # path -> value, for keys that only the engine of `zero.initialize` honours
+    invalid_keys: frozenset[str] = frozenset()  # keys with an invalid value or a misspelt name
 
     def is_given(self, path: str) -> bool:
         return path in self.keys or path in self.auto_keys

@@ -227,8 +227,7 @@ class LayerDropConfig:
 
 _QUANTIZE_TRAINING = "quantize_training."
 _COMPRESSION = "compression_training.weight_quantization.shared_parameters."
-MAX_BITS = 16
-"""Bits of working weights without quantisation, for this method."""
+MAX_BITS = 16  # bits of working weights without quantisation, for this method
 
 
 def _quantize_keys(path: str, *others: str) -> tuple[JsonKey, ...]:

@@ -20,24 +20,19 @@ from megatron.errors import ConfigError
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
 
-AUTO_STEPS = "auto"
-"""Value of a number of steps that is determined during the run."""
+AUTO_STEPS = "auto"  # value of a number of steps that is determined during the run
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
     """The parameters of one optimizer."""
 
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Parameter -> its field names, separated by spaces."""
+    fields: Mapping[str, str] = field(default_factory=dict)  # parameter -> its field names, separated by spaces
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Parameter without a field -> default, whose type is the parameter's."""
-    torch_name: str = ""
-    """The class in torch.optim, if there is one."""
-    has_weight_decay: bool = True
-    """Whether it takes `weight_decay`."""
-    lr: float = 1e-3
-    """DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr)."""
+    torch_name: str = ""  # the class in torch.optim, if there is one
+    has_weight_decay: bool = True  # whether it takes `weight_decay`
+    lr: float = 1e-3  # DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr).
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -74,8 +69,7 @@ OPTIMIZERS: dict[str, OptimizerParams] = {
                             {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
                              "split_qkv": True, "muon_lr": None, "adam_lr": None})}
 
-TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}
-"""Extra parameter of type text -> its choices."""
+TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}  # extra parameter of type text -> its choices
 
 ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
 """Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""

@@ -28,8 +28,7 @@ class JsonType:
 
     expected: str
     convert: Callable[[Any], Any]
-    choices: tuple[str, ...] = ()
-    """The allowed texts of a choice."""
+    choices: tuple[str, ...] = ()  # the allowed texts of a choice
 
 
 def _boolean(value: Any) -> bool:
@@ -123,8 +122,7 @@ PAIR = JsonType("a list of two numbers", _pair)
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
                         '["*"], as all weights have the same bits', _weight_group)
 """compression_training's groups of modules; here all modules must have the same bits."""
-SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)
-"""A section that older files write as a switch."""
+SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)  # A section that older files write as a switch
 
 JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
 """Default JSON type of a Python type."""
@@ -143,26 +141,17 @@ def json_text(value: Any) -> str:
 class JsonKey:
     """A DeepSpeed key that has an effect here."""
 
-    path: str
-    """Dotted path. A trailing dot names a section in which the key has the field's name."""
-    json_type: JsonType | None = None
-    """None: derived from the field's type; nullable if the field may be None."""
-    convert: Callable[[Any], Any] = lambda value: value
-    """The key's value -> the field's."""
-    nullable: bool = False
-    """null counts as absent."""
+    path: str  # Dotted path. A trailing dot names a section in which the key has the field's name.
+    json_type: JsonType | None = None  # None: derived from the field's type; nullable if the field may be None
+    convert: Callable[[Any], Any] = lambda value: value  # the key's value -> the field's
+    nullable: bool = False  # null counts as absent
     refused: Mapping[str, str] = field(default_factory=dict)
     """Lower-case text that DeepSpeed accepts and we do not -> reason."""
-    is_independent: bool = True
-    """False: the field's value depends on further keys (ds_cross_keys.py)."""
-    flag_wins: bool = False
-    """A flag with another value wins, with a note; for other keys that is an error."""
-    default: str | None = None
-    """Default shown on the reference page, if it is not the field's."""
-    help: str = ""
-    """Text on the reference page in addition to the field's help."""
-    field: str = ""
-    """The field it sets; filled in by ds_keys.py."""
+    is_independent: bool = True  # false: the field's value depends on further keys (ds_cross_keys.py)
+    flag_wins: bool = False  # A flag with another value wins, with a note; for other keys that is an error
+    default: str | None = None  # default shown on the reference page, if it is not the field's
+    help: str = ""  # text on the reference page in addition to the field's help
+    field: str = ""  # the field it sets; filled in by ds_keys.py
 
     @property
     def known_json_type(self) -> JsonType:
@@ -178,8 +167,7 @@ class FieldSetting:
     aliases: tuple[str, ...] = ()
     keys: tuple[JsonKey, ...] = ()
     metavar: str | None = None
-    in_short_help: bool = False
-    """Listed by `--help`; the others are listed by `--help-all` only."""
+    in_short_help: bool = False  # listed by `--help`; the others are listed by `--help-all` only
     is_location: bool = False
     """A path, which may differ between nodes: ranks compare only whether it is given, and what they find there."""
 

@@ -56,8 +56,7 @@ class Config:
     """Notes printed once at the start; not a section, not saved."""
     key_names: FlagToKeyNames = field(default_factory=FlagToKeyNames, compare=False)
     """Translates flags to the JSON file's keys; not a section, not saved."""
-    conflicts: InitVar[ErrorList | None] = None
-    """Receives errors across sections; None: they are raised."""
+    conflicts: InitVar[ErrorList | None] = None  # receives errors across sections; None: they are raised
 
     def __post_init__(self, errors: ErrorList | None) -> None:
         found = ErrorList() if errors is None else errors

@@ -246,8 +246,7 @@ class OffloadConfig:
 _NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
                   "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
 """Settings that apply only to NVMe."""
-_HOST_SETTINGS = {"offload_update", "delayed_param_update"}
-"""Settings that apply only to optimizer state on the host."""
+_HOST_SETTINGS = {"offload_update", "delayed_param_update"}  # settings that apply only to optimizer state on the host
 _OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
                      "param": {"offload_param_pin_memory"}}
 """Settings that apply only to offloaded state."""

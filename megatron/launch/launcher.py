@@ -42,12 +42,9 @@ LOCK_NAME = "held"
 ABANDONED_SECONDS = 3600.0
 """Age at which a folder without a lock file is abandoned: earlier versions created none, and the folder stayed empty
 until the ranks connected."""
-STORE_FILE_BYTES = 4 * 2**20
-"""Bytes: a few kilobytes per rank at the start, and some for each wait of many seconds."""
-FALLOC_FL_KEEP_SIZE = 1
-"""Linux flag: allocate blocks without changing the file's length."""
-UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errnos of file systems without preallocation."""
+STORE_FILE_BYTES = 4 * 2**20  # bytes: a few kilobytes per rank at the start, and some for each wait of many seconds
+FALLOC_FL_KEEP_SIZE = 1  # Linux flag: allocate blocks without changing the file's length
+UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errnos of file systems without preallocation
 
 
 @contextmanager

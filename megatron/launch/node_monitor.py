@@ -20,8 +20,7 @@ from typing import Any, final
 
 from megatron.errors import EXIT_OK, EXIT_PEER
 
-MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes of a message. Node 0 sends about a hundred bytes for each of thousands of nodes."""
+MAX_MESSAGE_BYTES = 1 << 20  # Bytes of a message. Node 0 sends about a hundred bytes for each of thousands of nodes.
 MAX_ERROR_TEXT = 16_000
 """Characters of an error that are sent: JSON needs at most 12 bytes for each, so the message stays below
 MAX_MESSAGE_BYTES."""
@@ -99,22 +98,19 @@ def _parse_message(line: bytes) -> dict[str, Any]:
 
 HEARTBEAT_MESSAGE: dict[str, Any] = {"pulse": True}
 HEARTBEAT_SECONDS = 1.0
-SILENT_SECONDS = 4.0
-"""Seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain."""
+SILENT_SECONDS = 4.0  # seconds without a heartbeat after which a node is silent, and blamed if ranks waited in vain
 SILENCE_WARNING_SECONDS = 10.0
 """Seconds of silence before the first warning; each further one comes after twice as long."""
 SLOW_HEARTBEAT_SECONDS = 60.0
 """Seconds between heartbeats to a silent node: it reads none, and unread ones would fill the connection."""
-RECENT_PAUSE_SECONDS = 1.0
-"""Seconds after a pause of this launcher in which received messages date from the pause."""
+RECENT_PAUSE_SECONDS = 1.0  # seconds after a pause of this launcher in which received messages date from the pause
 
 
 @dataclass
 class _Peer:
     last_received: float
     last_sent: float = 0.0
-    warned_at_seconds: float = 0.0
-    """Silence in seconds at the last warning; 0.0: not warned."""
+    warned_at_seconds: float = 0.0  # silence in seconds at the last warning; 0.0: not warned
 
 
 def boot_clock() -> float:
@@ -184,8 +180,7 @@ class Heartbeat:
 
 WARNING, OWN_FAILURE, VICTIM_FAILURE, LEFT = "warning", "a failure of its own", "a victim", "left"
 SILENT = "silent"
-SILENCE_REPORT_SECONDS = 0.5
-"""Seconds by which node 0 reports a silent node before the other launchers give up waiting."""
+SILENCE_REPORT_SECONDS = 0.5  # seconds by which node 0 reports a silent node before the other launchers give up waiting
 RESTART_ADVICE = "start the same command on every node to resume from the last checkpoint"
 
 
@@ -195,8 +190,7 @@ class NodeInfo:
 
     node: int
     nodes: int
-    ranks: int
-    """Ranks per node."""
+    ranks: int  # ranks per node
     host: str
 
     @property
@@ -212,8 +206,7 @@ class NodeExit:
 
     node_info: NodeInfo
     code: int
-    error_line: str = ""
-    """Empty if the node was lost."""
+    error_line: str = ""  # empty if the node was lost
     is_victim: bool = False
     silent_seconds: float = 0.0
     """Seconds of silence if the node was given up; `error_line` then holds what other nodes know."""
@@ -243,8 +236,7 @@ class NodeMonitor:
         self._given_up_after_seconds = 0.0
         """Seconds that the other nodes missed this one before they ended the job; 0.0: they did not."""
         self._own, self._connections, self._nodes = own, dict(connections or {}), dict(other_nodes or {})
-        self._exits: dict[int, NodeExit] = {}
-        """Exits of other nodes in order of arrival."""
+        self._exits: dict[int, NodeExit] = {}  # exits of other nodes in order of arrival
         self.others_are_failing = self.others_have_culprit = False
         """Ranks of other nodes fail; one of them is a culprit, not a victim."""
         self._left_early: set[int] = set()

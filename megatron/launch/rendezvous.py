@@ -22,12 +22,9 @@ from megatron.errors import EXIT_CONFIG, ConfigError, PeerError, TrainerError
 from megatron.launch.node_monitor import JsonConnection, JsonConnectionClosed, NodeInfo, NodeMonitor, shorten_error_text
 
 GREETING = "megatron.launch 1"
-GREETING_SECONDS = 10.0
-"""Seconds for a new connection to send its greeting."""
-RETRY_SECONDS = 0.5
-"""Seconds between polls or connection attempts."""
-LINGER_SECONDS = 5.0
-"""Seconds in which every node can connect and read why the job does not start."""
+GREETING_SECONDS = 10.0  # seconds for a new connection to send its greeting
+RETRY_SECONDS = 0.5  # seconds between polls or connection attempts
+LINGER_SECONDS = 5.0  # seconds in which every node can connect and read why the job does not start
 WAIT_NOTE_SECONDS = 10.0
 """Seconds before the first line that names missing nodes; each further one comes after twice as long."""
 
@@ -107,12 +104,10 @@ class RendezvousServer:
                  print_line: PrintLine) -> None:
         self._own, self._listener, self._where, self._seconds, self._print_line = (
             own, listener, where, seconds, print_line)
-        self._unidentified: dict[JsonConnection, float] = {}
-        """Connections without a greeting -> deadline."""
+        self._unidentified: dict[JsonConnection, float] = {}  # connections without a greeting -> deadline
         self._connections: dict[int, JsonConnection] = {}
         self._nodes = {own.node: own}
-        self._refusal: dict[str, Any] | None = None
-        """Reply to every further node once the job cannot start."""
+        self._refusal: dict[str, Any] | None = None  # reply to every further node once the job cannot start
         self._refused_count = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)

@@ -13,8 +13,7 @@ from typing import final
 from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, FAILED, RUNNING, StatusFile,
                                               StatusSnapshot)
 
-STRAGGLER_SECONDS = 2.0
-"""Seconds without a collective before a rank counts as a straggler."""
+STRAGGLER_SECONDS = 2.0  # seconds without a collective before a rank counts as a straggler
 COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))
 RESUME_ADVICE = "start the same command to resume from the last checkpoint"
 

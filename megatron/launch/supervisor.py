@@ -28,10 +28,8 @@ from megatron.launch.node_monitor import NodeMonitor
 from megatron.launch.stragglers import RESUME_ADVICE, Straggler, StragglerMonitor
 
 TICK_SECONDS = 0.2
-STOP_PATIENCE_SECONDS = 1.0
-"""Seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure."""
-GRACE_SECONDS = 2.5
-"""Seconds from the first failure to SIGTERM, in which victims notice and the culprit exits."""
+STOP_PATIENCE_SECONDS = 1.0  # seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure
+GRACE_SECONDS = 2.5  # seconds from the first failure to SIGTERM, in which victims notice and the culprit exits
 TERM_SECONDS = 1.0
 """Seconds from SIGTERM to SIGKILL. Both together keep the promise that no rank lives 5 seconds after a kill."""
 SIGNAL_DELAY_SECONDS = 1.0
@@ -54,8 +52,7 @@ class RankExit:
     code: int | None = None
     signal: int | None = None
     was_stopped: bool = False
-    stop_was_requested: bool = False
-    """The launcher or this rank received a stop signal before the exit."""
+    stop_was_requested: bool = False  # the launcher or this rank received a stop signal before the exit
     status: StatusSnapshot = StatusSnapshot()
 
     @property
@@ -121,8 +118,7 @@ class ErrorRelay:
         self.descriptor = descriptor
         self.held_errors: list[bytes] = []
         self._partial = b""
-        self._in_error = False
-        """The previous line belongs to an error."""
+        self._in_error = False  # the previous line belongs to an error
 
     def relay_available(self) -> bool:
         """Forward the available data; False at the end of the stream."""
@@ -177,8 +173,7 @@ class Supervisor:
 
     command: list[str]
     environments: list[dict[str, str]]
-    nodes: NodeMonitor
-    """The other nodes of the job."""
+    nodes: NodeMonitor  # the other nodes of the job
     straggler_monitor: StragglerMonitor
     _ranks: list[RankProcess] = field(default_factory=list)
     _running: list[RankProcess] = field(default_factory=list)
@@ -187,12 +182,10 @@ class Supervisor:
     _interrupts: int = 0
     _stop_was_requested: bool = False
     _rank0_owns_interrupts: bool = False
-    _pending_signals: list[int] = field(default_factory=list)
-    """Signals not forwarded yet."""
+    _pending_signals: list[int] = field(default_factory=list)  # signals not forwarded yet
     _started_at: float = field(default_factory=time.monotonic)
     _failed_at: float | None = None
-    _early_exit_at: float | None = None
-    """When the first rank exited early (`RankExit.exited_early`)."""
+    _early_exit_at: float | None = None  # when the first rank exited early (`RankExit.exited_early`)
     _stragglers: list[Straggler] = field(default_factory=list)
     _unannounced_exits: list[RankExit] = field(default_factory=list)
     """Ranks that had exited unannounced when the first rank failed."""

@@ -480,7 +480,7 @@ def test_what_is_told_does_not_hold_places_apart() -> None:
 
 def test_the_error_is_one_of_configuration() -> None:
     store = dist.HashStore()
-    store.set("alike/verdict", '{"error": "x", "code": 2}')
+    store.set("result", '{"error": "x", "code": 2}')
     with pytest.raises(ConfigError, match="x"):
         check_ranks_match(store, 1, 2, FACTS, timedelta(seconds=1))
 
