@@ -23,9 +23,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """A flag of another program: what to use instead."""
-
-    answer: str
+    answer: str  # what to use instead
     accepted_values: tuple[str, ...] = ()  # values that are accepted without effect; "" is a switch, "*" any value
     prints_note: bool = False  # it has an effect in the other program, so an accepted value prints a note
     is_alias: bool = False  # other values go to the field that declares this name as an alias
@@ -213,10 +211,11 @@ def short_help() -> str:
     lines = _usage_lines()
     for flag, text in COMMON_FLAGS.items():
         lines += _help_entry(flag, text)
-    for section in SECTIONS.values():
-        for item, hint in _fields_with_types(section):
-            if setting_of(item).in_short_help:
-                lines += _help_entry(_flag_usage(item, hint), _short_text(item))
+    for item, hint in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
+        if setting_of(item).in_short_help:
+            text = setting_of(item).help
+            shown = item.default not in (None, False, ()) and "(default" not in text
+            lines += _help_entry(_flag_usage(item, hint), text + (f" (default: {item.default})" if shown else ""))
     return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
 
 
@@ -227,12 +226,13 @@ def full_help() -> str:
         lines += _help_entry(flag, text)
     for name, section in SECTIONS.items():
         lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
-        for item, hint in _fields_with_types(section):
+        for item, hint in fields_with_types(section):
             lines += _help_entry(_flag_usage(item, hint, switches=True), _full_text(item, hint))
     return "\n".join(lines)
 
 
-def _fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
+def fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Each field of a section and its type without `| None`."""
     hints = typing.get_type_hints(section)
     return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
 
@@ -249,18 +249,12 @@ def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
     return f"{flag} {setting_of(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
 
 
-def _short_text(item: Field[Any]) -> str:
-    shown = item.default not in (None, False, ()) and "(default" not in setting_of(item).help
-    return setting_of(item).help + (f" (default: {item.default})" if shown else "")
-
-
 def _full_text(item: Field[Any], hint: Any) -> str:
-    declared_setting = setting_of(item)
-    text = declared_setting.help + (f"; one of {', '.join(typing.get_args(hint))}"
-                                    if typing.get_origin(hint) is Literal else "")
-    default = {True: "on"}.get(item.default, item.default) if isinstance(item.default, bool) else item.default
+    choices = f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else ""
+    text = setting_of(item).help + choices
+    default = "on" if item.default is True else item.default
     shown = item.default not in (None, False, ()) and "(default" not in text
-    aliases = [f"--{alias}" for alias in declared_setting.aliases if "contigious" not in alias]
+    aliases = [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
     return text + (f" (default: {default})" if shown else "") + (f" [also {', '.join(aliases)}]" if aliases else "")
 
 

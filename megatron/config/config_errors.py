@@ -31,10 +31,9 @@ class FlagToKeyNames:
     """Rewrites flags in messages to the keys of the JSON file that set them."""
 
     keys_of_given: Mapping[str, str] = field(default_factory=dict)  # flag -> the key that was given in its place
-    keys_of_others: Mapping[str, str] = field(default_factory=dict)
-    """Flag that neither the file nor the command line set -> its key."""
+    keys_of_others: Mapping[str, str] = field(default_factory=dict)  # flag that neither file nor command line set
     has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
-    file: str = ""  # name of the file
+    file: str = ""
 
     def translate(self, message: str) -> str:
         """The message with keys in place of flags, if any of these came from the file."""
@@ -43,8 +42,8 @@ class FlagToKeyNames:
             return message
         names = {**self.keys_of_others, **self.keys_of_given}
         names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
-        said = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
-        return said.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
+        translated = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
+        return translated.replace(NAME_PREFIX_END + " ", NAME_PREFIX_END).replace(NAME_PREFIX_END, "")
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -56,7 +55,7 @@ class FlagToKeyNames:
             raise
 
 
-MAX_SHOWN_ERRORS = 40  # errors shown in one message
+MAX_SHOWN_ERRORS = 40
 
 
 class ConfigErrors(ConfigError):
@@ -74,6 +73,22 @@ def error_sentences(error: ConfigError) -> tuple[str, ...]:
     return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
 
 
+@dataclass(frozen=True)
+class NumberRange:
+    low: float = 0.0
+    high: float = math.inf
+    excludes_low: bool = False
+    excludes_high: bool = False
+
+    def contains(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.excludes_low) and \
+            (number < self.high or number == self.high and not self.excludes_high)
+
+    def __str__(self) -> str:
+        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
+
+
 class ErrorList(list[str]):
     """Error texts, until `raise_if_any` raises them as one error."""
 
@@ -84,13 +99,11 @@ class ErrorList(list[str]):
     def require_range(self, section: Any, names: str, low: float, high: float = math.inf, *,
                       open_low: bool = False) -> None:
         """Require that every named field that is set is finite and in [low, high], or (low, high] with `open_low`."""
+        allowed = NumberRange(low, high, excludes_low=open_low)
         for name in names.split():
             value = getattr(section, name)
-            if value is None:
-                continue
-            inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
-            bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
-            self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
+            self.require(value is None or math.isfinite(value) and allowed.contains(value),
+                         f"{flag_name(name)} is {value}: expected {allowed}")
 
     def raise_if_any(self, name: str = "") -> None:
         if self:

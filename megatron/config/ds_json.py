@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,13 +29,11 @@ from megatron.config.schema import JsonKey, flag_name, json_text, require
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
+# Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then.
 FP16_ONLY = frozenset(row.field for path, row in DS_KEYS.items()
                       if isinstance(row, JsonKey) and path.startswith("fp16.") and path != "fp16.enabled")
-"""Fields without effect unless fp16 is enabled; as in DeepSpeed, they are ignored then."""
-
 KEYS_THAT_YIELD_TO_FLAGS = frozenset(path for path, row in DS_KEYS.items() if isinstance(row, JsonKey) and
                                      row.flag_wins)
-"""Keys that a flag may override."""
 
 
 def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
@@ -53,7 +52,10 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
     errors.add_errors(problems, found.name)
     errors.add_errors(conflicts)
     others = _keys_of_other_flags(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
-    errors.key_names = FlagToKeyNames(_keys_of_flags(in_effect, flags), others, in_engine, found.name)
+    keys_of_given = {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END if name == "optimizer_params"
+                     else in_effect.name_as_written(path, "")
+                     for name, _, path in _field_values(in_effect, flags, ErrorList()) if name not in flags}
+    errors.key_names = FlagToKeyNames(keys_of_given, others, in_engine, found.name)
     dp = 1
     with errors.collecting_errors():
         tp = flags.get("model_parallel_size", 1)
@@ -101,20 +103,13 @@ def _read_text(name: str, argument: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
-        if (text := _decode_base64(name)) is not None:
-            return text
+        with suppress(ValueError):  # a JSON object in base64, as launchers pass it on a command line
+            text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
+            if text.startswith("{"):
+                return text
         raise ConfigError(f"{given} cannot be read: {error.strerror or error}; give the path of a JSON file") from None
     except ValueError as error:  # not UTF-8, or a path with a null byte
         raise ConfigError(f"{given} is not a text file: {error}; give the path of a JSON file") from None
-
-
-def _decode_base64(name: str) -> str | None:
-    """The JSON object in a base64 text, as launchers pass it on a command line; None if it is not one."""
-    try:
-        text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
-    except ValueError:
-        return None
-    return text if text.startswith("{") else None
 
 
 # ---- from keys to fields -----------------------------------------------------------------------------------------
@@ -134,12 +129,8 @@ def merge_with_flags(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
                              f"is {json_text(ds_values.raw_value(path))}{meant}: give one of them, or the same value")
         values[name] = value
     given = {**values, **flags}
-    return {name: value for name, value in given.items() if name in flags or _applies(name, given)}, conflicts
-
-
-def _applies(name: str, given: Mapping[str, Any]) -> bool:
-    """False for fp16-only fields without fp16."""
-    return bool(given.get("fp16")) or name not in FP16_ONLY
+    return {name: value for name, value in given.items()
+            if name in flags or given.get("fp16") or name not in FP16_ONLY}, conflicts
 
 
 def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -202,13 +193,6 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
-def _keys_of_flags(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Flag -> the key that was given in its place."""
-    return {flag_name(name): OPTIMIZER_PARAMS + NAME_PREFIX_END
-            if name == "optimizer_params" else ds_values.name_as_written(path, "")
-            for name, _, path in _field_values(ds_values, flags, ErrorList()) if name not in flags}
-
-
 def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dict[str, str]:
     """Flag that is not given -> the key that sets the same field, if a single key does."""
     paths: dict[str, list[JsonKey]] = {}
@@ -222,9 +206,17 @@ def _keys_of_other_flags(flags: Mapping[str, Any], optimizer: str | None) -> dic
 
 def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
     """Notes for the user: deprecated keys, keys without effect, the values chosen for "auto"."""
-    lines = [*ds_values.notices, *(() if in_engine else _unused_in_trainer(ds_values)),
-             *_overridden_by_flags(ds_values, config), *(f'{path} "auto": {_value_of_auto(path, config, dp_size)}'
-                                                         for path in ds_values.auto_keys)]
+    lines = list(ds_values.notices)
+    for path, value in () if in_engine else ds_values.engine_values.items():
+        row = DS_KEYS[path]
+        assert isinstance(row, IgnoredKey)
+        if value != row.default:
+            lines.append(f"{path} {json_text(value)} has no effect: {row.reason}")
+    for path in sorted(KEYS_THAT_YIELD_TO_FLAGS & ds_values.keys.keys()):
+        in_force = _value_in_effect(path, config)
+        if not in_force.endswith(f" {value_text(ds_values.keys[path])}"):
+            lines.append(f"{path} {json_text(ds_values.keys[path])} has no effect: {in_force} is given")
+    lines += [f'{path} "auto": {_value_of_auto(path, config, dp_size)}' for path in ds_values.auto_keys]
     if not config.precision.fp16:
         unused = [path for path in ds_values.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if unused and "fp16.enabled" not in ds_values.keys:
@@ -232,21 +224,6 @@ def ds_notes(ds_values: DsKeyValues, config: Config, dp_size: int, in_engine: bo
     if ds_values.keys.get("scheduler.type", "").startswith("Warmup") and ds_values.keys.get(WARMUP_STEPS) != 0:
         lines.append("the warm-up starts at once; DeepSpeed's has a learning rate of 0 in its first two steps")
     return tuple(f" {ds_values.name}: {line}" for line in lines)
-
-
-def _unused_in_trainer(ds_values: DsKeyValues) -> Iterator[str]:
-    for path, value in ds_values.engine_values.items():
-        row = DS_KEYS[path]
-        assert isinstance(row, IgnoredKey)
-        if value != row.default:
-            yield f"{path} {json_text(value)} has no effect: {row.reason}"
-
-
-def _overridden_by_flags(ds_values: DsKeyValues, config: Config) -> Iterator[str]:
-    for path in sorted(KEYS_THAT_YIELD_TO_FLAGS & ds_values.keys.keys()):
-        said, in_force = ds_values.keys[path], _value_in_effect(path, config)
-        if not in_force.endswith(f" {value_text(said)}"):
-            yield f"{path} {json_text(said)} has no effect: {in_force} is given"
 
 
 def _value_in_effect(path: str, config: Config) -> str:
@@ -267,8 +244,8 @@ def value_text(value: Any) -> str:
 def _value_of_auto(path: str, config: Config, dp_size: int) -> str:
     """The value used for a key that is "auto"."""
     if path in BATCH_SIZE_KEYS:
-        chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
-        return str(chosen[BATCH_SIZE_KEYS.index(path)])
+        sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
+        return str(sizes[BATCH_SIZE_KEYS.index(path)])
     if path == WARMUP_STEPS:
         return f"{config.warmup_steps} steps of {config.decay_iters}"
     if path == OPTIMIZER_PARAMS + FREEZE_STEP:

@@ -7,12 +7,11 @@ ones given as --optimizer-params NAME=VALUE; names and defaults are those of tor
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import ErrorList
+from megatron.config.config_errors import ErrorList, NumberRange
 from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, one_of,
                                     require, setting)
 from megatron.errors import ConfigError
@@ -28,8 +27,7 @@ class OptimizerParams:
     """The parameters of one optimizer."""
 
     fields: Mapping[str, str] = field(default_factory=dict)  # parameter -> its field names, separated by spaces
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Parameter without a field -> default, whose type is the parameter's."""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # parameter without a field -> default, of its type
     torch_name: str = ""  # the class in torch.optim, if there is one
     has_weight_decay: bool = True  # whether it takes `weight_decay`
     lr: float = 1e-3  # DeepSpeed's default, or torch's for its classes. The trainer has its own (--lr).
@@ -75,22 +73,6 @@ ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
 """Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""
 
 
-@dataclass(frozen=True)
-class NumberRange:
-    low: float = 0.0
-    high: float = math.inf
-    excludes_low: bool = False
-    excludes_high: bool = False
-
-    def contains(self, number: float) -> bool:
-        return (number > self.low or number == self.low and not self.excludes_low) and \
-            (number < self.high or number == self.high and not self.excludes_high)
-
-    def __str__(self) -> str:
-        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
-        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
-
-
 _POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
 EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
@@ -134,12 +116,27 @@ def parse_extra_param(optimizer: str, name: str, value: Any) -> Any:
     if name not in takes.extra:
         raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
                          f"{', '.join(takes.extra) or 'none'}")
-    number = _convert_extra_param(name, value, takes.extra[name])
-    numbers = number if isinstance(number, tuple) else () if number is None else (number,)
+    default, is_number = takes.extra[name], _is_number(value)
+    if isinstance(default, bool):
+        is_valid, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        is_valid, expected = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif isinstance(default, str):
+        is_valid, expected = value in TEXT_CHOICES[name], " or ".join(TEXT_CHOICES[name])
+    elif isinstance(default, tuple):
+        is_valid = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+        expected = "a list of two numbers"
+    else:  # a float, or None
+        is_valid, expected = is_number or default is value is None, "a number"
+    if not is_valid:
+        raise ValueError(f"{name} is {value!r}: expected {expected}")
+    numbers = value if isinstance(value, list) else [] if value is None else [value]
     if name in EXTRA_RANGES and not all(map(EXTRA_RANGES[name].contains, numbers)):
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ValueError(f"{name} is {shown}: expected {EXTRA_RANGES[name]}")
-    return number
+    if isinstance(default, tuple):
+        return tuple(map(float, value))
+    return float(value) if is_number and not isinstance(default, int) else value
 
 
 def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
@@ -151,30 +148,6 @@ def ordering_errors(own: Mapping[str, Any]) -> Iterator[str]:
         yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
     if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
         yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
-
-
-def _convert_extra_param(name: str, value: Any, default: Any) -> Any:
-    if isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}: expected true or false")
-    if isinstance(default, int):
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} is {value!r}: expected a whole number")
-    if isinstance(default, str):
-        if value in TEXT_CHOICES[name]:
-            return value
-        raise ValueError(f"{name} is {value!r}: expected {' or '.join(TEXT_CHOICES[name])}")
-    if default is None and value is None:
-        return None
-    if isinstance(default, float | None):
-        if _is_number(value):
-            return float(value)
-        raise ValueError(f"{name} is {value!r}: expected a number")
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
-        return float(value[0]), float(value[1])
-    raise ValueError(f"{name} is {value!r}: expected a list of two numbers")
 
 
 def _is_number(value: Any) -> bool:

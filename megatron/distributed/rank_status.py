@@ -217,8 +217,8 @@ def _parse_slot(counters: StatusCounters, text_buffer: memoryview) -> StatusSnap
     while len(texts) <= max(activity, phase, unit) and at < len(buffer) and buffer[at]:
         texts.append(buffer[at + 1:at + 1 + buffer[at]].decode(errors="replace"))
         at += 1 + buffer[at]
-    names = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
-    return StatusSnapshot(state, pid, step, *names, collective, collectives_started)
+    activity, phase, unit = (texts[number] if number < len(texts) else "" for number in (activity, phase, unit))
+    return StatusSnapshot(state, pid, step, activity, phase, unit, collective, collectives_started)
 
 
 @final
