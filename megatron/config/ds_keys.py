@@ -73,17 +73,14 @@ _SAME_RESULT = "DeepSpeed's inner workings differ from ours, and its result is t
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
 _ONE_BACKEND = "what is packed to one bit travels like everything else"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
+_NO_PIPELINE = "there is no pipeline parallelism here"
+_NO_SEQUENCE = "there is no sequence parallelism here"
 _ZERO_SECTION, _OFFLOAD_OPTIMIZER_SECTION = "zero_optimization.", "zero_optimization.offload_optimizer"
 
 
 def _dependent_key(path: str, kind: JsonType) -> dict[str, DsKeyRow]:
     """A key whose effect depends on other keys (ds_cross_keys.py)."""
     return {path: JsonKey(path, kind, is_independent=False)}
-
-
-def _type_of_extra_param(name: str, default: Any) -> JsonType:
-    return (one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
-            else JSON_TYPE_OF[type(default)])
 
 
 def _offload_to_cpu(kind: str) -> RenamedKey:
@@ -103,14 +100,14 @@ _TOP_LEVEL: dict[str, DsKeyRow] = {
                                    "gradients are reduced as dense tensors; make embeddings without sparse=True"),
     "disable_allgather": FixedValue((False,),
                                     "ranks always collect the updated weights; allgather_partitions says how"),
-    "seq_parallel_comm_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
-    "seq_parallel_communication_data_type": IgnoredKey(ANY, None, "there is no sequence parallelism here"),
+    "seq_parallel_comm_data_type": IgnoredKey(ANY, None, _NO_SEQUENCE),
+    "seq_parallel_communication_data_type": IgnoredKey(ANY, None, _NO_SEQUENCE),
     "use_data_before_expert_parallelism": IgnoredKey(BOOLEAN, False, "there are no experts here"),
     "dataloader_drop_last": FixedValue((False,), "the last batch of an epoch is not "
                                        "dropped; give a loader of your own that does"),
     "graph_harvesting": IgnoredKey(BOOLEAN, False, "pretrain_gpt2.py captures CUDA graphs with --cuda-graphs"),
     "vocabulary_size": FixedValue((None,), "the size of the vocabulary is the model's own"),
-    "sequence_parallel_size": FixedValue((None, 1), "there is no sequence parallelism here"),
+    "sequence_parallel_size": FixedValue((None, 1), _NO_SEQUENCE),
     "cuda_visible_devices": IgnoredKey(ANY, None,
                                        "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the environment"),
     "zero_allow_untested_optimizer": IgnoredKey(BOOLEAN, False, "every optimizer that is accepted is supported"),
@@ -135,8 +132,10 @@ _PRECISION: dict[str, DsKeyRow] = {
 _OPTIMIZER: dict[str, DsKeyRow] = {
     "optimizer.legacy_fusion": IgnoredKey(BOOLEAN, False, _SAME_RESULT),
     **_dependent_key("optimizer.params.adam_w_mode", BOOLEAN),
-    **{path: row for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
-       for path, row in _dependent_key(f"optimizer.params.{name}", _type_of_extra_param(name, default)).items()},
+    **{path: JsonKey(path, one_of(*TEXT_CHOICES[name]) if name in TEXT_CHOICES else NUMBER_FROM_0 if default is None
+                     else JSON_TYPE_OF[type(default)], is_independent=False)
+       for takes in OPTIMIZERS.values() for name, default in takes.extra.items()
+       for path in [f"optimizer.params.{name}"]},
     "optimizer.params.ns_method": IgnoredKey(one_of("standard", "gram"), "gram", _SAME_RESULT),
     "optimizer.params.fp32_optimizer_states": FixedValue((True,), _16BIT_STATE),
     "optimizer.params.cuda_aware": IgnoredKey(BOOLEAN, False, _ONE_BACKEND),
@@ -182,7 +181,7 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
     _ZERO_SECTION + "grad_hooks": IgnoredKey(BOOLEAN, True, "DeepSpeed documents this key but does not have it"),
     _ZERO_SECTION + "elastic_checkpoint": IgnoredKey(BOOLEAN, False,
                                                      "every checkpoint can be loaded with any number of ranks"),
-    _ZERO_SECTION + "pipeline_loading_checkpoint": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here"),
+    _ZERO_SECTION + "pipeline_loading_checkpoint": IgnoredKey(BOOLEAN, False, _NO_PIPELINE),
     **{_ZERO_SECTION + name: FixedValue((False,), _ZEROPP)
        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights",
                     "zero_quantized_gradients", "mics_hierarchical_params_gather")},
@@ -210,7 +209,7 @@ _CHECKPOINT: dict[str, DsKeyRow] = {
     "checkpoint.load_universal": IgnoredKey(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": FixedValue((False,), "a checkpoint is one folder that all nodes share"),
     "checkpoint.key_file": UnsupportedSection(NOT_SIGNED_MESSAGE),
-    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, "there is no pipeline parallelism here")}
+    "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE)}
 
 _MONITORS: dict[str, DsKeyRow] = {
     **_dependent_key("tensorboard.output_path", ANY_TEXT),
@@ -259,7 +258,7 @@ _ABSENT: dict[str, DsKeyRow] = {
                                            "model with sparse attention of its own"),
     "hybrid_engine": UnsupportedSection("the engine trains; it has no inference mode of its own"),
     "nebula": UnsupportedSection("checkpoints are written to the folder that save_checkpoint, or --save, names"),
-    "pipeline": UnsupportedSection("there is no pipeline parallelism here"),
+    "pipeline": UnsupportedSection(_NO_PIPELINE),
     "tensor_parallel": UnsupportedSection("tensor parallelism is set up by --model-parallel-size, or by the mpu "
                                           "given to zero.initialize", off=({"autotp_size": 0}, {"autotp_size": 1})),
     "expert_parallel": UnsupportedSection("there are no experts here"),

@@ -1,6 +1,4 @@
-"""Sections `model`, `data`, `train`, `layer_drop` and `quantize`: the GPT-2, its text, the length of the run, and the
-training methods PLD and MoQ; and the shapes that `--preset` names.
-"""
+"""Sections `model`, `data`, `train`, `layer_drop` and `quantize`, and the shapes that `--preset` names."""
 
 from __future__ import annotations
 
@@ -68,10 +66,8 @@ class ModelConfig:
         problems.require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
         problems.raise_if_any()
         problems.require_range(self, "tile_factor", 1, self.hidden_size)
-        problems.require(
-            self.hidden_size % self.num_attention_heads == 0,
-            f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
-        )
+        problems.require(self.hidden_size % self.num_attention_heads == 0, f"--hidden-size {self.hidden_size} is not "
+                         f"divisible by --num-attention-heads {self.num_attention_heads}")
         problems.raise_if_any()
 
     @property
@@ -124,8 +120,7 @@ class DataConfig:
     document_separator: str | None = setting(
         None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
         "(default: the end of the file)", metavar="TEXT")
-    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread",
-                               "dataloader-num-workers")
+    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread", "dataloader-num-workers")
     lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always read where they are")
     reset_position_ids: bool = setting(False, "restart position numbers at each document")
     reset_attention_mask: bool = setting(False, "attend only within a document")
@@ -136,10 +131,8 @@ class DataConfig:
         problems.require_range(self, "num_workers", 0)
         problems.require_range(self, "seq_length", 1)
         problems.raise_if_any()
-        require(
-            not (self.mock_data and self.train_data),
-            "--mock-data and --train-data exclude each other: give one of them",
-        )
+        require(not (self.mock_data and self.train_data),
+                "--mock-data and --train-data exclude each other: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,8 +163,7 @@ class OptimConfig:
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
         json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
-    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax",
-                                "beta1")
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax", "beta1")
     adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2")
     adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")

@@ -1,5 +1,4 @@
-"""Sections `save`, `log`, `profile` and `autotuning`: checkpoints, what a run prints and records, profiling, the
-tuner."""
+"""Sections `save`, `log`, `profile` and `autotuning`."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class SaveConfig:
     no_load_optim: bool = setting(False, "do not load the optimizer state")
     no_load_rng: bool = setting(False, "do not load the random number state")
     finetune: bool = setting(False, "load the weights only, and start at iteration 0")
-    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; the loss scale starts anew")
+    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; its loss scale restarts")
     resume_fallback: bool = setting(
         False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
@@ -54,10 +53,9 @@ class SaveConfig:
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
-            require(
-                getattr(self, name) is None or getattr(self, name) is False or self.load is not None,
-                f"{flag_name(name)} needs --load: there is nothing to load",
-            )
+            value = getattr(self, name)
+            require(value is None or value is False or self.load is not None,
+                    f"{flag_name(name)} needs --load: there is nothing to load")
 
     def notes(self) -> Iterator[str]:
         """Notes on flags without effect, which scripts of DeepSpeed's examples give on their first run."""
@@ -146,9 +144,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         problems = ErrorList()
-        asked = self.profile_steps
-        is_range = asked is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", asked) is not None and bool(self.traced_steps)
-        problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST of steps from 1 on, in their order: "
+        steps = self.profile_steps
+        is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
+        problems.require(is_range, f"--profile-steps {steps} is no FIRST:LAST of steps from 1 on, in their order: "
                                    "write 10:12, say, for steps 10 to 12")
         problems.require_range(self, "profile_rank", 0)
         problems.require_range(self, "flops_profiler_step flops_profiler_top_modules", 1)
@@ -182,7 +180,7 @@ class AutotuningConfig:
         "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
     autotuning_exps_dir: str = setting(
         "autotuning_exps", "folder of what each trial wrote", json=_AUTOTUNING + "exps_dir")
-    autotuning_overwrite: bool = setting(False, "begin anew where there are trials already, instead of going on",
+    autotuning_overwrite: bool = setting(False, "begin again where there are trials already, instead of going on",
                                          json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
     autotuning_metric: Literal["throughput", "latency", "flops"] = setting(
         "throughput", "what the results are told in; the batch of a step is given, so that their order is the same",
@@ -195,7 +193,7 @@ class AutotuningConfig:
         "model_based", "what is tried next: what looks fastest by prediction and trials; the predicted order; any",
         json=JsonKey(_AUTOTUNING + "tuner_type", help="DeepSpeed's default is gridsearch"))
     autotuning_tuner_early_stopping: int = setting(
-        12, "end after so many trials that were no faster; 0: do not",
+        12, "end after this many trials that were no faster; 0: do not",
         json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"))
     autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials")
     autotuning_num_tuning_micro_batch_sizes: int = setting(
@@ -220,5 +218,5 @@ class AutotuningConfig:
                 f"--autotuning-start-profile-step {self.autotuning_start_profile_step}")
 
     def notes(self) -> list[str]:
-        return [" note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"] * \
-            self.autotuning
+        note = " note: --autotuning tunes nothing here: python -m megatron.tune with these flags does"
+        return [note] if self.autotuning else []

@@ -32,8 +32,7 @@ class JsonType:
 
 
 def _boolean(value: Any) -> bool:
-    """Accepts 1 and 0, as DeepSpeed does."""
-    if not isinstance(value, int) or value not in (0, 1):
+    if not isinstance(value, int) or value not in (0, 1):  # 1 and 0 are accepted, as in DeepSpeed
         raise ValueError
     return bool(value)
 
@@ -45,18 +44,15 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
-        raise ValueError
-    if math.isnan(value):
-        raise ValueError
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError  # NaN included
     return float(value)
 
 
 def _integer(value: Any) -> int:
-    """Accepts 5e8, not 1.5."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not _number(value).is_integer():
+    if not _number(value).is_integer():  # 5e8 is accepted, 1.5 is not
         raise ValueError
     return int(value)
 
@@ -121,9 +117,7 @@ PAIR = JsonType("a list of two numbers", _pair)
 
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
                         '["*"], as all weights have the same bits', _weight_group)
-"""compression_training's groups of modules; here all modules must have the same bits."""
-SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)  # A section that older files write as a switch
-
+SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)  # a section that older files write as a switch
 JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
 """Default JSON type of a Python type."""
 
@@ -145,10 +139,9 @@ class JsonKey:
     json_type: JsonType | None = None  # None: derived from the field's type; nullable if the field may be None
     convert: Callable[[Any], Any] = lambda value: value  # the key's value -> the field's
     nullable: bool = False  # null counts as absent
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case text that DeepSpeed accepts and we do not -> reason."""
-    is_independent: bool = True  # false: the field's value depends on further keys (ds_cross_keys.py)
-    flag_wins: bool = False  # A flag with another value wins, with a note; for other keys that is an error
+    refused: Mapping[str, str] = field(default_factory=dict)  # lower-case text that only DeepSpeed accepts -> reason
+    is_independent: bool = True  # False: the field's value depends on further keys (ds_cross_keys.py)
+    flag_wins: bool = False  # a flag with another value wins, with a note; for other keys that is an error
     default: str | None = None  # default shown on the reference page, if it is not the field's
     help: str = ""  # text on the reference page in addition to the field's help
     field: str = ""  # the field it sets; filled in by ds_keys.py
@@ -181,8 +174,8 @@ def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[
 
 
 def setting_of(item: Field[Any]) -> FieldSetting:
-    found: FieldSetting = item.metadata["setting"]
-    return found
+    declared: FieldSetting = item.metadata["setting"]
+    return declared
 
 
 def location_presence(value: Any) -> str:

@@ -1,10 +1,8 @@
-"""Sections `parallel`, `precision`, `zero`, `offload` and `recompute`: parallel sizes, working precision, ZeRO
-partitioning, offload to host or NVMe, and activation checkpointing.
-"""
+"""Sections `parallel`, `precision`, `zero`, `offload` and `recompute` (activation checkpointing)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -34,8 +32,8 @@ class ParallelConfig:
     @property
     def startup_limit(self) -> float:
         """Timeout until all ranks have completed a step, in seconds."""
-        given = self.startup_timeout_seconds
-        return 3 * self.distributed_timeout_seconds if given is None else given
+        seconds = self.startup_timeout_seconds
+        return 3 * self.distributed_timeout_seconds if seconds is None else seconds
 
 
 def data_parallel_size(world_size: int, tp: int) -> int:
@@ -79,13 +77,10 @@ class PrecisionConfig:
         problems.require_range(self, "loss_scale_window hysteresis", 1)
         problems.require_range(self, "max_skipped_in_a_row", 0)
         problems.raise_if_any()
-        require(
-            not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
-        )
-        require(
-            self.loss_scale is None or self.fp16,
-            f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
-        )
+        require(not (self.fp16 and self.bf16),
+                "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
+        require(self.loss_scale is None or self.fp16,
+                f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled")
         require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
                 f"--fp32-allreduce and --communication-data-type {self.communication_data_type} contradict each other: "
                 "give one of them")
@@ -142,7 +137,7 @@ class ZeroConfig:
     stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once",
                                               json=_ZERO_OPTIMIZATION)
     stage3_max_reuse_distance: int = setting(
-        0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
+        0, "keep a block gathered after its forward if its backward comes before that many other parameters are used",
         json=JsonKey(_ZERO_OPTIMIZATION, help="DeepSpeed's default, 1e9, keeps smaller models whole"))
     stage3_prefetch_bucket_size: int = setting(
         50_000_000, "gather the next block ahead of its use; 0: do not", json=_ZERO_OPTIMIZATION)
@@ -243,13 +238,13 @@ class OffloadConfig:
         problems.raise_if_any()
 
 
+# settings that apply only to NVMe
 _NVME_SETTINGS = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
                   "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
-"""Settings that apply only to NVMe."""
 _HOST_SETTINGS = {"offload_update", "delayed_param_update"}  # settings that apply only to optimizer state on the host
+# settings that apply only to offloaded state
 _OFFLOAD_SETTINGS = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_HOST_SETTINGS},
                      "param": {"offload_param_pin_memory"}}
-"""Settings that apply only to offloaded state."""
 
 
 def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
@@ -257,26 +252,20 @@ def unused_offload_settings(offload: OffloadConfig, of_file: Collection[str] = (
     (`of_file`) that are off, since DeepSpeed's guide writes those defaults out."""
     changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
                and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
-    yield from _unused_in_section(offload, changed, "optimizer", "the optimizer's state is")
-    yield from _unused_in_section(offload, changed, "param", "the parameters are")
+    for kind, state in (("optimizer", "the optimizer's state is"), ("param", "the parameters are")):
+        location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
+        nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
+        unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
+        names = [name for name in changed if name in unread]
+        wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
+        if names and location == "none":
+            yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
+        elif names:
+            yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
     aio = [name for name in changed if name.startswith("aio_")]
-    places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device")
-              for kind in _NVME_SETTINGS}
-    if aio and "nvme" not in places.values():
-        either = " or ".join(f"{name} nvme" for name in places)
+    if aio and not offload.uses_nvme:
+        either = " or ".join(f"{flag_name(f'offload_{kind}_device')} nvme" for kind in _NVME_SETTINGS)
         yield f"{flags_have(aio)} no effect here: nothing is on a drive without {either}"
-
-
-def _unused_in_section(offload: OffloadConfig, changed: Sequence[str], kind: str, state: str) -> Iterator[str]:
-    location, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
-    nvme_settings = {f"offload_{kind}_{what}" for what in _NVME_SETTINGS[kind]}
-    unread = {"none": nvme_settings | _OFFLOAD_SETTINGS[kind], "cpu": nvme_settings}.get(location, set())
-    names = [name for name in changed if name in unread]
-    wanted = "nvme" if nvme_settings & {*names} else "cpu" if _HOST_SETTINGS & {*names} else "cpu or nvme"
-    if names and location == "none":
-        yield f"{flags_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
-    elif names:
-        yield f"{flags_have(names)} no effect here: {device} is {location}, not {wanted}"
 
 
 _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
