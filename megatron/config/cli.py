@@ -25,11 +25,9 @@ from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_er
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
 
-YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-"""Values that may follow a switch, as in other programs."""
-
-OPTIMIZER_DEVICE, CPU_OPTIMIZER_TEXT = (
-    "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device")
+YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}  # values that may follow a switch
+OPTIMIZER_DEVICE = "offload_optimizer_device"
+CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
 
 
 class TrainerArgumentParser(argparse.ArgumentParser):

@@ -43,6 +43,7 @@ def _foreign_flags(rows: Mapping[str, ForeignFlag | str]) -> dict[str, ForeignFl
             for name in names.split()}
 
 
+# flag without dashes, in lower case -> its answer
 FOREIGN_FLAGS = _foreign_flags({
     # precision and devices
     "dtype precision mixed-precision": ForeignFlag("use --bf16 or --fp16; fp32 is the default",
@@ -136,10 +137,7 @@ FOREIGN_FLAGS = _foreign_flags({
     "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":
         ForeignFlag("leave it out: what it asks for always happens", _ON_VALUES),
     "tensorboard-log-interval": ForeignFlag("leave it out: every step is written", ("1",))})
-"""Flag without dashes, in lower case -> its answer."""
-
-_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})
-"""Entries that differ for the planner and the tuner."""
+_PLANNER_FLAGS = _foreign_flags({_RANKS: "use --ranks N, the ranks of the whole run"})  # for planner and tuner
 
 
 def answer_foreign_flags(arguments: Sequence[str], *,

@@ -83,10 +83,6 @@ def _dependent_key(path: str, kind: JsonType) -> dict[str, DsKeyRow]:
     return {path: JsonKey(path, kind, is_independent=False)}
 
 
-def _offload_to_cpu(kind: str) -> RenamedKey:
-    return RenamedKey((f"zero_optimization.offload_{kind}.device",), BOOLEAN, lambda given: "cpu" if given else "none")
-
-
 _TOP_LEVEL: dict[str, DsKeyRow] = {
     **_dependent_key("gradient_accumulation_steps", COUNT),
     "managed_gradient_accumulation": FixedValue((True,), "the engine counts micro-batches; "
@@ -100,8 +96,8 @@ _TOP_LEVEL: dict[str, DsKeyRow] = {
                                    "gradients are reduced as dense tensors; make embeddings without sparse=True"),
     "disable_allgather": FixedValue((False,),
                                     "ranks always collect the updated weights; allgather_partitions says how"),
-    "seq_parallel_comm_data_type": IgnoredKey(ANY, None, _NO_SEQUENCE),
-    "seq_parallel_communication_data_type": IgnoredKey(ANY, None, _NO_SEQUENCE),
+    **dict.fromkeys(("seq_parallel_comm_data_type", "seq_parallel_communication_data_type"),
+                    IgnoredKey(ANY, None, _NO_SEQUENCE)),
     "use_data_before_expert_parallelism": IgnoredKey(BOOLEAN, False, "there are no experts here"),
     "dataloader_drop_last": FixedValue((False,), "the last batch of an epoch is not "
                                        "dropped; give a loader of your own that does"),
@@ -125,8 +121,8 @@ _PRECISION: dict[str, DsKeyRow] = {
     "fp16.fused_mode": IgnoredKey(BOOLEAN, True, _SAME_RESULT),
     "bf16.immediate_grad_update": IgnoredKey(BOOLEAN, True, _SAME_RESULT),
     "bf16.check_grad_overflow": IgnoredKey(BOOLEAN, False, "in bf16 a gradient that is not finite is always noticed"),
-    "bf16.bf16_master_weights_and_grads": FixedValue((False,), _16BIT_STATE),
-    "bf16.bf16_optimizer_states": FixedValue((False,), _16BIT_STATE),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+                    FixedValue((False,), _16BIT_STATE)),
     "bfloat16.enabled": RenamedKey(("bf16.enabled",), BOOLEAN)}
 
 _OPTIMIZER: dict[str, DsKeyRow] = {
@@ -159,9 +155,10 @@ _ZERO_OPTIMIZATION: dict[str, DsKeyRow] = {
         (NUMBER, "model_persistence_threshold module_granularity_threshold")) for name in names.split()},
     _ZERO_SECTION + "stage3_gather_fp16_weights_on_model_save": RenamedKey(
         (_ZERO_SECTION + "stage3_gather_16bit_weights_on_model_save",), BOOLEAN),
-    _ZERO_SECTION + "cpu_offload": _offload_to_cpu("optimizer"),
-    _ZERO_SECTION + "cpu_offload_param": _offload_to_cpu("param"),
-    _ZERO_SECTION + "cpu_offload_params": _offload_to_cpu("param"),
+    **{_ZERO_SECTION + name: RenamedKey((f"{_ZERO_SECTION}offload_{kind}.device",), BOOLEAN,
+                                        lambda given: "cpu" if given else "none")
+       for name, kind in (("cpu_offload", "optimizer"), ("cpu_offload_param", "param"),
+                          ("cpu_offload_params", "param"))},
     _ZERO_SECTION + "cpu_offload_use_pin_memory": RenamedKey(tuple(f"{_ZERO_SECTION}offload_{kind}.pin_memory"
                                                                    for kind in ("optimizer", "param")), BOOLEAN),
     _ZERO_SECTION + "stage3_model_persistence_threshold": IgnoredKey(
@@ -212,10 +209,8 @@ _CHECKPOINT: dict[str, DsKeyRow] = {
     "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE)}
 
 _MONITORS: dict[str, DsKeyRow] = {
-    **_dependent_key("tensorboard.output_path", ANY_TEXT),
-    **_dependent_key("tensorboard.job_name", TEXT),
-    **_dependent_key("csv_monitor.output_path", ANY_TEXT),
-    **_dependent_key("csv_monitor.job_name", TEXT),
+    **{path: row for section in ("tensorboard", "csv_monitor") for path, row in (
+        _dependent_key(f"{section}.output_path", ANY_TEXT) | _dependent_key(f"{section}.job_name", TEXT)).items()},
     **_dependent_key("wandb.project", TEXT),
     "comet": UnsupportedSection("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                                 "--metrics-file"),
@@ -270,4 +265,3 @@ DS_KEYS: dict[str, DsKeyRow] = {**{key.path: key for key in keys_of_fields()}, *
 """Path -> row, for every known key."""
 
 DS_OBJECTS = frozenset(path[:index] for path in DS_KEYS for index, letter in enumerate(path) if letter == ".")
-"""Paths of all objects."""

@@ -23,7 +23,7 @@ _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING = re.compile(rf'{_STRING}|(?<=[^\s\[{{,:])(\s*),(?=\s*[\]}}])', re.DOTALL)
 
-_EXPECTED = {
+_EXPECTED = {  # json's messages -> ours; others are clear enough
     "Expecting ',' delimiter": "expected ',' or a closing bracket",
     "Expecting ':' delimiter": "expected ':' after the key",
     "Expecting property name enclosed in double quotes": "expected a key in double quotes, or '}'",
@@ -31,7 +31,6 @@ _EXPECTED = {
     "Extra data": "expected the end of the file",
     "Unterminated string starting at": "expected a closing double quote for the text that starts here",
 }
-"""json's messages -> ours; others are clear enough."""
 
 
 class JsonPairs(list[tuple[str, Any]]):
@@ -127,8 +126,8 @@ class _UnsupportedValue(_InvalidKey):
 class _DsKeyChecker:
     def __init__(self, name: str) -> None:
         self.values = DsKeyValues(name)
+        # unsupported type -> (index of its error, parameters that no other type has)
         self.params_of_unsupported_types: dict[str, tuple[int, list[str]]] = {}
-        """Unsupported type -> (index of its error, parameters that no other type has)."""
         self.errors = ErrorList()
 
     def check(self, tree: dict[str, Any]) -> tuple[DsKeyValues, ErrorList]:
@@ -250,10 +249,10 @@ def values_are_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+# common wrong names whose spelling is not similar to the right one
 _MEANT = {"load_universal_checkpoint": "checkpoint.load_universal",
           "checkpoint.load_universal_checkpoint": "checkpoint.load_universal",
           "optimizer.params.learning_rate": "optimizer.params.lr"}
-"""Common wrong names whose spelling is not similar to the right one."""
 
 
 def _nearest_key(path: str) -> tuple[str, str]:

@@ -34,8 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "175B": {**_gpt2(96, 12288, 96), "max_position_embeddings": 2048},
     "1T": _gpt2(128, 25600, 160),
 }
-"""Preset -> fields that it fills in; explicit flags win. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B),
-mainly for the planner."""
+"""Preset -> fields that it fills in. Sizes from 20B on are from the ZeRO papers and GPT-3 (175B), for the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)

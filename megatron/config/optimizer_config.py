@@ -69,10 +69,7 @@ OPTIMIZERS: dict[str, OptimizerParams] = {
 
 TEXT_CHOICES = {"adjust_lr_fn": ("original", "match_rms_adamw")}  # extra parameter of type text -> its choices
 
-ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
-"""Optimizers that communicate 1 bit per element (mpu/compressed_all_reduce.py)."""
-
-
+ONE_BIT_OPTIMIZERS = ("onebit_adam", "onebit_lamb")  # they communicate 1 bit per element
 _POSITIVE, _DECAY = NumberRange(excludes_low=True), NumberRange(high=1.0, excludes_high=True)
 EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
@@ -82,11 +79,8 @@ EXTRA_RANGES: dict[str, NumberRange] = {
     **dict.fromkeys(("dampening", "alpha"), NumberRange(high=1.0)),
     **dict.fromkeys(("muon_lr", "adam_lr"), NumberRange()), "ns_steps": NumberRange(1, 99)}
 """Extra parameter -> its range, which holds for each number of a pair."""
-ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
-"""Pairs of extra parameters; the first must not be above the second."""
-OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
-"""Switches that only some optimizers have; false is accepted by all."""
-
+ORDERED_EXTRAS = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))  # the first must not be above the second
+OPTIMIZER_SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")  # false is accepted by all optimizers
 
 DEEPSPEED_TYPES = {
     "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",

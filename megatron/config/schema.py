@@ -4,8 +4,7 @@
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0))
 
 The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the
-reference pages are derived from these declarations. A `JsonType` says which JSON values a key accepts and converts
-them.
+reference pages are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
@@ -37,8 +37,8 @@ def _boolean(value: Any) -> bool:
     return bool(value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+def _text(value: Any, shortest: int = 0) -> str:
+    if not isinstance(value, str) or len(value) < shortest:
         raise ValueError
     return value
 
@@ -101,8 +101,8 @@ def one_of(*words: str) -> JsonType:
 
 
 BOOLEAN = JsonType("true or false", _boolean)
-TEXT = JsonType("a text that is not empty", _text)
-ANY_TEXT = JsonType("a text", lambda value: value if value == "" else _text(value))
+TEXT = JsonType("a text that is not empty", partial(_text, shortest=1))
+ANY_TEXT = JsonType("a text", _text)
 NUMBER = JsonType("a number", _number)
 NUMBER_FROM_0 = JsonType("a number of at least 0", _in_range(0, _number))
 FRACTION = JsonType("a number from 0 to 1", _in_range(0, _number, 1))
@@ -119,7 +119,6 @@ WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and q
                         '["*"], as all weights have the same bits', _weight_group)
 SWITCH_OR_OBJECT = JsonType("an object {...}", _boolean)  # a section that older files write as a switch
 JSON_TYPE_OF: dict[type, JsonType] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, tuple: PAIR}
-"""Default JSON type of a Python type."""
 
 
 def json_text(value: Any) -> str:
@@ -161,8 +160,7 @@ class FieldSetting:
     keys: tuple[JsonKey, ...] = ()
     metavar: str | None = None
     in_short_help: bool = False  # listed by `--help`; the others are listed by `--help-all` only
-    is_location: bool = False
-    """A path, which may differ between nodes: ranks compare only whether it is given, and what they find there."""
+    is_location: bool = False  # a path, which may differ between nodes: ranks compare only whether it is given
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),

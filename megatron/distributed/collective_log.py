@@ -29,19 +29,15 @@ from megatron.errors import ConfigError
 from mpu.collectives import all_gather
 from mpu.groups import Group
 
+# Entries kept per rank. Ranks of one group are never that far apart: a host runs at most two steps ahead of its device.
 MAX_ENTRIES = 1024
-"""Entries kept per rank. Ranks of one group are never that far apart: the host runs ahead of its accelerator by at most
-two steps, and by no more kernels than fit in the driver's queue."""
-
-NO_ENTRY, NO_REDUCTION = -1, (-1, "")
-"""Values of `awaited_entry` and `awaited_reduction` while the host waits for nothing."""
+NO_ENTRY, NO_REDUCTION = -1, (-1, "")  # `awaited_entry` and `awaited_reduction` while the host waits for nothing
 
 BACKWARD_END, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
 ENDED, FAILED, INTERRUPTED = "the end of its program", "an error of its own", "an interruption (Ctrl-C)"
 FINAL_ENTRIES = frozenset({ENDED, FAILED, INTERRUPTED})  # the rank records nothing after one of these
 BARRIER_ENTRIES = FINAL_ENTRIES | {STEP, SAVE, LOAD}  # a rank leaves one of these only when all ranks have reached it
-AFTER_STEP = "after a step"
-"""Purpose of the all-gathers that every rank starts right after a step. Their order says nothing about the forward."""
+AFTER_STEP = "after a step"  # purpose of the all-gathers that every rank starts then, in no order of the forward
 FORGOTTEN_ENTRY = "an earlier place", ""
 
 
@@ -60,11 +56,10 @@ class CollectiveLog:
         self.entry_count = self.reduction_count = 0
         self.purpose = ""  # purpose of the collectives that follow (forward, backward, ...)
         self.observer: CollectiveObserver | None = None
+        # called with the error of a failed collective; raises the root cause if the watchdog knows it
         self.raise_root_cause: Callable[[BaseException], object] = lambda error: None
-        """Called with the error of a failed collective; raises the root cause if the watchdog knows it."""
+        # decides when this rank communicates; shown in the error if diverging ranks differ in it
         self.accumulation_setting = ""
-        """A setting that decides when this rank communicates. Not compared; the error text shows it if diverging ranks
-        differ in it."""
         self._reductions_in_order = reductions_in_order
         self._awaited_entry, self._awaited_reduction = NO_ENTRY, NO_REDUCTION
         self._entries = [("", "")] * MAX_ENTRIES

@@ -26,8 +26,7 @@ T = TypeVar("T")
 _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
     CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
-"""Error classes by name that ranks share: every class with an exit code in errors.exit_code, including those of `data`
-and `mpu`, which must not import this package."""
+"""Error classes by name that ranks share: every class with an exit code in errors.exit_code."""
 
 
 def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:

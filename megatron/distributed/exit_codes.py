@@ -35,12 +35,10 @@ from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, 
                              exit_code, to_error_lines)
 
 LINGER_SECONDS = 2.0
+# equal in all processes of one job, different between jobs
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
                  "SLURM_STEP_ID", "PMIX_NAMESPACE")
-"""Variables that are equal in all processes of one job and differ between jobs."""
-
-_CLAIMED_SOCKETS: list[socket.socket] = []
-"""Sockets bound by this process; module state, since stderr belongs to the process too."""
+_CLAIMED_SOCKETS: list[socket.socket] = []  # bound by this process; module state, as stderr belongs to it too
 
 
 def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -295,8 +293,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def write_error(text: str) -> None:
-    """Print one `error:` line, then the listed errors below it; nothing if another rank of this node printed the same.
-    """
+    """Print one `error:` line and the errors listed below it, unless another rank of this node printed the same."""
     lines = to_error_lines(text)
     if is_error_reporter(lines):
         flush_streams()

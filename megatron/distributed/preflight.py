@@ -37,8 +37,7 @@ def code_identity(torch_version: str) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Digest of all our modules, if they are installed side by side: a few hundred small files, read in milliseconds.
-    """
+    """Digest of all our modules, if they are installed side by side: hundreds of files, read in milliseconds."""
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in (path for package in COMPARED_PACKAGES for path in _modules(root / package)):
         try:

@@ -37,11 +37,10 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # first and longest pause between attempts to reach rank 0
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
-RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
-"""Variables that `init_process_group` sets for the rendezvous if they are unset."""
+RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")  # set by us if they are unset
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
-"""Why rank 0 cannot listen, by errno; torch's message contains the errno's name."""
+"""Why rank 0 cannot listen; torch's message contains the errno's name."""
 NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES."""
 _BEFORE_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []

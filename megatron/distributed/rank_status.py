@@ -24,8 +24,7 @@ SLOT_BYTES = 1 << 14  # bytes per rank: COUNTER_BYTES of uint64 counters, then t
 COUNTER_BYTES = 128
 STATE, PID, STEP, ACTIVITY, PHASE, UNIT, COLLECTIVE, COLLECTIVES_STARTED = range(8)
 UNKNOWN, RUNNING, FAILED, DONE = range(4)
-"""Values of STATE. FAILED: the engine raised an error, which the program may have caught. DONE: the rank announced its
-exit."""
+"""Values of STATE. FAILED: the engine raised an error, perhaps caught. DONE: the rank announced its exit."""
 MAX_TEXT_BYTES = 200  # longest text; longer ones are cut
 STATUS_FILE_VARIABLE = "MEGATRON_PLACES_FILE"  # set by our launcher
 
@@ -188,8 +187,7 @@ class RankStatus:
         """Entered around each public call of the engine."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Set FAILED on an error, except on sys.exit(0), which leaves RUNNING so that the launcher sees an early exit.
-        """
+        """Set FAILED on an error, but not on sys.exit(0): the launcher sees an early exit if the state is RUNNING."""
         leaves = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not leaves and self._counters[STATE] == RUNNING:
             self._counters[STATE] = FAILED

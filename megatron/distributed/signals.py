@@ -90,14 +90,11 @@ def _install_handler(handler: SignalHandler, numbers: Iterable[signal.Signals]) 
             signal.signal(number, handler)
 
 
+# A rank sends it to its launcher, which then passes Ctrl-C to rank 0 only. Processes ignore it by default.
 SIGNAL_INTERRUPTS_OWNED_BY_RANK0 = signal.SIGURG
-"""A rank sends it to its launcher to take over Ctrl-C: the launcher passes it to rank 0 only. Ignored by default, so it
-does no harm to a process that does not know it."""
 STOPPING_LINE = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
 BEFORE_FIRST_STEP = "before the first step, so that nothing was lost: start the same command again"
-MAIN_THREAD_SECONDS = 1.0
-"""Seconds for the main thread to run the handler during start-up; it may be blocked in native code, which no signal
-interrupts."""
+MAIN_THREAD_SECONDS = 1.0  # for the main thread to run the handler during start-up, unless native code blocks it
 CLEANUP_SECONDS = 2.5  # seconds for the main thread to clean up after its handler ran
 ERASE_LINE = b"\r\x1b[K"
 
@@ -121,8 +118,7 @@ class StopListener:
         self._state = ListenerState.STARTING if startup_reason else ListenerState.RUNNING
         self.signal: signal.Signals | None = None
         self.is_stopping = False
-        """The training loop sets it: no further step, because this rank or another one was asked to stop, or the time
-        is up."""
+        """Set by the training loop: no further step, as a rank was asked to stop or the time is up."""
         self._interrupts = 0
         self._started_at = time.monotonic()
         self._wakeup_pipe: int | None = None

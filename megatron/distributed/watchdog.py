@@ -40,9 +40,9 @@ CHECKS_BEFORE_WAIT_NOTE = 60  # checks without a new collective after which one 
 POLL_SECONDS = 0.2
 EXIT_GRACE_SECONDS = 1.5  # seconds after success for the other ranks to finish as well
 MAX_FAILED_CHECKS = 5  # failed checks in a row after which a rank disables its watchdog
-REPORTER_POLLS, REPORTER_TIMEOUT_POLLS, ROOT_CAUSE_POLLS = 25, 40, 6
-"""Polls of the reporter for the other ranks' logs; polls without progress of the reporter after which another rank
-replaces it; polls of a rank that searches the root cause of a lost peer."""
+REPORTER_POLLS = 25  # of the reporter for the other ranks' logs
+REPORTER_TIMEOUT_POLLS = 40  # without progress of the reporter, after which another rank replaces it
+ROOT_CAUSE_POLLS = 6  # of a rank that searches the root cause of a lost peer
 
 _ERROR_CLASSES = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "

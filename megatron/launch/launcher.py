@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from data.cli import command_name
 from megatron.distributed.exit_codes import prepare_streams
 from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StatusFile
 from megatron.distributed.signals import write_stderr
@@ -37,9 +38,7 @@ from megatron.launch.supervisor import Supervisor
 
 TEMP_DIR_PREFIX = "megatron-launch-"
 LOCK_NAME = "held"
-ABANDONED_SECONDS = 3600.0
-"""Age at which a folder without a lock file is abandoned: earlier versions created none, and the folder stayed empty
-until the ranks connected."""
+ABANDONED_SECONDS = 3600.0  # age at which a folder without a lock file is abandoned
 STORE_FILE_BYTES = 4 * 2**20  # bytes: a few kilobytes per rank at the start, and some for each wait of many seconds
 FALLOC_FL_KEEP_SIZE = 1  # Linux flag: allocate blocks without changing the file's length
 UNSUPPORTED_ERRNOS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errnos of file systems without preallocation
@@ -132,12 +131,6 @@ FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native 
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
-def command_as_typed(default: str) -> str:
-    """The command that the user typed if it is one of our entry points (`gpt2-...`), else `default`."""
-    name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else default
-
-
 class LauncherArgumentParser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, in the trainer's error format."""
 
@@ -147,7 +140,7 @@ class LauncherArgumentParser(argparse.ArgumentParser):
 
 def build_launcher_parser() -> LauncherArgumentParser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
-    p = LauncherArgumentParser(prog=command_as_typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
+    p = LauncherArgumentParser(prog=command_name("python -m megatron.launch"), usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
@@ -248,7 +241,12 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
 
 def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
     if options.nnodes * options.nproc_per_node == 1:
-        become_only_rank(rank_command(options, command))
+        # the only rank replaces this process; a batch system may have set other rank variables
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
+            os.environ.pop(name, None)
+        os.environ.setdefault(*FAULT_HANDLER_ON)
+        os.execv(sys.executable, rank_command(options, command))
     with ExitStack() as files:
         with explain_temp_dir_errors():
             temp_dir = files.enter_context(private_temp_dir())
@@ -266,15 +264,6 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
         return Supervisor(rank_command(options, command), environments, nodes, straggler_monitor).run()
-
-
-def become_only_rank(command: list[str]) -> NoReturn:
-    """Replace this process by the only rank. Sets the rank variables, since a batch system may have set others."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
-        os.environ.pop(name, None)
-    os.environ.setdefault(*FAULT_HANDLER_ON)
-    os.execv(command[0], command)
 
 
 def main(argv: list[str]) -> int:

@@ -200,8 +200,7 @@ class NodeExit:
     code: int
     error_line: str = ""  # empty if the node was lost
     is_victim: bool = False
-    silent_seconds: float = 0.0
-    """Seconds of silence if the node was given up; `error_line` then holds what other nodes know."""
+    silent_seconds: float = 0.0  # if the node was given up; `error_line` then says what other nodes know
 
     @property
     def failure(self) -> Failure:

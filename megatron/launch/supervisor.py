@@ -113,8 +113,7 @@ def describe_rank(rank: int, pid: int) -> str:
 
 
 class ErrorRelay:
-    """Forwards a rank's stderr by line; holds back lines that begin with `error:`, with the errors listed below them.
-    """
+    """Forwards a rank's stderr by line; holds back lines that begin with `error:` and the errors listed below them."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -200,7 +199,14 @@ class Supervisor:
                 while self._running and self._stop_request is not StopRequest.SECOND_INTERRUPT:
                     self._tick()
                 if self._early_exit_at is not None and self._state is JobState.RUNNING:
-                    self._check_early_exit(self._early_exit_at)
+                    # all local ranks have exited, one of them early: a failure if other nodes are still running
+                    self.nodes.announce_early_exit()
+                    while self.nodes.others_are_running and not self.nodes.others_failure \
+                            and time.monotonic() - self._early_exit_at < GRACE_SECONDS:
+                        self.nodes.receive(TICK_SECONDS)
+                    if self.nodes.others_are_running or self.nodes.others_failure:
+                        self.nodes.announce_failure(is_victim=False)
+                        self._start_teardown(self._early_exit_at)
             finally:
                 for rank in self._running:
                     kill_group(rank, signal.SIGKILL)
@@ -238,16 +244,6 @@ class Supervisor:
         for rank in list(self._running):
             self._poll_rank(rank)
         self._enforce_deadlines()
-
-    def _check_early_exit(self, since: float) -> None:
-        """All local ranks have exited, one of them early. That is a failure if other nodes are still running."""
-        self.nodes.announce_early_exit()
-        while self.nodes.others_are_running and not self.nodes.others_failure \
-                and time.monotonic() - since < GRACE_SECONDS:
-            self.nodes.receive(TICK_SECONDS)
-        if self.nodes.others_are_running or self.nodes.others_failure:
-            self.nodes.announce_failure(is_victim=False)
-            self._start_teardown(since)
 
     def _start_teardown(self, since: float) -> None:
         """A rank failed, here or on another node: record stragglers now, before the deadlines end the ranks."""
@@ -409,8 +405,7 @@ def signal_rank(rank: RankProcess, number: int) -> None:
 
 
 def kill_group(rank: RankProcess, number: signal.Signals) -> None:
-    """Signal a rank and its children. Call it only before the rank is reaped, while its process group id is not reused.
-    """
+    """Signal a rank and its children; only before the rank is reaped, while its process group id is not reused."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, number)
 
