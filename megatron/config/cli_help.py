@@ -225,7 +225,13 @@ def full_help() -> str:
     for name, section in SECTIONS.items():
         lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
         for item, hint in fields_with_types(section):
-            lines += _help_entry(_flag_usage(item, hint, switches=True), _full_text(item, hint))
+            choices = f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else ""
+            text = setting_of(item).help + choices
+            if item.default not in (None, False, ()) and "(default" not in text:
+                text += f" (default: {'on' if item.default is True else item.default})"
+            aliases = [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
+            text += f" [also {', '.join(aliases)}]" if aliases else ""
+            lines += _help_entry(_flag_usage(item, hint, switches=True), text)
     return "\n".join(lines)
 
 
@@ -245,15 +251,6 @@ def _flag_usage(item: Field[Any], hint: Any, switches: bool = False) -> str:
     if hint in (int, float):
         return f"{flag} {'N' if hint is int else 'X'}"
     return f"{flag} {setting_of(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
-
-
-def _full_text(item: Field[Any], hint: Any) -> str:
-    choices = f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else ""
-    text = setting_of(item).help + choices
-    default = "on" if item.default is True else item.default
-    shown = item.default not in (None, False, ()) and "(default" not in text
-    aliases = [f"--{alias}" for alias in setting_of(item).aliases if "contigious" not in alias]
-    return text + (f" (default: {default})" if shown else "") + (f" [also {', '.join(aliases)}]" if aliases else "")
 
 
 def _help_entry(flag: str, text: str) -> list[str]:

@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron.config.schema import flag_name
+from megatron.config.schema import flag_name, setting_of
 from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 _FLAG = r"--[a-z][\w-]*"
@@ -73,22 +73,6 @@ def error_sentences(error: ConfigError) -> tuple[str, ...]:
     return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
 
 
-@dataclass(frozen=True)
-class NumberRange:
-    low: float = 0.0
-    high: float = math.inf
-    excludes_low: bool = False
-    excludes_high: bool = False
-
-    def contains(self, number: float) -> bool:
-        return (number > self.low or number == self.low and not self.excludes_low) and \
-            (number < self.high or number == self.high and not self.excludes_high)
-
-    def __str__(self) -> str:
-        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
-        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
-
-
 class ErrorList(list[str]):
     """Error texts, until `raise_if_any` raises them as one error."""
 
@@ -96,18 +80,19 @@ class ErrorList(list[str]):
         if not condition:
             self.append(message)
 
-    def require_range(self, section: Any, names: str, low: float, high: float = math.inf, *,
-                      open_low: bool = False) -> None:
-        """Require that every named field that is set is finite and in [low, high], or (low, high] with `open_low`."""
-        allowed = NumberRange(low, high, excludes_low=open_low)
-        for name in names.split():
-            value = getattr(section, name)
-            self.require(value is None or math.isfinite(value) and allowed.contains(value),
-                         f"{flag_name(name)} is {value}: expected {allowed}")
-
     def raise_if_any(self, name: str = "") -> None:
         if self:
             raise ConfigErrors(self, name)
+
+
+def range_errors(section: Any) -> ErrorList:
+    """An error for each field that is set and not finite, or outside of the range that it was declared with."""
+    problems = ErrorList()
+    for item in fields(section):
+        value, allowed = getattr(section, item.name), setting_of(item).range
+        problems.require(value is None or allowed is None or math.isfinite(value) and allowed.contains(value),
+                         f"{flag_name(item.name)} is {value}: expected {allowed}")
+    return problems
 
 
 class ErrorCollector:

@@ -18,7 +18,6 @@ from megatron.config.optimizer_config import (AUTO_STEPS, DEEPSPEED_TYPES, OPTIM
 from megatron.config.schema import require
 
 FieldValue = tuple[str, Any, str]  # (field, value, path of the key)
-
 OPTIMIZER_PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
 # optimizer parameters with the same meaning for every type
 COMMON_OPTIMIZER_PARAMS = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
@@ -207,8 +206,7 @@ def layer_drop_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Itera
 
 
 def weight_group_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Iterator[FieldValue]:
-    """Bits of compression_training's weight group; DeepSpeed's defaults apply unless a flag or another key sets them.
-    """
+    """Bits of compression_training's weight group; DeepSpeed's defaults unless a flag or another key sets them."""
     path = "compression_training.weight_quantization.different_groups"
     if path not in ds_values.keys:
         return

@@ -22,7 +22,7 @@ from megatron.config.config_errors import NAME_PREFIX_END, ErrorCollector, Error
 from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE_STEP, OPTIMIZER_PARAMS, WARMUP_STEPS,
                                            FieldValue, solve_batch_sizes)
 from megatron.config.ds_keys import DS_KEYS, IgnoredKey, RenamedKey, keys_of_fields
-from megatron.config.ds_reader import (DsKeyValues, check_keys, parse_loose_json, to_plain_dicts, values_are_close,
+from megatron.config.ds_reader import (DsKeyChecker, DsKeyValues, parse_loose_json, to_plain_dicts, values_are_close,
                                        values_match)
 from megatron.config.optimizer_config import OPTIMIZERS, ScheduleConfig
 from megatron.config.schema import JsonKey, flag_name, json_text, require
@@ -93,8 +93,8 @@ def parse_ds_json(source: str | os.PathLike[str] | Mapping[str, Any],
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {json_text(tree)}")
-    found, problems = check_keys(tree, name)
-    return found, ErrorList([*doubles, *problems])
+    ds_values, problems = DsKeyChecker(name).check(tree)
+    return ds_values, ErrorList([*doubles, *problems])
 
 
 def _read_text(name: str, argument: str) -> str:

@@ -92,11 +92,6 @@ class DsKeyValues:
         return self.deprecated_names.get(path, path) + (f" of {self.name}" if of is None else of)
 
 
-def check_keys(tree: dict[str, Any], name: str) -> tuple[DsKeyValues, ErrorList]:
-    """The file's keys, and the errors of single keys."""
-    return _DsKeyChecker(name).check(tree)
-
-
 def to_plain_dicts(value: Any, problems: ErrorList, path: str = "") -> Any:
     """Turn objects into dicts; of a duplicate key the first value is kept."""
     if isinstance(value, (JsonPairs, Mapping)):
@@ -123,7 +118,9 @@ class _UnsupportedValue(_InvalidKey):
     """A value that DeepSpeed supports and this program does not."""
 
 
-class _DsKeyChecker:
+class DsKeyChecker:
+    """Checks the keys of the file `name` one by one."""
+
     def __init__(self, name: str) -> None:
         self.values = DsKeyValues(name)
         # unsupported type -> (index of its error, parameters that no other type has)
@@ -131,6 +128,7 @@ class _DsKeyChecker:
         self.errors = ErrorList()
 
     def check(self, tree: dict[str, Any]) -> tuple[DsKeyValues, ErrorList]:
+        """The file's keys, and the errors of single keys."""
         renamed = []
         for path, value in self._leaves(tree, ""):
             if isinstance(DS_KEYS[path], RenamedKey):

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import ErrorList, NumberRange
-from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, one_of,
-                                    require, setting)
+from megatron.config.config_errors import range_errors
+from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, NumberRange,
+                                    one_of, require, setting)
 from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
@@ -156,12 +156,14 @@ class OptimConfig:
         "optimizer.type", one_of(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given], refused=REFUSED_TYPES))
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
-        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
-    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax", "beta1")
-    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2")
-    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
+        json=JsonKey("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"),
+        ge=0)
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax", "beta1",
+                                ge=0, le=0.9999999)
+    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2", ge=0, le=0.9999999)
+    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon", gt=0)
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
-    sgd_momentum: float = setting(0.9, "momentum of sgd")
+    sgd_momentum: float = setting(0.9, "momentum of sgd", ge=0, le=0.9999999)
     onebit_freeze_step: str = setting(
         "100000", "steps after which the variance of onebit_adam and onebit_lamb is frozen: the momentum then travels "
         "at one bit a number; auto: once the variance has settled", metavar="N|auto",
@@ -169,13 +171,10 @@ class OptimConfig:
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
-                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0))
+                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "weight_decay clip_grad", 0)
-        problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
-        problems.require_range(self, "adam_eps", 0, open_low=True)
+        problems = range_errors(self)
         freeze = self.onebit_freeze_step
         problems.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
                          f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO_STEPS}")
@@ -245,13 +244,14 @@ class ScheduleConfig:
         JsonKey("optimizer.params.lr", NUMBER),
         JsonKey("scheduler.params.warmup_max_lr", NUMBER,
                 help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
-        JsonKey(_SCHEDULER_PARAMS + "cycle_max_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`")))
+        JsonKey(_SCHEDULER_PARAMS + "cycle_max_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`")),
+                        ge=0)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", json=(
         JsonKey(_SCHEDULER_PARAMS + "cos_min_ratio", FRACTION, is_independent=False, default="0.0001",
                 help="of `WarmupCosineLR`, as a share of the peak"),
         JsonKey(_SCHEDULER_PARAMS + "cycle_min_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`"),
         JsonKey(_SCHEDULER_PARAMS + "lr_range_test_min_lr", NUMBER, is_independent=False, default="0.001",
-                help="of `LRRangeTest`: the first rate")))
+                help="of `LRRangeTest`: the first rate")), ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
                             "range-test", "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
                                 JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False,
@@ -266,51 +266,46 @@ class ScheduleConfig:
             JsonKey(_SCHEDULER_PARAMS + "cycle_second_step_size", COUNT, is_independent=False, nullable=True,
                     help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
             JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_size", COUNT, is_independent=False, default="2000",
-                    help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
+                    help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")), ge=1)
     warmup: float | None = setting(
-        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio")
+        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio",
+        ge=0, le=1)
     lr_warmup_iters: int | None = setting(
         None, "steps spent warming up, in place of --warmup", "warmup-iters",
         "warmup-steps", json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps", COUNT_FROM_0,
                                       is_independent=False, default="1000", help="of the warm-up schedules"),
                               JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size", COUNT, is_independent=False,
-                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")))
+                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")),
+        ge=0)
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
         "exponential", "WSD: shape of the decay")
-    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters")
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters", ge=1)
     cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
                                  "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
                                  json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate", NUMBER_FROM_0, is_independent=False,
                                                default="0", help="of `OneCycle`, per `decay_step_size` steps"),
                                        JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate", NUMBER,
-                                               is_independent=False, default="1", help="of `LRRangeTest`")))
+                                               is_independent=False, default="1", help="of `LRRangeTest`")), ge=0)
     cycle_momentum: bool = setting(False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
                                    json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum", is_independent=False,
                                                 default="true", help="DeepSpeed's default for `OneCycle`"))
     cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
+                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False), ge=0, le=0.9999999)
     cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False))
+                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False), ge=0, le=0.9999999)
     cycle_mom_growth: float = setting(
         0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
         json=JsonKey(_SCHEDULER_PARAMS + "decay_mom_rate", NUMBER_FROM_0, is_independent=False, default="0",
-                     help="of `OneCycle`, per `decay_step_size` steps"))
+                     help="of `OneCycle`, per `decay_step_size` steps"), ge=0)
     override_lr_scheduler: bool = setting(False, "on resume, use these flags and not the checkpoint's schedule")
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
 
     def __post_init__(self) -> None:
-        problems = ErrorList()
-        problems.require_range(self, "lr min_lr", 0)
-        problems.require_range(self, "warmup", 0, 1)
-        problems.require_range(self, "lr_warmup_iters", 0)
-        problems.require_range(self, "lr_decay_iters lr_wsd_decay_iters", 1)
-        problems.require_range(self, "cycle_decay cycle_mom_growth", 0)
-        problems.require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
-        problems.raise_if_any()
+        range_errors(self).raise_if_any()
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
         require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
                 "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")

@@ -100,6 +100,7 @@ def one_of(*words: str) -> JsonType:
     return JsonType(" or ".join(f'"{word}"' for word in words), convert, words)
 
 
+MAX_INT64 = 2**63 - 1
 BOOLEAN = JsonType("true or false", _boolean)
 TEXT = JsonType("a text that is not empty", partial(_text, shortest=1))
 ANY_TEXT = JsonType("a text", _text)
@@ -152,6 +153,22 @@ class JsonKey:
 
 
 @dataclass(frozen=True)
+class NumberRange:
+    low: float = 0.0
+    high: float = math.inf
+    excludes_low: bool = False
+    excludes_high: bool = False
+
+    def contains(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.excludes_low) and \
+            (number < self.high or number == self.high and not self.excludes_high)
+
+    def __str__(self) -> str:
+        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
+
+
+@dataclass(frozen=True)
 class FieldSetting:
     """What a field's declaration says beside its default."""
 
@@ -161,14 +178,18 @@ class FieldSetting:
     metavar: str | None = None
     in_short_help: bool = False  # listed by `--help`; the others are listed by `--help-all` only
     is_location: bool = False  # a path, which may differ between nodes: ranks compare only whether it is given
+    range: NumberRange | None = None  # of a number
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | JsonKey | tuple[JsonKey, ...] = (),
-            metavar: str | None = None, in_short_help: bool = False, is_location: bool = False) -> Any:
-    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it."""
+            metavar: str | None = None, in_short_help: bool = False, is_location: bool = False,
+            ge: float | None = None, gt: float | None = None, le: float = math.inf) -> Any:
+    """A field that is also a flag: `aliases` are more spellings of it, `json` names the keys that set it, `ge` or `gt`
+    and `le` bound its numbers (config_errors.range_errors checks them)."""
+    allowed = NumberRange(gt, le, excludes_low=True) if gt is not None else None if ge is None else NumberRange(ge, le)
     keys = (JsonKey(json),) if isinstance(json, str) else (json,) if isinstance(json, JsonKey) else json
     return field(default=default,
-                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location)})
+                 metadata={"setting": FieldSetting(help, aliases, keys, metavar, in_short_help, is_location, allowed)})
 
 
 def setting_of(item: Field[Any]) -> FieldSetting:

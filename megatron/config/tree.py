@@ -251,7 +251,6 @@ REQUIRED_SWITCH: dict[str, str] = {**_fields_with_switch(LayerDropConfig, "progr
                                    "quantize_change_ratio": "quantize_mixed",
                                    **_fields_with_switch(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_")}
 """Field -> the switch that it needs."""
-
 OPTIMIZER_FIELDS: dict[str, list[str]] = {}
 """Field of `optim` -> the optimizers that read it."""
 for _optimizer, _takes in OPTIMIZERS.items():
@@ -260,15 +259,17 @@ for _optimizer, _takes in OPTIMIZERS.items():
 
 
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
-    """A sentence for each of the fields `candidates` that has no effect. `given`: all fields that were set explicitly.
-    """
+    """A sentence for each field of `candidates` that has no effect; `given` are all fields that were set explicitly."""
     values = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    found: dict[str, list[str]] = {}
+    by_switch: dict[str, list[str]] = {}  # outermost switch that is off -> the settings that need it
     on = [name for name in dict.fromkeys(candidates) if values[name] is not False]
     for name in on:
-        if (switch := _outermost_switch_off(name, values)) and switch not in given:
-            found.setdefault(switch, []).append(name)
-    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in found.items())
+        outermost, switch = None, REQUIRED_SWITCH.get(name)
+        while switch is not None:
+            outermost, switch = outermost if values[switch] else switch, REQUIRED_SWITCH.get(switch)
+        if outermost is not None and outermost not in given:
+            by_switch.setdefault(outermost, []).append(name)
+    yield from (f"{flags_have(names)} no effect without {flag_name(switch)}" for switch, names in by_switch.items())
     if config.schedule.lr_decay_style != "WSD" and (names := [name for name in on if name.startswith("lr_wsd_")]):
         yield f"{flags_have(names)} no effect without --lr-decay-style WSD"
     optimizer = config.optim.optimizer
@@ -278,12 +279,6 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
             yield f"{flag_name(name)} has no effect with --optimizer {optimizer}: {', '.join(readers)} read it"
     if "weight_decay" in on and not OPTIMIZERS[optimizer].has_weight_decay:
         yield f"--weight-decay has no effect with --optimizer {optimizer}: its weights do not decay"
-
-
-def _outermost_switch_off(name: str, values: dict[str, Any]) -> str | None:
-    """The outermost switch that this setting needs and that is off."""
-    switch = REQUIRED_SWITCH.get(name)
-    return None if switch is None else _outermost_switch_off(switch, values) or (None if values[switch] else switch)
 
 
 def run_errors(config: Config) -> Iterator[str]:

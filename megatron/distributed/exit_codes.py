@@ -20,21 +20,20 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from megatron.distributed.process_group import (call_once, is_rendezvous_error, on_early_exit, read_environment,
+from megatron.distributed.process_group import (CallbackList, is_rendezvous_error, on_early_exit, read_environment,
                                                 run_shutdown_callbacks)
 from megatron.distributed.rank_status import RUNNING, STATUS
 from megatron.distributed.signals import StopRequested, ignore_stop_signals_at_exit, raise_on_stop_signal
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, to_error_lines)
 
-LINGER_SECONDS = 2.0
+LINGER_SECONDS = 2.0  # for which the reporter of an error stays, so that other ranks see that it was reported
 # equal in all processes of one job, different between jobs
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
                  "SLURM_STEP_ID", "PMIX_NAMESPACE")
@@ -67,20 +66,13 @@ def is_error_reporter(text: str, environ: Mapping[str, str] = os.environ) -> boo
 
 # Bug or out of memory, under our launcher, which turns it into 5. From a rank itself, 5 means a victim: a lost peer.
 EXIT_OWN_FAILURE_OF_RANK = 1
-
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # the shell's code for a program that writes to a closed pipe (`| head`)
-
 STORE_VARIABLE = "MEGATRON_STORE_FILE"  # path of the FileStore for the rendezvous of one node's ranks
-
 HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})  # flags that print a text in place of running a job
-
 DEBUG_VARIABLE = "MEGATRON_DEBUG"  # "1" has the effect of --debug, for users' scripts, which have no such flag
-
 # Read when torch is imported. Its warnings about a lost peer print one C++ stack per connection beside our error line.
 TORCH_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "ERROR")
-
 LIBRARY_PACKAGES = frozenset({"megatron", "mpu", "torch"})
-
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory",
                 "STATUS_ALLOC_FAILED")
@@ -90,11 +82,9 @@ PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
-
-
-_BEFORE_FAILURE: list[weakref.WeakMethod[Callable[[], None]]] = []
+BEFORE_FAILURE = CallbackList()  # called before this process exits with an error of its own
+before_failure = BEFORE_FAILURE.register
 _BEFORE_EXIT: list[Callable[[], None]] = []
-"""Callbacks of `before_failure` and `before_exit`; module state, since the exit code belongs to the process too."""
 
 
 class ExplainedMemoryError(MemoryError):
@@ -144,7 +134,7 @@ def _report_failure(error: BaseException, failure: ExitReason, debug: bool) -> i
         traceback.print_exception(error, file=sys.__stderr__)  # sys.stderr itself would go through torch's hook
     write_error(failure.text)
     if not (failure.is_peer_loss or is_store_write_error(error)):  # a victim's peers learn the cause from the culprit
-        call_once(_BEFORE_FAILURE)
+        BEFORE_FAILURE.run()
     return failure.code
 
 
@@ -181,11 +171,6 @@ def _excepthook(previous_hook: Callable[..., object], kind: type[BaseException],
     raise SystemExit(code)  # SystemExit from an excepthook sets the exit code and still runs atexit callbacks
 
 
-def before_failure(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, before this process exits with an error of its own."""
-    _BEFORE_FAILURE.append(weakref.WeakMethod(callback))
-
-
 def before_exit(callback: Callable[[], None]) -> None:
     """Register a function for `exit_now`, which skips atexit callbacks and destructors."""
     if callback not in _BEFORE_EXIT:
@@ -201,26 +186,25 @@ def _run_main(main: Callable[[], int | None]) -> int:
         if isinstance(leaving.code, str):
             write_error(leaving.code)
         if leaving.code in (None, EXIT_OK) and has_other_ranks() and STATUS.snapshot.state == RUNNING:
-            raise EarlyExit(_early_exit_text()) from leaving
+            raise EarlyExit from leaving
         return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
 
 
 class EarlyExit(Exception):
     """This rank exits with code 0 while other ranks still expect it."""
 
-
-def _early_exit_text() -> str:
-    return (f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()}) left with exit code 0 at "
-            f"{STATUS.snapshot}, without the others; look for the sys.exit() in its program")
+    def __init__(self) -> None:
+        who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
+        super().__init__(f"{who} left with exit code 0 at {STATUS.snapshot}, without the others; look for the "
+                         "sys.exit() in its program")
 
 
 def _handle_early_exit() -> None:
     """Handler of a script that exits in the middle of a step. With other ranks: print the error and exit."""
-    if not has_other_ranks():
-        return
-    failure = exit_reason_of(EarlyExit(_early_exit_text()))
-    write_error(failure.text)
-    exit_now(failure.code)
+    if has_other_ranks():
+        failure = exit_reason_of(EarlyExit())
+        write_error(failure.text)
+        exit_now(failure.code)
 
 
 def exit_reason_of(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> ExitReason:

@@ -43,12 +43,6 @@ PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens th
 """Why rank 0 cannot listen; torch's message contains the errno's name."""
 NODE_LAUNCHER_VARIABLES = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one CUDA_VISIBLE_DEVICES."""
-_BEFORE_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
-_AFTER_SHUTDOWN: list[weakref.WeakMethod[Callable[[], None]]] = []
-_STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
-_EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
-"""Callbacks of this process; module state, since the process group belongs to the process too."""
-
 LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
@@ -57,6 +51,33 @@ LAUNCHER_VARIABLES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...
      ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")),
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
 )
+
+
+class CallbackList:
+    """Methods to call once, while their objects live."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def register(self, callback: Callable[[], None]) -> None:
+        self._methods.append(weakref.WeakMethod(callback))
+
+    def run(self) -> None:
+        """Call and remove each method, the last one first."""
+        while self._methods:
+            method = self._methods.pop()()
+            if method is not None:
+                method()
+
+
+# Callbacks of this process; module state, since the process group belongs to the process too.
+BEFORE_SHUTDOWN = CallbackList()
+"""Called before this process leaves the process group after success."""
+AFTER_SHUTDOWN = CallbackList()
+"""Called after a successful `shutdown`. They may take long, but must return soon if `is_stop_requested`."""
+_STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
+_EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
+before_shutdown, after_shutdown = BEFORE_SHUTDOWN.register, AFTER_SHUTDOWN.register
 
 
 @dataclass(frozen=True)
@@ -328,17 +349,6 @@ def rank_0_printer(rank: int) -> Callable[[str], None]:
     return print_line
 
 
-def before_shutdown(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, before this process leaves the process group after success."""
-    _BEFORE_SHUTDOWN.append(weakref.WeakMethod(callback))
-
-
-def after_shutdown(callback: Callable[[], None]) -> None:
-    """Register a method to call, while its object lives, after a successful `shutdown`. It may take long, but must
-    return soon if `is_stop_requested`."""
-    _AFTER_SHUTDOWN.append(weakref.WeakMethod(callback))
-
-
 def register_stop_check(check: Callable[[], bool]) -> None:
     """Set the method that `is_stop_requested` calls while its object lives."""
     _STOP_CHECKS[:] = [weakref.WeakMethod(check)]
@@ -351,16 +361,8 @@ def is_stop_requested() -> bool:
 
 def run_shutdown_callbacks() -> None:
     """Run the shutdown callbacks once, for a process that exits without destructors."""
-    call_once(_BEFORE_SHUTDOWN)
-    call_once(_AFTER_SHUTDOWN)
-
-
-def call_once(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    """Call and remove each method whose object still lives, the last one first."""
-    while methods:
-        method = methods.pop()()
-        if method is not None:
-            method()
+    BEFORE_SHUTDOWN.run()
+    AFTER_SHUTDOWN.run()
 
 
 def on_early_exit(handler: Callable[[], None]) -> None:
@@ -386,7 +388,7 @@ def _shutdown_at_exit() -> None:
     for handler in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
         handler()
     with suppress(KeyboardInterrupt):  # Ctrl-C: the remaining work is left to the next start
-        call_once(_BEFORE_SHUTDOWN) if failed else shutdown()
+        BEFORE_SHUTDOWN.run() if failed else shutdown()
 
 
 def shutdown() -> None:
@@ -394,8 +396,8 @@ def shutdown() -> None:
     callbacks run after the group is gone, because ranks that destroy their group wait for each other."""
     import torch
 
-    call_once(_BEFORE_SHUTDOWN)
+    BEFORE_SHUTDOWN.run()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    call_once(_AFTER_SHUTDOWN)
+    AFTER_SHUTDOWN.run()
     STATUS.mark_done()
