@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     except ConfigError as error:  # collected: one message names everything that is wrong
         problems.append(str(error))
     ErrorList(problems).raise_if_any()
-    values = vars(given)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     # a preset that contradicts the folder is refused when the folder is read
     preset = {**_fields_of_huggingface_folder(values), **preset}
@@ -100,8 +100,7 @@ def is_dry_run(argv: Sequence[str]) -> bool:
 
 
 def _fields_of_huggingface_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Model fields of the `--load-hf` folder, and tokenizer fields unless flags give them. Empty if the folder is gone
-    and the run resumes with --load."""
+    """Model and tokenizer fields of the `--load-hf` folder; empty if the folder is gone and the run resumes."""
     folder = values.get("load_hf")
     if folder is None or ("load" in values and not Path(folder).exists()):
         return {}
@@ -128,18 +127,13 @@ def build_parser() -> argparse.ArgumentParser:
             action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
             parser.add_argument(*names, dest=item.name, action=action)
         elif typing.get_origin(kind) is tuple:
-            parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
+            parser.add_argument(*names, dest=item.name, nargs="+")
         elif typing.get_origin(kind) is Literal:
             refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
             parser.add_argument(*names, dest=item.name, type=_choice_of(flag, typing.get_args(kind), refused))
         else:
             parser.add_argument(*names, dest=item.name, type=kind if kind is str else _number(flag, kind))
     return parser
-
-
-class _TupleAction(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
 
 
 def _number(flag: str, kind: type) -> Callable[[str], Any]:
@@ -171,8 +165,7 @@ def _choice_of(flag: str, choices: tuple[str, ...], refused: Mapping[str, str] =
 
 
 def normalise_switches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments with `--compile=False` written as --no-compile, and so on; an error text for each other value of a
-    switch)."""
+    """(arguments with --no-compile for `--compile=False` and so on, an error text for each other value of a switch)."""
     actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     kept, sentences = [], []
     for word in arguments:
@@ -221,8 +214,7 @@ def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str]
 
 
 def _conflict_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
-    """An error text for each setting whose aliases were given different values. Of one name the last value wins, since
-    users append flags to a script's."""
+    """An error text for each setting whose aliases differ. Of one name the last value wins (scripts' flags)."""
     known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
     words: list[str] = []  # a flag and its values
     for word in arguments:

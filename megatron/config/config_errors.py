@@ -1,8 +1,7 @@
 """Collect configuration errors, so that one run reports all of them, and name settings as the user wrote them.
 
 Checks run from keys to single values to combinations. A setting that an earlier check complained about is doubtful:
-later errors about it may only follow from that and are dropped. `FlagToKeyNames` rewrites flags in a message to the
-keys of the JSON file that set them.
+later errors about it may only follow from that and are dropped.
 """
 
 from __future__ import annotations

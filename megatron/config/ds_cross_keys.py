@@ -79,8 +79,7 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
 
 
 def param_group_min_lr(ds_values: DsKeyValues) -> float | None:
-    """The learning rate floor as a fraction of each param group's peak, if each group has its own peak; None if the
-    scheduler sets one peak for all."""
+    """The rate's floor as a fraction of each param group's peak; None if the scheduler sets one peak for all."""
     kind = ds_values.keys.get("scheduler.type")
     if kind == "WarmupCosineLR":
         return float(ds_values.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR))

@@ -40,8 +40,8 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any], *, flags
                     fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
                     argument: str = "config", collector: ErrorCollector | None = None) -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both.
-    `in_engine` selects the engine's notes in place of the trainer's; `argument` names the parameter that held `source`.
-    Errors are raised, or added to `collector`; then the Config leaves out the wrong values."""
+    `in_engine` selects the engine's notes; `argument` names the parameter that held `source`. Errors are raised, or
+    added to `collector`; then the Config leaves out the wrong values."""
     flags, fallback, errors = flags or {}, fallback or {}, collector or ErrorCollector()
     found, problems = parse_ds_json(source, argument)
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
@@ -144,28 +144,22 @@ def _flags_of_keys(paths: Iterable[str]) -> Iterator[str]:
 
 def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
                   peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
-    """(field, value, path of the key) for everything but the batch sizes."""
+    """(field, value, path of the key) for everything but the batch sizes. Two keys that give one field different values
+    are an error."""
     rows = ((DS_KEYS[path], value, path) for path, value in ds_values.keys.items())
     alone = ((row.field, row.convert(value), path)
              for row, value, path in rows if isinstance(row, JsonKey) and row.is_independent)
-    yield from _check_no_conflicts(chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)), ds_values,
-                                   problems)
-    yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
-    yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
-    yield from ds_cross_keys.monitor_fields(ds_values)
-    yield from ds_cross_keys.layer_drop_fields(ds_values, flags)
-
-
-def _check_no_conflicts(settings: Iterable[FieldValue], ds_values: DsKeyValues,
-                        problems: ErrorList) -> Iterator[FieldValue]:
-    """Pass the settings through; report two keys that give one field different values."""
     seen: dict[str, tuple[Any, str]] = {}
-    for name, value, path in settings:
+    for name, value, path in chain(alone, ds_cross_keys.weight_group_fields(ds_values, flags)):
         other, where = seen.setdefault(name, (value, path))
         problems.require(values_are_close(other, value), f"{ds_values.name_as_written(where, '')} "
                          f"{json_text(ds_values.raw_value(where))} and {ds_values.name_as_written(path, '')} "
                          f"{json_text(ds_values.raw_value(path))} disagree on {flag_name(name)}; leave one out")
         yield name, value, path
+    yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
+    yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
+    yield from ds_cross_keys.monitor_fields(ds_values)
+    yield from ds_cross_keys.layer_drop_fields(ds_values, flags)
 
 
 def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int) -> dict[str, int]:
@@ -238,7 +232,7 @@ def _value_in_effect(path: str, config: Config) -> str:
 def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "not set" if value is None else " ".join(value) if isinstance(value, tuple) else str(value)
+    return "not set" if value is None else " ".join(value) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _value_of_auto(path: str, config: Config, dp_size: int) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.config_errors import range_errors
-from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, NumberRange,
-                                    one_of, require, setting)
+from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, NUMBER, NUMBER_FROM_0, JsonKey, JsonType,
+                                    NumberRange, one_of, require, setting)
 from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
@@ -232,51 +232,50 @@ class OptimConfig:
 SCHEDULER_TYPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
                    "OneCycle": "one-cycle", "LRRangeTest": "range-test"}
 """scheduler.type -> --lr-decay-style"""
-_SCHEDULER_PARAMS = "scheduler.params."
 DEFAULT_WARMUP_FRACTION = 0.01
+
+
+def _scheduler_key(name: str, json_type: JsonType | None, default: str | None = None, help: str = "",
+                   nullable: bool = False) -> JsonKey:
+    """A parameter of the scheduler section, whose meaning depends on scheduler.type (ds_cross_keys.py)."""
+    return JsonKey(f"scheduler.params.{name}", json_type, is_independent=False, nullable=nullable, default=default,
+                   help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate: warm up, then decay until --lr-decay-iters."""
 
-    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", in_short_help=True, json=(
+    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", in_short_help=True, ge=0, json=(
         JsonKey("optimizer.params.lr", NUMBER),
         JsonKey("scheduler.params.warmup_max_lr", NUMBER,
                 help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
-        JsonKey(_SCHEDULER_PARAMS + "cycle_max_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`")),
-                        ge=0)
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", json=(
-        JsonKey(_SCHEDULER_PARAMS + "cos_min_ratio", FRACTION, is_independent=False, default="0.0001",
-                help="of `WarmupCosineLR`, as a share of the peak"),
-        JsonKey(_SCHEDULER_PARAMS + "cycle_min_lr", NUMBER, is_independent=False, default="", help="of `OneCycle`"),
-        JsonKey(_SCHEDULER_PARAMS + "lr_range_test_min_lr", NUMBER, is_independent=False, default="0.001",
-                help="of `LRRangeTest`: the first rate")), ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
-                            "range-test", "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
-                                JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False,
-                                        default="", help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; "
-                                        "`WarmupCosineLR`: cosine; `OneCycle`: one-cycle; `LRRangeTest`: range-test"),
-                                JsonKey(_SCHEDULER_PARAMS + "lr_range_test_staircase", BOOLEAN, is_independent=False,
-                                        default="false", help="of `LRRangeTest`: range-test-stairs")))
+        _scheduler_key("cycle_max_lr", NUMBER, "", "of `OneCycle`")))
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", ge=0, json=(
+        _scheduler_key("cos_min_ratio", FRACTION, "0.0001", "of `WarmupCosineLR`, as a share of the peak"),
+        _scheduler_key("cycle_min_lr", NUMBER, "", "of `OneCycle`"),
+        _scheduler_key("lr_range_test_min_lr", NUMBER, "0.001", "of `LRRangeTest`: the first rate")))
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle", "range-test",
+        "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
+            JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False, default="",
+                    help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine; "
+                    "`OneCycle`: one-cycle; `LRRangeTest`: range-test"),
+            _scheduler_key("lr_range_test_staircase", BOOLEAN, "false", "of `LRRangeTest`: range-test-stairs")))
     lr_decay_iters: int | None = setting(
-        None, "step at which --min-lr is reached (default: --train-iters)", json=(
-            JsonKey(_SCHEDULER_PARAMS + "total_num_steps", COUNT, is_independent=False, nullable=True,
-                    help="of `WarmupDecayLR` and `WarmupCosineLR`"),
-            JsonKey(_SCHEDULER_PARAMS + "cycle_second_step_size", COUNT, is_independent=False, nullable=True,
-                    help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
-            JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_size", COUNT, is_independent=False, default="2000",
-                    help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")), ge=1)
-    warmup: float | None = setting(
-        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio",
-        ge=0, le=1)
+        None, "step at which --min-lr is reached (default: --train-iters)", ge=1, json=(
+            _scheduler_key("total_num_steps", COUNT, None, "of `WarmupDecayLR` and `WarmupCosineLR`", nullable=True),
+            _scheduler_key("cycle_second_step_size", COUNT, None, "of `OneCycle`: the steps from the peak to the end "
+                           "of the cycle; by default those before it", nullable=True),
+            _scheduler_key("lr_range_test_step_size", COUNT, "2000",
+                           "of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
+    warmup: float | None = setting(None, "share of --lr-decay-iters spent warming up (default: 0.01)",
+                                   "lr-warmup-fraction", "warmup-ratio", ge=0, le=1)
     lr_warmup_iters: int | None = setting(
-        None, "steps spent warming up, in place of --warmup", "warmup-iters",
-        "warmup-steps", json=(JsonKey(_SCHEDULER_PARAMS + "warmup_num_steps", COUNT_FROM_0,
-                                      is_independent=False, default="1000", help="of the warm-up schedules"),
-                              JsonKey(_SCHEDULER_PARAMS + "cycle_first_step_size", COUNT, is_independent=False,
-                                      default="2000", help="of `OneCycle`: the steps from the start to the peak")),
-        ge=0)
+        None, "steps spent warming up, in place of --warmup", "warmup-iters", "warmup-steps", ge=0, json=(
+            _scheduler_key("warmup_num_steps", COUNT_FROM_0, "1000", "of the warm-up schedules"),
+            _scheduler_key("cycle_first_step_size", COUNT, "2000",
+                           "of `OneCycle`: the steps from the start to the peak")))
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=JsonKey("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
@@ -285,21 +284,20 @@ class ScheduleConfig:
     lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters", ge=1)
     cycle_decay: float = setting(0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); "
                                  "range-test: growth of the rate, as a share of --min-lr, in --lr-decay-iters steps",
-                                 json=(JsonKey(_SCHEDULER_PARAMS + "decay_lr_rate", NUMBER_FROM_0, is_independent=False,
-                                               default="0", help="of `OneCycle`, per `decay_step_size` steps"),
-                                       JsonKey(_SCHEDULER_PARAMS + "lr_range_test_step_rate", NUMBER,
-                                               is_independent=False, default="1", help="of `LRRangeTest`")), ge=0)
-    cycle_momentum: bool = setting(False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
-                                   json=JsonKey(_SCHEDULER_PARAMS + "cycle_momentum", is_independent=False,
-                                                default="true", help="DeepSpeed's default for `OneCycle`"))
-    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False), ge=0, le=0.9999999)
-    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle",
-                                   json=JsonKey(_SCHEDULER_PARAMS, is_independent=False), ge=0, le=0.9999999)
+                                 ge=0, json=(
+                                     _scheduler_key("decay_lr_rate", NUMBER_FROM_0, "0",
+                                                    "of `OneCycle`, per `decay_step_size` steps"),
+                                     _scheduler_key("lr_range_test_step_rate", NUMBER, "1", "of `LRRangeTest`")))
+    cycle_momentum: bool = setting(
+        False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
+        json=_scheduler_key("cycle_momentum", None, "true", "DeepSpeed's default for `OneCycle`"))
+    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate", ge=0, le=0.9999999,
+                                   json=_scheduler_key("cycle_min_mom", None))
+    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle", ge=0, le=0.9999999,
+                                   json=_scheduler_key("cycle_max_mom", None))
     cycle_mom_growth: float = setting(
         0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
-        json=JsonKey(_SCHEDULER_PARAMS + "decay_mom_rate", NUMBER_FROM_0, is_independent=False, default="0",
-                     help="of `OneCycle`, per `decay_step_size` steps"), ge=0)
+        ge=0, json=_scheduler_key("decay_mom_rate", NUMBER_FROM_0, "0", "of `OneCycle`, per `decay_step_size` steps"))
     override_lr_scheduler: bool = setting(False, "on resume, use these flags and not the checkpoint's schedule")
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")

@@ -214,8 +214,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 
 
 def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = None) -> Config:
-    """A Config from flat field values; others keep their defaults. Errors are raised, or added to `collector`; then the
-    Config leaves out the wrong values."""
+    """A Config from flat field values. Errors are raised, or added to `collector`; their fields keep the defaults."""
     errors, conflicts = collector or ErrorCollector(), ErrorList()
     known = {item.name for section in SECTIONS.values() for item in fields(section)}
     assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"

@@ -5,8 +5,8 @@ same order, so two logs agree as far as both go; a shorter log belongs to a slow
 entries too, except at stage 3 on a CPU: there their order may differ between ranks, and they are only counted.
 A *use* is a unit that the rank waited for; uses show where the ranks parted when units are gathered ahead of time.
 
-Recording sends nothing. `assert_collective_call` sends two numbers: public calls that a script may make on one rank
-only (getters, GatheredParameters, saves) use it before they exchange data. watchdog.py compares logs when a run hangs.
+Recording sends nothing; watchdog.py compares logs when a run hangs. `assert_collective_call` is for public calls that
+a script may make on one rank only (getters, GatheredParameters, saves), before they exchange data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORGOTTEN_ENTRY = "an earlier place", ""
 
 
 class CollectiveObserver(Protocol):
-    """Callbacks for each entry and each gradient reduction ("sum"), by number."""
+    """Callbacks for each entry and each gradient reduction (`kind` "sum"), by number."""
 
     def collective_started(self, kind: str, number: int, what: str) -> None: ...
 
@@ -129,8 +129,7 @@ class CollectiveLog:
         return self.entry_count > 0 and self._entries[(self.entry_count - 1) % MAX_ENTRIES][0] in FINAL_ENTRIES
 
     def snapshot(self, rank: int) -> CollectiveLogSnapshot:
-        """Copy the log. Safe while the rank records more in another thread: the copy repeats until no entry was added
-        meanwhile."""
+        """Copy the log. Safe while another thread records more: repeats until no entry was added meanwhile."""
         while True:
             # read first: entries added meanwhile can only end a wait
             waits = self.awaited_entry, self.awaited_reduction
@@ -279,8 +278,7 @@ class OwningEngine(Protocol):
     log: CollectiveLog
 
     def guard_state_change(self, what: str) -> AbstractContextManager[None]:
-        """Context in which weights or optimizer states are written; if it is interrupted, the engine refuses to
-        continue."""
+        """Context in which weights or optimizer states are written; interrupted, the engine does not continue."""
 
     def finish_delayed_update(self) -> None:
         """Bring the weights up to date with the last step. Collective."""
@@ -307,8 +305,7 @@ def owning_engine(bucket: object) -> OwningEngine | None:
 def assert_collective_call(log: CollectiveLog, group: Group, call: str, value: Tensor | None = None,
                            details: str = "") -> bool:
     """Check that every rank of `group` makes this `call` with the same `details`; returns whether all have the same
-    `value`. Raises ConfigError if a rank is in another call. Collective: an all-gather of two int64 digests per rank.
-    """
+    `value`. ConfigError if a rank is in another call. Collective: an all-gather of two int64 per rank."""
     log.record_barrier(call)
     if group.is_solo:
         return True

@@ -32,8 +32,7 @@ _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
 def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
     """This rank's result of `action` if every rank succeeds; otherwise the error of the lowest failing rank, on every
     rank. Communicates one number, and on failure the message. Only errors with an exit code are shared; any other
-    exception is a bug and ends this rank, and so the job, with its traceback.
-    """
+    exception is a bug and ends the job with its traceback."""
     result, failure = _try_action(action)
     _raise_first_failure(int(all_reduce_scalar(world.size if failure is None else world.rank, world, "min")), failure,
                          world)
@@ -70,8 +69,7 @@ def raise_shared_out_of_memory(action: Callable[[], T], world: Group, doing: str
 
 
 def assert_equal_across_ranks(values: Mapping[str, Any], world: Group, problem: str) -> None:
-    """Raise a ConfigError that begins with `problem` and names the differences unless `values` are equal on all ranks.
-    Communicates one reduction if they are equal."""
+    """Raise a ConfigError that begins with `problem` unless `values` are equal on all ranks. One reduction."""
     if per_rank := find_differences(values, world):
         raise ConfigError(mismatch_message([(each, [rank]) for rank, each in enumerate(per_rank)], problem))
 
@@ -96,9 +94,8 @@ def find_differences(values: Mapping[str, Any], world: Group) -> list[dict[str, 
 
 def find_differences_in_each(value_sets: Sequence[Mapping[str, Any]], world: Group,
                              check: Callable[[], object] = lambda: None) -> list[list[dict[str, Any]]]:
-    """`find_differences` for each set of values, after `check`, whose error is shared as in `all_succeed_or_raise`. All
-    of it takes one collective if the values are equal and `check` succeeds: min(d) == -min(-d) iff all digests d agree.
-    """
+    """`find_differences` for each set of values, after `check`, whose error is shared. One collective if the values are
+    equal and `check` succeeds: min(d) == -min(-d) iff all digests d agree."""
     _, failure = _try_action(check)
     texts = [json.dumps(values, sort_keys=True, default=str) for values in value_sets]
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them

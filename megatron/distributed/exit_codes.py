@@ -92,17 +92,14 @@ class ExplainedMemoryError(MemoryError):
 
 
 class ExitReason(NamedTuple):
-    """An exit code and the error text for the user."""
-
     code: int
-    text: str
+    text: str  # the error, for the user
     is_peer_loss: bool = False
 
 
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: `shows_tracebacks`) adds tracebacks. If
-    the reader of stdout closes the pipe, a command exits silently; a job (`is_job`) reports it, except when it only
-    prints help."""
+    """Call `main` and return the exit code; `debug` (default: `shows_tracebacks`) adds tracebacks. If the reader of
+    stdout closes the pipe, a command exits silently; a job (`is_job`) reports it, unless it only prints help."""
     prepare_streams()
     os.environ.setdefault(*TORCH_LOG_LEVEL)
     if not is_job:  # a job installs a StopListener, which saves first
@@ -259,8 +256,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_store_write_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a write to our launcher's store file failed (disk full): a later read or write of the store then hangs
-    (launcher.py)."""
+    """Whether a write to our launcher's store file failed (disk full): later requests of the store then hang."""
     return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
             and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 

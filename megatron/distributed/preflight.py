@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.distributed.rank_text import describe_differences, format_ranks
 from megatron.errors import EXIT_CONFIG, ConfigError, PeerError
-from megatron.package import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,10 +29,6 @@ STARTED_DIFFERENTLY_MESSAGE = "the ranks were started differently"
 REPORT_SLACK = timedelta(seconds=10)  # extra seconds for rank 0 to report which ranks are missing
 WORLD_SIZE_SECONDS = 0.5  # seconds to collect more WORLD_SIZEs once two are known to differ
 LINGER_SECONDS = 5.0  # seconds for every rank to read the error before the rank that hosts the store exits
-
-
-def code_identity(torch_version: str) -> dict[str, str]:
-    return {"version": __version__, "code": code_digest(), "torch": torch_version}
 
 
 def code_digest() -> str:

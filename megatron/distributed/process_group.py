@@ -25,9 +25,10 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.distributed.preflight import check_ranks_match, code_identity
+from megatron.distributed.preflight import check_ranks_match, code_digest
 from megatron.distributed.rank_status import RUNNING, START_UP, STATUS, STATUS_FILE_VARIABLE
 from megatron.errors import ConfigError, PeerError
+from megatron.package import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +72,8 @@ class CallbackList:
 
 
 # Callbacks of this process; module state, since the process group belongs to the process too.
-BEFORE_SHUTDOWN = CallbackList()
-"""Called before this process leaves the process group after success."""
-AFTER_SHUTDOWN = CallbackList()
-"""Called after a successful `shutdown`. They may take long, but must return soon if `is_stop_requested`."""
+BEFORE_SHUTDOWN = CallbackList()  # before this process leaves the process group after success
+AFTER_SHUTDOWN = CallbackList()  # after a successful `shutdown`; may take long, but not if `is_stop_requested`
 _STOP_CHECKS: list[weakref.WeakMethod[Callable[[], bool]]] = []
 _EARLY_EXIT_HANDLERS: list[Callable[[], None]] = []
 before_shutdown, after_shutdown = BEFORE_SHUTDOWN.register, AFTER_SHUTDOWN.register
@@ -91,8 +90,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The ranks and sizes that a launcher set in the environment; without a launcher, a job of one rank. Raises
-    ConfigError."""
+    """This process's rank and the sizes of its job; without a launcher, a job of one rank. Raises ConfigError."""
     for rank_name, world_names, local_name, local_world_names in LAUNCHER_VARIABLES:
         world_name = next((name for name in world_names if name in environ), None)
         if rank_name not in environ and world_name is None:
@@ -123,9 +121,8 @@ def _integer_variable(environ: Mapping[str, str], name: str) -> int:
 
 
 def device_for(env: Environment, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. Ranks may share a GPU only with gloo. `backend` None takes the
-    backend of the existing process group. Slurm's --gpus-per-task=1 shows each rank only its own GPU, as number 0.
-    """
+    """The device of this rank: its own GPU (number 0 if Slurm shows each rank only its own), or the CPU. Ranks may
+    share a GPU only with gloo. `backend` None takes that of the existing process group."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -174,12 +171,8 @@ def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
                        even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> None:
     """Choose this rank's device and create torch's default process group. Idempotent. A single rank creates one only
-    with `even_for_one_rank`, for scripts that ask torch.distributed for their rank.
-
-    `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer;
-    `init_method` is torch's and replaces the launcher's address; `must_match` holds settings that must be equal on all
-    ranks (preflight.py).
-    """
+    with `even_for_one_rank`. `backend` None means nccl with GPUs, gloo without; `timeout_seconds` limits the wait for a
+    silent peer; `init_method` is torch's; `must_match` are settings that must be equal on all ranks (preflight.py)."""
     import torch
 
     if backend is not None and backend not in BACKENDS:
@@ -244,7 +237,8 @@ def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torc
     collective_tracker.mark_waiting()
     try:
         store = _open_store(env, timeout)
-        settings = {**(must_match or {}), **code_identity(torch.__version__), "backend": backend}
+        settings = {**(must_match or {}), "version": __version__, "code": code_digest(), "torch": torch.__version__,
+                    "backend": backend}
         check_ranks_match(torch.distributed.PrefixStore("preflight", store), env.rank, env.world_size, settings,
                           timeout)
         torch.distributed.init_process_group(
@@ -256,8 +250,7 @@ def _rendezvous(env: Environment, timeout: timedelta, backend: str, device: torc
 
 
 def is_rendezvous_error(error: BaseException) -> bool:
-    """Whether `error` was raised inside `_rendezvous`. The traceback is examined because a flag would go stale if a
-    script catches the error and continues."""
+    """Whether `error` was raised inside `_rendezvous`. A flag would go stale if a script catches the error."""
     return any(frame.f_code is _rendezvous.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -381,9 +374,8 @@ def register_shutdown_at_exit() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """Shut down for scripts that simply end: a C++ thread (gloo freeing a tensor, a watchdog reading the store) aborts
-    an interpreter that is finalizing. After an error the group stays, since destroying it could wait for a lost peer.
-    """
+    """Shut down for scripts that simply end: a C++ thread would abort an interpreter that is finalizing. After an error
+    the group stays, since destroying it could wait for a lost peer."""
     failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
     for handler in _EARLY_EXIT_HANDLERS if STATUS.snapshot.is_mid_operation and not failed else ():
         handler()

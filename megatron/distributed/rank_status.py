@@ -1,14 +1,13 @@
 """Status of each rank (step, phase, block, collective), in a small shared file that the launcher reads on failure.
 
 The file has one slot per rank of a node, mapped into memory: an update is a few integer writes, without system call or
-lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number.
+lock, and survives the rank. Texts (phases, blocks) are written once and referred to by number. There is no clock: a
+reader compares two reads.
 
     activity     what the program does: start-up, training, evaluation, a save
     phase        what the engine does for it: forward, backward, optimizer step
     unit         the block of the model
     collective   1: the rank sends, 2: it waits for other ranks, 0: neither (mpu/collective_tracker.py)
-
-There is no clock: a reader compares two reads (megatron/launch/stragglers.py).
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class RankStatus:
         return self._map is not None
 
     def publish_in(self, path: str | None, slot: int) -> None:
-        """Move the status to slot `slot` of the file at `path`. No effect if the file cannot be mapped, or on a second
-        call."""
+        """Move the status to a slot of the file at `path`, once. No effect if the file cannot be mapped."""
         if not path or self.is_published:
             return
         with suppress(OSError, ValueError):  # diagnostics must not fail the run
@@ -151,8 +149,7 @@ class RankStatus:
 
     @contextmanager
     def in_activity(self, activity: str) -> Iterator[None]:
-        """Set the activity inside the context. An Exception restores the previous one, since it may be caught; an exit
-        keeps it, to show where the rank was."""
+        """Set the activity inside the context. An Exception restores the previous one; an exit keeps it."""
         before = self._counters[ACTIVITY]
         self.set_activity(activity)
         with self:

@@ -2,8 +2,7 @@
 
 Programs that save nothing exit with one line and code 130 (`exit_on_stop_signal`, `raise_on_stop_signal`). Training
 uses a `StopListener`: before the first step a request exits at once; afterwards all ranks agree, save and exit.
-Further signals are ignored; a second Ctrl-C raises KeyboardInterrupt. Standard library only: called before the slow
-imports.
+Standard library only: called before the slow imports.
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ def interruption_text(number: int) -> str:
 
 
 def is_handled_signal(number: signal.Signals) -> bool:
-    """False for SIGHUP if it is ignored (`nohup`). SIGINT and SIGQUIT are handled even if ignored, as in a script's
-    `cmd &`: without a terminal, such a signal is sent on purpose."""
+    """False for an ignored SIGHUP (`nohup`). SIGINT and SIGQUIT are handled even if ignored (a script's `cmd &`)."""
     return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 def exit_on_stop_signal(before: str = "it began") -> None:
-    """Exit with an error line on a stop signal, until another handler is installed. The handler writes the line itself,
-    since `run`, which would print it, has not started yet."""
+    """Exit with an error line on a stop signal, until another handler is installed, such as that of `run`."""
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         ignore_further_stop_signals()
         with suppress(OSError):
@@ -112,8 +109,7 @@ class StopListener:
     of --exit-duration-in-mins, which includes start-up."""
 
     def __init__(self, message: bytes = STOPPING_LINE, *, startup_reason: str = "") -> None:
-        """`message` is printed after Ctrl-C. With `startup_reason`, a request before `mark_started` ends the program at
-        once, with this reason."""
+        """`message` answers Ctrl-C. With `startup_reason`, a request before `mark_started` ends the program at once."""
         self._message, self._startup_reason = message, startup_reason
         self._state = ListenerState.STARTING if startup_reason else ListenerState.RUNNING
         self.signal: signal.Signals | None = None
@@ -137,9 +133,8 @@ class StopListener:
         return (time.monotonic() - self._started_at) / 60
 
     def listen(self, exit_function: ExitFunction | None = None, *, dump_stacks: bool = False) -> StopListener:
-        """Install the handlers (main thread only; no effect in others). During start-up, `exit_function(reason)` ends a
-        program whose main thread does not run the handler. With `dump_stacks`, SIGQUIT also prints every thread's
-        stack."""
+        """Install the handlers (main thread only). During start-up, `exit_function(reason)` ends a program whose main
+        thread does not run the handler. With `dump_stacks`, SIGQUIT also prints every thread's stack."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in filter(is_handled_signal, STOP_SIGNALS):
@@ -187,15 +182,15 @@ class StopListener:
         if self._state is ListenerState.STARTING:
             if is_first:
                 raise StopRequested(number, self._reason(number))
-        elif number == signal.SIGINT and answers_terminal():
+        elif number == signal.SIGINT and os.isatty(2) and "MEGATRON_LAUNCHER" not in os.environ \
+                and os.environ.get("RANK", "0") == "0":  # our launcher replies for its ranks
             write_lines(self._message)
 
     def _reason(self, number: int) -> str:
         return f"{interruption_text(number)} {self._startup_reason}"
 
     def _exit_if_unhandled(self, wakeup_pipe: int, exit_function: ExitFunction) -> None:
-        """Start-up thread. It reads the wake-up pipe, which the C-level signal handler writes even while the main
-        thread is blocked."""
+        """Start-up thread. The C-level signal handler writes the wake-up pipe even while the main thread is blocked."""
         with open(wakeup_pipe, "rb", buffering=0) as signals:
             while number := signals.read(1):
                 if number[0] in STOP_SIGNALS:
@@ -225,12 +220,6 @@ def own_interrupts() -> None:
 def is_child_of_launcher() -> bool:
     """Whether our launcher is the direct parent, not only a variable inherited from an outer process."""
     return os.environ.get("MEGATRON_LAUNCHER") == str(os.getppid())
-
-
-def answers_terminal(descriptor: int = 2) -> bool:
-    """Whether this process prints replies to the user at a terminal: our launcher does for its ranks; under another
-    launcher rank 0 does."""
-    return os.isatty(descriptor) and "MEGATRON_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0"
 
 
 def write_lines(text: bytes) -> None:

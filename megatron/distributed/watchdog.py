@@ -15,7 +15,6 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Event, RLock, Thread
 from typing import Any, Protocol
@@ -59,8 +58,7 @@ class WatchedEngine(Protocol):
 
 
 def start_watchdog(engine: WatchedEngine) -> None:
-    """Watch `engine` until it is freed. Collective. Prints a note and does not watch if the store accepts no second
-    connection."""
+    """Watch `engine` until it is freed. Collective. Without a second connection to the store, only print a note."""
     groups = engine.groups
     if groups.dp.is_solo:
         return
@@ -167,8 +165,7 @@ class DesyncWatchdog:
             self._keep_store_alive(self._store.add("acknowledged"), EXIT_GRACE_SECONDS)
 
     def _note_long_wait(self, idle_checks: int) -> None:
-        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, such as a barrier,
-        and may still come."""
+        """Print where the ranks wait. No error: a rank may be in a collective of the script itself, and still come."""
         if self._store.add(f"wait_note/{self._log.entry_count}", 1) == 1:
             what, purpose = self._log.snapshot(self._rank).current_position
             where = f"{what} ({purpose})" if purpose else what
@@ -182,8 +179,7 @@ class DesyncWatchdog:
             exit_codes.exit_now(error.code)
 
     def _acknowledge_error(self, more: int = 1) -> None:
-        """Count this rank as having read the error (`more` = 0: it announced its exit before). The host of the store
-        waits until every waiting rank has read it."""
+        """Count this rank as a reader of the error (0: it was counted before); the store's host waits for all."""
         with suppress(RuntimeError):
             self._keep_store_alive(self._store.add("acknowledged", more),
                                    (MAX_CHECKS_BETWEEN_COMPARISONS + 2) * CHECK_SECONDS)
@@ -218,8 +214,7 @@ class DesyncWatchdog:
         return self._wait_or_report([CollectiveLogSnapshot.unpack(log) for log in divergence[1]])
 
     def _find_divergence(self, mine: CollectiveLogSnapshot) -> list[Any] | None:
-        """[group, two packed logs] if this log contradicts the longest one; otherwise None, after storing the longer of
-        the two."""
+        """[group, two packed logs] if this log contradicts the longest one; else None, after storing the longer one."""
         key = f"longest/{self._group}"
         while True:
             packed = self._store.read(key)
@@ -264,24 +259,19 @@ class DesyncWatchdog:
             missing = [rank for rank in missing if rank not in logs]
             if not missing or self._closed.wait(POLL_SECONDS):
                 break
-        error = _divergence_error(divergence, logs, self._ranks)
-        self._store.write("error", [type(error).__name__, str(error)])
+        known = {**{record.rank: record for record in divergence}, **logs}
+        positions = (divergence_positions(list(known.values()))
+                     or divergence_positions(divergence))  # newer logs may have overwritten the position
+        where = describe_positions(positions)
+        if unknown := sorted(set(self._ranks) - positions.keys()):
+            where += f" (nothing is known of {format_ranks(unknown)})"
+        if any(what in (FAILED, INTERRUPTED) for what, _ in positions.values()):
+            kind, text = PeerError, f"{where}, so that the ranks would wait for each other forever: {_RESUME}"
+        else:
+            kind, text = ConfigError, ("the ranks do not do the same, and would wait for each other forever: "
+                                       f"{where}{describe_setting_differences(list(known.values()))}; {_REMEDY}")
+        self._store.write("error", [kind.__name__, text])
 
     def _reported_error(self) -> TrainerError | None:
         report = self._store.read("error")
         return None if report is None else _ERROR_CLASSES[report[0]](report[1])
-
-
-def _divergence_error(divergence: Sequence[CollectiveLogSnapshot], logs: Mapping[int, CollectiveLogSnapshot],
-                      ranks: Sequence[int]) -> TrainerError:
-    known = {**{record.rank: record for record in divergence}, **logs}
-    places = (divergence_positions(list(known.values()))
-              or divergence_positions(divergence))  # newer logs may have overwritten the position
-    where = describe_positions(places)
-    unknown = sorted(set(ranks) - places.keys())
-    if unknown:
-        where += f" (nothing is known of {format_ranks(unknown)})"
-    if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
-        return PeerError(f"{where}, so that the ranks would wait for each other forever: {_RESUME}")
-    return ConfigError(f"the ranks do not do the same, and would wait for each other forever: {where}"
-                       f"{describe_setting_differences(list(known.values()))}; {_REMEDY}")

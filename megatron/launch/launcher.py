@@ -99,8 +99,7 @@ def explain_temp_dir_errors() -> Iterator[None]:
 
 
 def preallocate_store_file(path: str, size: int = STORE_FILE_BYTES) -> None:
-    """Create an empty file with `size` bytes of disk space reserved: on a full disk a rank that reads a truncated value
-    there would never return."""
+    """Create an empty file with disk space reserved: a rank never returns from reading a truncated value."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most != resource.RLIM_INFINITY and most < size:
         raise StorageError(f"launcher: files may be no longer than {most} bytes (ulimit -f), and the one in which the "
@@ -204,23 +203,13 @@ def is_runnable_module(module: str) -> bool:
     return spec is not None
 
 
-def rank_command(options: argparse.Namespace, command: list[str]) -> list[str]:
-    """The command line of a rank. Passes on -P, which keeps the current folder off sys.path."""
-    if not options.module:
-        return [sys.executable, *command]
-    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", *command]
-
-
-def free_port() -> int:
-    """For scripts with their own rendezvous; ours needs no port on one node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def shared_environment(options: argparse.Namespace, store_file: str | None) -> dict[str, str]:
     """The environment variables common to all ranks of this node."""
-    port = options.master_port or (free_port() if store_file else DEFAULT_PORT)
+    port = options.master_port or DEFAULT_PORT
+    if store_file and not options.master_port:  # for scripts with their own rendezvous; ours needs no port on one node
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     environment = dict(
         os.environ, WORLD_SIZE=str(options.nnodes * options.nproc_per_node),
         LOCAL_WORLD_SIZE=str(options.nproc_per_node), MASTER_ADDR=options.master_addr or "127.0.0.1",
@@ -240,13 +229,15 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
 
 
 def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
+    module_options = ["-P", "-m"] if sys.flags.safe_path else ["-m"]  # -P keeps the current folder off sys.path
+    rank_argv = [sys.executable, *(module_options if options.module else []), *command]
     if options.nnodes * options.nproc_per_node == 1:
         # the only rank replaces this process; a batch system may have set other rank variables
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
             os.environ.pop(name, None)
         os.environ.setdefault(*FAULT_HANDLER_ON)
-        os.execv(sys.executable, rank_command(options, command))
+        os.execv(sys.executable, rank_argv)
     with ExitStack() as files:
         with explain_temp_dir_errors():
             temp_dir = files.enter_context(private_temp_dir())
@@ -263,7 +254,7 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
         first = options.node_rank * options.nproc_per_node
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
-        return Supervisor(rank_command(options, command), environments, nodes, straggler_monitor).run()
+        return Supervisor(rank_argv, environments, nodes, straggler_monitor).run()
 
 
 def main(argv: list[str]) -> int:

@@ -67,8 +67,7 @@ class JsonConnection:
         return messages
 
     def close(self) -> None:
-        """Close without losing sent data: the kernel resets a connection that is closed with unread input, so read that
-        first."""
+        """Close without losing sent data: the kernel resets a connection closed with unread input, so read first."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(0)
@@ -113,8 +112,7 @@ class Heartbeat:
         self._last_check, self._paused_seconds, self._resumed_at = boot_clock(), 0.0, 0.0
 
     def detect_own_pause(self) -> float:
-        """Seconds that this launcher itself was paused before this call, else 0. Call it often. A pause restarts all
-        silences."""
+        """Seconds for which this launcher was paused before this call, else 0. A pause restarts all silences."""
         now, before = boot_clock(), self._last_check
         self._last_check = now
         if now - before < SILENT_SECONDS:
@@ -221,8 +219,7 @@ class NodeMonitor:
     def __init__(self, own: NodeInfo, connections: Mapping[int, JsonConnection] | None = None,
                  other_nodes: Mapping[int, NodeInfo] | None = None,
                  print_line: Callable[[str], None] = lambda line: None) -> None:
-        """`connections`: node 0 has one per other node, every other node one to node 0. `print_line` writes to the
-        user."""
+        """`connections`: node 0 has one per other node, every other node has one to node 0."""
         self._print_line, self._heartbeat = print_line, Heartbeat(connections or {})
         # seconds that the other nodes missed this one before they ended the job; 0.0: they did not
         self._given_up_after_seconds = 0.0
@@ -342,8 +339,7 @@ class NodeMonitor:
         return self._exits.get(silent[0][0]) if silent else None
 
     def announce_failure(self, *, is_victim: bool) -> None:
-        """Announce that a rank of this node fails; the other launchers then check which rank theirs may have waited
-        for."""
+        """Announce that a rank of this node fails; the other launchers then check their own ranks."""
         failure = Failure.VICTIM if is_victim else Failure.CULPRIT
         if failure > self._announced_failure:
             self._announced_failure = failure
@@ -353,8 +349,7 @@ class NodeMonitor:
         self._announce({LEFT_EARLY: True})
 
     def announce_exit(self, code: int, error_line: str = "", *, is_victim: bool = False) -> None:
-        """Announce how this node ended. The line is shortened: a launcher whose message is refused as too long looks
-        lost."""
+        """Announce how this node ended. A message that is too long would be refused, and the node seem lost."""
         self._announce({"code": code, "error_line": shorten_error_text(error_line), "is_victim": is_victim})
 
     def _announce(self, message: dict[str, Any]) -> None:

@@ -155,9 +155,12 @@ class RendezvousServer:
                 self._disconnect(link)
 
     def _handle_message(self, connection: JsonConnection, message: dict[str, Any]) -> None:
-        node_info = node_info_from_greeting(message)
-        if connection not in self._unidentified or node_info is None:
+        if connection not in self._unidentified or message.get("greeting") != GREETING:
             raise JsonConnectionClosed
+        try:
+            node_info = node_info_from_json(message)
+        except (KeyError, TypeError, ValueError) as error:
+            raise JsonConnectionClosed from error
         if self._refusal is not None:
             connection.send(self._refusal)
             self._refused_count += 1
@@ -245,8 +248,7 @@ class RendezvousClient:
             time.sleep(min(RETRY_SECONDS, left))
 
     def _wait_for_message(self, connection: JsonConnection, until: float, expected: str) -> dict[str, Any]:
-        """The next message, which must contain `expected`. Raises node 0's error if it refused, JsonConnectionClosed
-        otherwise."""
+        """The next message, which must contain `expected`. Raises node 0's refusal, or JsonConnectionClosed."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not self._inbox:
@@ -263,16 +265,6 @@ class RendezvousClient:
         if expected not in message:
             raise JsonConnectionClosed
         return message
-
-
-def node_info_from_greeting(message: dict[str, Any]) -> NodeInfo | None:
-    """The NodeInfo in a greeting; None if it is not a valid one."""
-    if message.get("greeting") != GREETING:
-        return None
-    try:
-        return node_info_from_json({name: message[name] for name in ("node", "nodes", "ranks", "host")})
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def node_info_from_json(fields: dict[str, Any]) -> NodeInfo:

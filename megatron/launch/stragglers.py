@@ -14,7 +14,7 @@ from megatron.distributed.rank_status import (COLLECTIVE, COLLECTIVES_STARTED, F
                                               StatusSnapshot)
 
 STRAGGLER_SECONDS = 2.0  # seconds without a collective before a rank counts as a straggler
-COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))
+COLLECTIVE_COUNTERS = slice(8 * COLLECTIVE, 8 * (COLLECTIVES_STARTED + 1))  # bytes
 RESUME_ADVICE = "start the same command to resume from the last checkpoint"
 
 

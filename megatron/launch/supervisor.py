@@ -137,8 +137,7 @@ class ErrorRelay:
             self._relay(lines)
 
     def relay_rest(self) -> None:
-        """Forward the rest after the rank exited. Does not wait for end of file: a stray grandchild may hold the pipe
-        open."""
+        """Forward the rest after the rank exited; a stray grandchild may hold the pipe open, so do not wait."""
         self.relay_available()
         self._relay([self._partial + b"\n"] if self._partial else [])
         self._partial = b""
@@ -397,8 +396,7 @@ class Supervisor:
 
 
 def signal_rank(rank: RankProcess, number: int) -> None:
-    """Signal the rank's process only. Popen.send_signal could reap a rank that just exited, and `_poll_rank` would miss
-    it."""
+    """Signal the rank's process only. Popen.send_signal could reap a rank, and `_poll_rank` would miss it."""
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(rank.process.pid, number)
